@@ -1,13 +1,13 @@
-"""Capture: rows per second from WAL to durable, bound topics, beside pg_recvlogical on the same WAL.
+"""Capture: rows per second from WAL to durable, bound topics, compared with pg_recvlogical on the same WAL.
 
     python benchmarks/capture.py [--rows N] [--json]
 
-Method: two slots are made on an embedded Postgres 18 (fsync off: the source is not what is measured), N narrow
-rows (int, int, short text, timestamptz) are inserted in transactions of 1,000. The limit is pg_recvlogical
-writing the first slot's pgoutput messages to /dev/null until the end of the WAL. The subject is a capture on
-SQLite and a directory (both syncing) that starts at the second slot, from connecting to the binding of a marker
-behind the last row. CPU is the capturing process's own (all threads, user and system): it says what a row costs also
-where other work shares the cores. Rows are verified after the run: the topic's high watermark must be N.
+Method: two slots are made on an embedded Postgres 18 (fsync off: the source is not what is measured), N narrow rows
+(int, int, short text, timestamptz) are inserted in transactions of 1,000. The limit is pg_recvlogical writing the first
+slot's pgoutput messages to /dev/null until the end of the WAL. The subject is a capture on SQLite and a directory (both
+syncing) that starts at the second slot, from connecting to the binding of a marker after the last row. CPU is that of
+the capturing process (all threads, user and system): it shows the cost of a row even if other work shares the cores.
+Rows are verified after the run: the topic's high watermark must be N.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`./dev bench capture_copy`: rows per second of the first copy of a table, beside the same COPY by the same client.
+"""`./dev bench capture_copy`: rows per second of the first copy of a table, compared with COPY by the same client.
 
     python benchmarks/capture_copy.py [--rows N] [--connections N] [--json]
 
-Method: N narrow rows (int, int, short text, timestamptz) lie in a table of an embedded Postgres 18 (fsync off: the
+Method: N narrow rows (int, int, short text, timestamptz) are in a table of an embedded Postgres 18 (fsync off: the
 source is not what is measured). The limit is COPY … TO STDOUT over the capture's own connection class, each line
 counted and dropped. The subject is a new capture on SQLite and a directory (both syncing): its own count of rows and
 seconds, from the first row to the last one durable. CPU is that of the whole process over the run, set-up and binding

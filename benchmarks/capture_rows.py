@@ -1,4 +1,4 @@
-"""What a captured row costs by the number of rows that arrive at once, without a network, in each envelope.
+"""Cost of a captured row by the number of rows that arrive together, without a network, in each envelope.
 
     ./dev bench capture_rows [--rows N] [--envelope E] [--json]
 

@@ -1,8 +1,8 @@
-"""Catching up without Spark: what a driver's own share of it costs, alternating, with and without decoding helpers.
+"""Catching up without Spark: the cost of the driver's share, with and without decoding helpers, alternating.
 
     ./dev bench catch_up [--rows N] [--rounds R] [--give-back] [--json]
 
-Method: N records of 110 bytes, each of a key of its own, wait in a topic of four partitions, bound 25,000 at a time.
+Method: N records of 110 bytes, each with a different key, wait in a topic of four partitions, bound 25,000 at a time.
 This process brings a fresh table of it to the end, as a driver does (fetch, decode, resolve, part, append, mirror; no
 JVM), then another one, in turns: the step read ahead decoded by one thread, and helped by others. Wall, processor time
 and page faults of this process; the last table of each kind is compared with a replay of the topic.

@@ -1,28 +1,28 @@
-"""`./dev bench chaos [--for S] [--seed N]`: three nodes under producers, transactions and groups while
-nodes are killed, frozen and sent away, the bucket refuses, loses answers and is slow, and consensus is away.
+"""`./dev bench chaos [--for S] [--seed N]`: three nodes under producers, transactions and groups while nodes are
+killed, frozen and stopped, the bucket refuses, loses answers and is slow, and consensus is unavailable.
 
 Method. Three nodes as `tidemill up` runs them, on PostgreSQL as consensus and an S3 API (moto's). Producers:
 librdkafka, kafka-python and aiokafka, idempotent and without an id; librdkafka and kafka-python with transactions,
 every fourth aborted; a copier that reads, writes and commits offsets as one. Three groups, of members of the three
-libraries (eager, cooperative, and assigned by the broker), which are killed, leave and come back all the while; one
-reader at read_committed. One throw after another from a deck that the seed shuffles, single faults and a node's in the
-middle of a store's; then all partitions must acknowledge again before the next. At the end everything drains,
-librdkafka and kafka-python read all there is, and both must have read the same.
+libraries (eager, cooperative, and assigned by the broker), which are killed, leave and return throughout; one reader at
+read_committed. One throw after another from a deck that the seed shuffles, single faults and a node's in the middle of
+a store's; then all partitions must acknowledge again before the next. At the end everything drains, librdkafka and
+kafka-python read everything, and both must have read the same.
 
-Holds when: no acknowledged record is lost, or lies at another offset than was said; none of an idempotent producer is
-there twice; the order of every producer is kept (not judged of librdkafka's without an id, which sends what failed
-again behind what came after it, however few it may have in flight); committed transactions are there whole and once,
-aborted ones not at all, for the reader that followed as for the one that comes last; the copy equals its source; no
-group is told an offset below one whose commit was acknowledged, and each was handed every record; leadership ends
-spread over all nodes; no producer gave anything up; the longest pause between two acknowledgements in one partition,
-less the time in which consensus could not answer anybody, is at most the lease and STALL_OVER_LEASE_S.
-That last figure is judged of anybody's acknowledgements, and of librdkafka's idempotent producer alone: the other
-libraries wait for a silent node longer than the lease, whoever leads by then, and who has one request in flight waits
-for its time limit before it sends the next.
+Holds when: no acknowledged record is lost or has another offset than the acknowledged one; none of an idempotent
+producer is duplicated; the order of every producer is preserved (not judged for librdkafka's without an id, which
+resends failed records after later ones, however few it may have in flight); committed transactions are present whole
+and once, aborted ones not at all, for the reader that followed and for the last one; the copy equals its source; no
+group gets an offset below one whose commit was acknowledged, and each got every record; leadership ends spread over all
+nodes; no producer dropped a record; the longest pause between two acknowledgements in one partition, less the time in
+which consensus was unavailable, is at most the lease and STALL_OVER_LEASE_S. That last figure is judged over the
+acknowledgements of all producers, and for librdkafka's idempotent producer alone: the other libraries wait for a silent
+node longer than the lease even if another one leads, and a producer with one request in flight waits for its time limit
+before it sends the next.
 
-Every wait has an end: what did not come to its own is among the failures, by name, and what hangs all the same is
-ended with the process, after its threads' stacks and a verdict of what is known. Each 10 s a line says how far it is.
-Ctrl-C ends the throws, and what there is by then is judged. --throws a,b+c throws just these, once each.
+Every wait has a time limit; an unfinished one is a failure with its name. A run that hangs nevertheless is ended with
+its process, after the stacks of its threads and a verdict from the known facts. Every 10 s a line reports the progress.
+Ctrl-C ends the throws, and the run so far is judged. --throws a,b+c throws only these, once each.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ NODES = 3
 STALL_OVER_LEASE_S = 2.0
 RECOVER_S = 60.0
 START_S, END_S = 240.0, 900.0
-"""What a run may take before its first throw, and after its last."""
+"""Time limits of a run before its first throw, and after its last."""
 PAUSE_S = (0.5, 2.0)
 GROUPS = f"""
 [kafka]
@@ -85,7 +85,7 @@ class Chaos:
         self._made_s = self._began_s = self._ended_s = time.monotonic()
 
     def run(self, seconds: float, throws: Sequence[str] = ()) -> dict[str, Any]:
-        """What `found` gives; `failures`, among it, is empty when everything holds. The stall is not judged here."""
+        """Return what `found` returns; its `failures` are empty when everything holds. The stall is not judged here."""
         with self._world() as world:
             self.world = world
             addresses = ",".join(node.address for node in world.nodes)
@@ -115,7 +115,7 @@ class Chaos:
 
     @contextlib.contextmanager
     def _during(self, phase: str) -> Iterator[None]:
-        """What it cannot do is among the failures, and the next phase does what it can."""
+        """Add an exception to the failures; the next phase continues with the rest."""
         self.phase = phase
         try:
             yield
@@ -233,7 +233,7 @@ class Chaos:
         return next((name for name, began_s in reversed(self._throws) if began_s <= at_s), "")
 
     def hung(self) -> None:
-        """The verdict of a run that does not end by itself."""
+        """Give the verdict of a run that does not end."""
         clients = self.clients
         self.failures.append(f"it does not end: {self.phase}")
         if clients is not None:

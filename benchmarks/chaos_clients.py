@@ -1,5 +1,7 @@
-"""All that work on the cluster of the chaos lane: producers, transactions, a copier, a reader, and groups. What they
-did is held beside what is there in the end."""
+"""All clients on the cluster of the chaos lane: producers, transactions, a copier, a reader, and groups.
+
+Their records are compared with the final contents.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def until(reached: Callable[[], object], limit_s: float, *, every_s: float = 0.0
 
 
 class Clients:
-    """Of the nodes at `addresses`. `transactions`: with transactional producers."""
+    """Clients of the nodes at `addresses`. `transactions`: with transactional producers."""
 
     def __init__(self, addresses: str, directory: Path, seed: int, *, transactions: bool) -> None:
         self.addresses = addresses
@@ -100,14 +102,14 @@ class Clients:
         return f"{'; '.join(f'{w.name} {w.progress()}' for w in self.workers)}; offsets told: {groups}"
 
     def silent(self, since_s: float) -> list[str]:
-        """Who was acknowledged nothing since, and where."""
+        """Return the clients without an acknowledgement since then, and their partitions."""
         acked = {f"{s.name}/{p}": each for s in self.senders for p, each in enumerate(s.acked)}
         quiet = [whose for whose, each in acked.items() if not each or each[-1].at_s < since_s]
         busy = [worker for worker in (*self.transactional, *self.copying) if worker.goes_on]
         return quiet + [t.name for t in busy if not t.committed_s or t.committed_s[-1] < since_s]
 
     def stalls(self, began_s: float, ended_s: float, away: Sequence[tuple[float, float]]) -> dict[str, Stall]:
-        """By producer, and of anybody."""
+        """Return the longest stall by producer, and over all."""
         acked = {
             (sender.name, (sender.topic, partition)): [a.at_s for a in list(each) if began_s <= a.at_s <= ended_s]
             for sender in self.senders
@@ -117,8 +119,11 @@ class Clients:
 
     @property
     def judged_stalls(self) -> set[str]:
-        """Not of who waits for a silent node, nor of who has one request in flight: what waits behind one that is given
-        up comes a time limit later."""
+        """Return the producers whose stalls are judged.
+
+        Excluded are those that wait for a silent node, and those with one request in flight: requests queued
+        behind an abandoned one are late by a time limit.
+        """
         return {ANYBODY, *(sender.name for sender in self.senders if sender.gives_up and sender.once)}
 
     def leaders(self) -> set[int]:
@@ -128,7 +133,7 @@ class Clients:
 
     # ending ---------------------------------------------------------------------------------------
     def drain(self, during: During) -> None:
-        """Each phase ends, with what it has or by an error; `contents` is empty when nobody could read it."""
+        """End each phase, with its result or by an error; `contents` is empty if no reader could read it."""
         working = (*self.senders, *self.transactional)
         with during("the members of groups come back"):
             self.groups.settle()
@@ -166,14 +171,14 @@ class Clients:
         return f"group {group} stands at {stands} of {ends[place]} in {place[0]}/{place[1]}, which {holder} has"
 
     def _copied(self) -> dict[Place, int]:
-        """Up to where the copier says so in the same transactions."""
+        """Return the offsets that the copier committed in the same transactions."""
         with contextlib.suppress(ck.KafkaException, TimeoutError):  # asked again
             return self.groups.committed(self.copying[0].name)
         return {}
 
     # judging --------------------------------------------------------------------------------------
     def keep(self) -> None:
-        """What was judged, to look at."""
+        """Store the judged data for inspection."""
         acked = {f"{s.name} {s.topic}/{p}": each for s in self.senders for p, each in enumerate(s.acked)}
         for name, what in (
             ("contents", {f"{t}/{p}": each for (t, p), each in self.contents.items()}),
@@ -182,7 +187,7 @@ class Clients:
             (self.directory / f"{name}.json").write_text(json.dumps(what))
 
     def judge(self) -> Iterator[str]:
-        """What is wrong. Of records only if all were read."""
+        """Yield the failures, those of records only if all were read."""
         for worker in self.workers:
             yield from (f"{worker.name}: {reason}" for reason in worker.failed[:3])
         yield from self.groups.failed[:3]

@@ -1,5 +1,6 @@
-"""The groups of the chaos lane: members of three libraries in processes of their own, killed, sent away and brought
-back; what each was told is kept."""
+"""The groups of the chaos lane: members of three libraries in separate processes, which are killed, stopped and
+restarted. The offsets that each received are recorded.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ class Groups(Worker):
             try:
                 said = json.loads(line)
             except ValueError:
-                continue  # cut off by SIGKILL
+                continue  # truncated by SIGKILL
             if "got" in said:
                 topic, partition, first, last = said["got"]
                 self.got[group].setdefault((topic, partition), []).append((first, last))
@@ -107,7 +108,7 @@ class Groups(Worker):
         return code is not None
 
     def _gone(self, number: int, until_s: float) -> None:
-        """At the latest then."""
+        """Wait until the member has ended, at most until then."""
         process = self._members[number]
         try:
             process.wait(max(0.0, until_s - time.monotonic()))
@@ -116,19 +117,19 @@ class Groups(Worker):
             process.wait()
 
     def settle(self) -> None:
-        """Nobody is sent away any more, and who ended is back."""
+        """Stop no more members, and restart the ended ones."""
         end_all([self], 2 * LEAVE_S)
         for number in range(len(self.seats)):
             if self._ended_by_itself(number):
                 self._sit(number)
 
     def committed(self, group: str) -> dict[Place, int]:
-        """As the cluster says now. Raises KafkaException, TimeoutError."""
+        """Return the offsets that the cluster reports now. Raises KafkaException, TimeoutError."""
         answer = self._admin.list_consumer_group_offsets([ck.ConsumerGroupTopicPartitions(group)])[group].result(15)
         return {(p.topic, p.partition): p.offset for p in answer.topic_partitions}
 
     def drain(self, ends: dict[Place, int], limit_s: float) -> dict[str, dict[Place, int]]:
-        """Until every group stands at the end of what it reads, or time is up: what it stands at."""
+        """Wait until every group is at the end of its partitions, or time is up; return the offsets that it has."""
         until_s = time.monotonic() + limit_s
         found: dict[str, dict[Place, int]] = {}
         while time.monotonic() < until_s:
@@ -150,7 +151,7 @@ class Groups(Worker):
         ]
 
     def holders(self, group: str) -> dict[Place, str]:
-        """Who has which partition, by the name that its member's process gave itself. Raises KafkaException."""
+        """Return the owner of each partition, by the name that its member's process chose. Raises KafkaException."""
         told = self._admin.describe_consumer_groups([group])[group].result(15)
         return {
             (p.topic, p.partition): member.client_id

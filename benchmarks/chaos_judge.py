@@ -1,7 +1,8 @@
-"""What the chaos lane judges by. Pure: what was sent and acknowledged, what lies there now, what groups were told.
+"""The rules by which the chaos lane judges. Pure: sent and acknowledged records, final contents, offsets that groups
+got.
 
-A value is "PRODUCER NUMBER"; a producer counts from 0 in each partition. A value of a transaction is
-"PRODUCER TRANSACTION NUMBER", and NUMBER counts within the transaction over all partitions.
+A value is "PRODUCER NUMBER"; a producer counts from 0 in each partition. A value of a transaction is "PRODUCER
+TRANSACTION NUMBER", and NUMBER counts within the transaction over all partitions.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ class Acked(NamedTuple):
 
 
 class Committed(NamedTuple):
-    """A group's offset for a partition as somebody was told between two moments: a commit of it was acknowledged, or
-    it was asked for (`found`)."""
+    """A group's offset for a partition, as a client received it between two times: a commit of it was
+    acknowledged, or it was the answer to a request (`found`).
+    """
 
     began_s: float
     ended_s: float
@@ -62,8 +64,11 @@ def judge_producer(
     once: bool,
     ordered: bool = True,
 ) -> list[str]:
-    """What is wrong with the records of one producer in one partition. `once`: it is idempotent; else a record may be
-    there again, but its first place keeps the order, if the producer sends in order (`ordered`)."""
+    """Return the failures in the records of one producer in one partition.
+
+    `once`: it is idempotent. Otherwise a record may be duplicated, but its first occurrence keeps the order, if the
+    producer sends in order (`ordered`).
+    """
     where = f"{name} in {place[0]}/{place[1]}"
     stored = of_producer(contents, name)
     firsts: dict[int, int] = {}
@@ -93,8 +98,10 @@ def judge_producer(
 def judge_transactions(
     name: str, contents: Mapping[Place, Sequence[Stored]], size: int, committed: set[int], aborted: set[int]
 ) -> list[str]:
-    """What read_committed shows of a producer whose transactions have `size` records each. What is in neither set may
-    be there or not, but whole."""
+    """Return the failures in what read_committed shows of a producer whose transactions have `size` records each.
+
+    A transaction in neither set may be present or not, but whole.
+    """
     seen: dict[int, list[int]] = defaultdict(list)
     wrong = []
     for place, records in contents.items():
@@ -117,7 +124,7 @@ def judge_transactions(
 
 
 def judge_group(name: str, told: Iterable[Committed]) -> list[str]:
-    """Whoever asks, after a commit was acknowledged, is told that offset or a later one."""
+    """Return the answers below an offset whose commit was acknowledged before the request."""
     wrong = []
     by_place: dict[Place, list[Committed]] = defaultdict(list)
     for each in told:
@@ -156,10 +163,10 @@ def judge_coverage(
 
 class Stall(NamedTuple):
     net_s: float
-    """Without the time in which consensus was away."""
+    """Length without the time in which consensus was unavailable."""
     raw_s: float
     at_s: float
-    """When it began."""
+    """Time at which it began."""
     whose: str
 
 
@@ -183,8 +190,10 @@ def stalls_by_producer(
     ended_s: float,
     away: Sequence[tuple[float, float]],
 ) -> dict[str, Stall]:
-    """The longest of each producer, and of ANYBODY: of a partition, by whoever was acknowledged in it. `acked`: times
-    by producer and place."""
+    """Return the longest stall of each producer, and of ANYBODY: of a partition over all producers.
+
+    `acked`: times by producer and place.
+    """
     whose: dict[str, dict[Place, list[float]]] = defaultdict(lambda: defaultdict(list))
     for (producer, place), times in acked.items():
         whose[producer][place] += times

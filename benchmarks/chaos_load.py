@@ -1,8 +1,9 @@
-"""Producers of the chaos lane: three libraries that we did not write, with and without a producer id.
+"""Producers of the chaos lane: three foreign libraries, with and without a producer id.
 
-Each sends numbers to every partition, and remembers which were acknowledged, when, and at which offset. A request to a
-frozen node is given up after REQUEST_S, where the library lets it: its successor would wait for a minute else. And who
-leads is asked twice a second, not once in five minutes, so that a pause is the cluster's and not its client's.
+Each sends numbers to every partition, and records which were acknowledged, when, and at which offset. A request to a
+frozen node is abandoned after REQUEST_S, where the library permits it: otherwise its successor would wait for a minute.
+The leader is looked up twice a second instead of every five minutes, so that a pause is the cluster's and not its
+client's.
 """
 
 from __future__ import annotations
@@ -23,20 +24,23 @@ EACH = 3
 REQUEST_S = 3.0
 DELIVERY_S = 120.0
 WAITING = 150
-"""Unacknowledged records of kafka-python without an id, beyond which it is given no more, as an application's buffer is
-full at some point. With one request in flight it asks nobody who leads while each of its connections has one out
-(3.0.12: `least_loaded_node` passes them over), so while it is fed on and on it may never learn of a new leader: in a
-run of 300 s it found nobody to ask 490 times one after the other, and gave its oldest batches up."""
+"""Unacknowledged records of kafka-python without an id, beyond which it gets no more, like a full buffer of an
+application.
+
+With one request in flight it cannot look up the leader while each of its connections has one out (3.0.12:
+`least_loaded_node` skips them), so under continuous load it may never learn of a new leader. In a run of 300 s it found
+no node to ask 490 times in a row, and dropped its oldest batches.
+"""
 
 
 class Sender(Worker):
-    """`name` has no spaces. `once`: it is idempotent. What the library gave up is in `failed`."""
+    """A producer. `name` has no spaces. `once`: it is idempotent. Records that the library dropped are in `failed`."""
 
     ordered_without_id = True
-    """It sends nothing before what it has to send again."""
+    """True if it sends nothing before the records that it has to resend."""
 
     gives_up = False
-    """It gives a silent node up in time, and asks another one who leads."""
+    """True if it abandons a silent node in time, and asks another one for the leader."""
 
     def __init__(self, name: str, addresses: str, topic: str, partitions: int, *, once: bool = True) -> None:
         super().__init__(name)
@@ -60,10 +64,12 @@ class Sender(Worker):
 class Confluent(Sender):
     gives_up = True
     ordered_without_id = False
-    """With `max.in.flight=1` neither: it counts requests in flight by connection, not by partition (issue 1969). When
-    the leader moves while one is out, what was queued behind it goes to the new leader first. So it has many, and is
-    who waits for nobody: in the topic without ids the other two have one request out, or wait for a frozen node for as
-    long as it is frozen."""
+    """False also with `max.in.flight=1`: it counts requests in flight by connection, not by partition (issue 1969).
+    When the leader moves during a request, the records queued after it reach the new leader first.
+
+    So it has many in flight, and is the one producer without ids that does not wait: the other two have one request
+    out, or wait for a frozen node until it continues.
+    """
 
     def _run(self) -> None:
         config = {**confluent_config(self.addresses), "linger.ms": 5}
@@ -106,7 +112,7 @@ def confluent_config(addresses: str) -> dict[str, Any]:
 
 
 class KafkaPython(Sender):
-    """It asks the silent node itself who leads, for one time limit of a request after another."""
+    """A producer that asks the silent node itself for the leader, for one time limit after another."""
 
     def _run(self) -> None:
         from kafka import KafkaProducer
@@ -148,7 +154,7 @@ def kafka_python_config(addresses: str) -> dict[str, Any]:
 
 
 class AioKafka(Sender):
-    """Its time limit of a request is also that of a batch, so it waits for a frozen node as long."""
+    """A producer whose time limit of a request is also that of a batch, so it waits until a frozen node continues."""
 
     def _run(self) -> None:
         logging.getLogger("aiokafka").setLevel(logging.CRITICAL)

@@ -1,12 +1,12 @@
-"""A member of a group of the chaos lane, in a process of its own: it reads, commits, and says what it was told.
+"""A member of a group of the chaos lane, in a separate process: it reads, commits, and prints the answers.
 
     python benchmarks/chaos_member.py CLIENT ASSIGNOR BOOTSTRAP GROUP TOPICS
 
-ASSIGNOR is range or cooperative-sticky, or consumer for the protocol in which the broker assigns (KIP-848).
+ASSIGNOR is range or cooperative-sticky, or consumer for the protocol with assignment by the broker (KIP-848).
 
-Lines of JSON on standard output: {"got": [topic, partition, first, last]}; {"told": [began_s, ended_s, topic,
-partition, offset, found]} for a commit that was acknowledged and, with `found`, for the offset that a new owner asked
-for. Times are of the machine's monotonic clock. SIGTERM: it leaves.
+Lines of JSON on standard output: `{"got": [topic, partition, first, last]}`;
+`{"told": [began_s, ended_s, topic, partition, offset, found]}` for an acknowledged commit and, with `found`, for the
+offset that a new owner requested. Times are of the machine's monotonic clock. SIGTERM: it leaves.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def say_got(topic: str, partition: int, offsets: Iterable[int]) -> None:
 
 
 def called(group: str) -> str:
-    """What a group's description shows of its member."""
+    """Return the name of the member in a group's description."""
     return f"{group}-{os.getpid()}"
 
 
@@ -117,7 +117,7 @@ def with_confluent(assignor: str, addresses: str, group: str, topics: list[str])
         try:
             done = consumer.commit(offsets=wanted, asynchronous=False)
         except ck.KafkaException:
-            continue  # nobody answered, or its generation is over, and whoever comes next reads it again
+            continue  # without an answer, or of an earlier generation: the next owner reads it again
         for each in done:
             if each.error is None:
                 say(told=[began_s, time.monotonic(), each.topic, each.partition, each.offset, False])

@@ -1,5 +1,6 @@
-"""How the chaos lane reads: a reader at read_committed that follows all the while, and everything at the end, by two
-libraries."""
+"""Readers of the chaos lane: one at read_committed that follows throughout, and two libraries that read
+everything at the end.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ READ_S = 240.0
 
 
 def ends_of(addresses: str, places: Sequence[Place]) -> dict[Place, int]:
-    """Of what is there, committed or not."""
+    """Return the ends of the partitions, including uncommitted records."""
     consumer = ck.Consumer(
         {"bootstrap.servers": addresses, "group.id": "judge", "isolation.level": "read_uncommitted", "log_level": 0}
     )
@@ -26,7 +27,7 @@ def ends_of(addresses: str, places: Sequence[Place]) -> dict[Place, int]:
 
 
 def read_with_librdkafka(addresses: str, places: Sequence[Place]) -> dict[Place, list[Stored]]:
-    """What is committed of everything that is there now, once that is decided. Raises TimeoutError."""
+    """Return all committed records present now, once their transactions are decided. Raises TimeoutError."""
     ends = ends_of(addresses, places)
     consumer = ck.Consumer(
         {

@@ -1,4 +1,4 @@
-"""An S3 API that misbehaves when told to: moto's server, in a process of its own, behind a layer that refuses, loses
+"""An S3 API that misbehaves on request: moto's server, in a separate process, behind a layer that refuses, loses
 answers and is slow.
 
     python benchmarks/chaos_store.py PORT SEED
@@ -33,9 +33,11 @@ App = Callable[[dict[str, Any], Respond], Iterable[bytes]]
 
 
 class Misbehaving:
-    """A WSGI app. What it does now is put as JSON to FAULTS_PATH: `refuse` and `lose`, the part of requests that are
-    answered 503 before they are carried out, by S3's own code for it, or after, as by somebody in between; `slow_s`:
-    each waits up to so long."""
+    """A WSGI app with faults, which a client puts as JSON to FAULTS_PATH.
+
+    `refuse` and `lose` are the shares of requests that are answered 503 before they are carried out, with S3's code for
+    it, or after, like a failing intermediary; `slow_s`: each waits up to this long.
+    """
 
     def __init__(self, app: App, seed: int) -> None:
         self._app = app
@@ -100,7 +102,7 @@ class Store:
                 time.sleep(0.1)
 
     def faults(self, now: Mapping[str, float]) -> dict[str, int]:
-        """From now on these, instead of any before. How many requests were served and how so far."""
+        """Replace the current faults. Return how many requests were served, by fault."""
         return dict(json.loads(self._put(FAULTS_PATH, json.dumps(now).encode())))
 
     def _put(self, path: str, body: bytes) -> bytes:

@@ -1,6 +1,6 @@
-"""What every client of the chaos lane is: a thread that is started, asked to stop, and waited for until a moment.
+"""Base of every client of the chaos lane: a thread that is started, asked to stop, and joined until a time.
 
-And how a process of the lane ends with who started it.
+A process of the lane ends with its parent.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Worker:
         self._stop.set()
 
     def join(self, until_s: float) -> None:
-        """At most until then, by the monotonic clock."""
+        """Wait at most until then, by the monotonic clock."""
         self._thread.join(max(0.0, until_s - time.monotonic()))
         if self.runs:
             self.failed.append("it does not end")
@@ -40,7 +40,7 @@ class Worker:
         return self._thread.is_alive()
 
     def progress(self) -> str:
-        """How far it is, in a word or two."""
+        """Return the progress in a word or two."""
         raise NotImplementedError
 
     def _guarded(self) -> None:
@@ -54,7 +54,7 @@ class Worker:
 
 
 def end_all(workers: Iterable[Worker], limit_s: float) -> None:
-    """All at once, within one time limit."""
+    """End all of them concurrently, within one time limit."""
     ending = list(workers)
     for worker in ending:
         worker.stop()
@@ -64,7 +64,7 @@ def end_all(workers: Iterable[Worker], limit_s: float) -> None:
 
 
 def end_with_parent() -> None:
-    """From now on this process ends when the one that started it has, however that ended."""
+    """End this process when its parent ends, even by SIGKILL."""
     parent = os.pidfd_open(os.getppid())
 
     def follow() -> None:

@@ -1,5 +1,7 @@
-"""What the chaos lane throws: one fault at a time, or a node's in the middle of a store's. Each returns when the fault
-is over; whoever was killed or stopped is back, or on its way back."""
+"""Throws of the chaos lane: one fault at a time, or a node's in the middle of a store's.
+
+Each returns when the fault has ended; a killed or stopped process is back, or on its way back.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ SLOW_S = 1.5
 
 
 class World:
-    """What can be broken. `away`: when consensus could not answer anybody, from and to, by the monotonic clock."""
+    """Everything that can be broken. `away`: intervals in which consensus was unavailable, by the monotonic clock."""
 
     def __init__(self, nodes: list[Node], store: Store, consensus: EmbeddedPostgres, seed: int) -> None:
         self.nodes, self.store, self.consensus = nodes, store, consensus
@@ -47,12 +49,12 @@ class World:
 
 
 def kill(world: World) -> None:
-    """SIGKILL of a node; `tidemill up` starts it anew."""
+    """Send SIGKILL to a node; `tidemill up` restarts it."""
     world.rand.choice(world.nodes).signal(signal.SIGKILL)
 
 
 def gone(world: World) -> None:
-    """SIGKILL of a node and of who would start it anew; it comes back when its lease has run out."""
+    """Send SIGKILL to a node and to its supervisor; restart it when its lease has expired."""
     node = world.rand.choice(world.nodes)
     node.end(signal.SIGKILL)
     time.sleep(world.rand.uniform(*GONE_S))
@@ -101,7 +103,7 @@ def _store(world: World, faults: dict[str, float]) -> None:
 
 
 def away(world: World) -> None:
-    """Consensus is stopped, and started anew."""
+    """Stop consensus, and restart it."""
     with world.consensus_away():
         until_s = time.monotonic() + AWAY_S
         world.consensus.stop()
@@ -171,7 +173,7 @@ THROWS: dict[str, Throw] = {
 
 
 def deck(rand: random.Random) -> Iterator[Throw]:
-    """Without end: every single fault once, shuffled, then as many pairs, and again."""
+    """Yield without end: every single fault once, shuffled, then as many pairs, and again."""
     singles, pairs = [*NODES, *STORES], [name for name in THROWS if "+" in name]
     while True:
         chosen = [*singles, *rand.sample(pairs, 4)]

@@ -25,7 +25,7 @@ TRANSACTION_MS = 30_000
 
 
 class Ended(Exception):
-    """Another producer of the same id must go on."""
+    """The producer ended; another one of the same id must continue."""
 
 
 class Transactional(Worker):
@@ -33,7 +33,7 @@ class Transactional(Worker):
     of them but the last ended."""
 
     goes_on = True
-    """It commits again soon after a fault."""
+    """True if it commits again soon after a fault."""
 
     def __init__(self, name: str, addresses: str, topic: str, partitions: int) -> None:
         super().__init__(name)
@@ -103,7 +103,7 @@ class Abort(Exception):
 
 
 def retried(call: Callable[[], Any], limit_s: float = TRANSACTION_MS / 1000) -> Any:
-    """As librdkafka says it should be, for as long as the transaction may be open. Raises Abort, Ended."""
+    """Retry a call as librdkafka recommends, for as long as the transaction may be open. Raises Abort, Ended."""
     until_s = time.monotonic() + limit_s
     while True:
         try:
@@ -119,7 +119,7 @@ def retried(call: Callable[[], Any], limit_s: float = TRANSACTION_MS / 1000) -> 
 
 class KafkaPythonTransactional(Transactional):
     goes_on = False
-    """To it a request that timed out is the end of its producer, and the next one waits for the same node first."""
+    """False: a request that timed out ends its producer, and the next one waits for the same node first."""
 
     def _live(self) -> None:
         from kafka.errors import KafkaError
@@ -131,7 +131,7 @@ class KafkaPythonTransactional(Transactional):
             **{**kafka_python_config(self.addresses), "request_timeout_ms": int(STEP_S * 1000)},
             transactional_id=self.name,
             transaction_timeout_ms=TRANSACTION_MS,
-            max_block_ms=int(STEP_S * 1000),  # to begin, to end: its application's time to look whether to go on
+            max_block_ms=int(STEP_S * 1000),  # to begin, to end: time in which its application decides about a retry
         )
         try:
             producer.init_transactions()
@@ -155,7 +155,7 @@ class KafkaPythonTransactional(Transactional):
 
 
 def bounded(call: Callable[[], Any], limit_s: float = TRANSACTION_MS / 1000) -> None:
-    """A call that has no time limit of its own: its thread is left alone with it. Raises Ended."""
+    """Make a call without a time limit in a thread, which is abandoned after the limit. Raises Ended."""
     done: Future[None] = Future()
 
     def run() -> None:
@@ -173,8 +173,9 @@ def bounded(call: Callable[[], Any], limit_s: float = TRANSACTION_MS / 1000) -> 
 
 
 class Copier(Transactional):
-    """Reads `source` in a group, writes each record to the same partition of `topic`, and commits both as one. A copy
-    that is cut off begins again where the group stands."""
+    """A copier that reads `source` in a group, writes each record to the same partition of `topic`, and commits
+    both as one. An interrupted copy starts again at the committed offset.
+    """
 
     def __init__(self, name: str, addresses: str, source: str, topic: str, partitions: int) -> None:
         super().__init__(name, addresses, topic, partitions)
@@ -223,8 +224,8 @@ class Copier(Transactional):
         def send_offsets() -> None:
             retried(lambda: producer.send_offsets_to_transaction(offsets, group, STEP_S), STEP_S)
 
-        # librdkafka 2.16.0 keeps no time limit here: the group's coordinator leaves the cluster's metadata, and until
-        # some other connection changes its state nobody looks who took its place (seen: 73 s of the 10 s asked for).
+        # librdkafka 2.16.0 ignores the time limit here: the group's coordinator leaves the cluster's metadata, and
+        # until another connection changes its state the successor is not looked up (seen: 73 s instead of 10 s).
         bounded(send_offsets, 2 * STEP_S)
         retried(lambda: producer.commit_transaction(STEP_S))
         self.copied += len(messages)

@@ -1,5 +1,6 @@
-"""Says how far a run is, and ends one that does not end by itself: its threads and processes may hang wherever they
-are, and what is known by then is the verdict."""
+"""Report the progress of a run, and end a run that hangs: its threads and processes may hang anywhere, and the
+facts known then are the verdict.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ class Watch:
 
 
 def end_process() -> None:
-    """At once, with all that it started: a library's thread may keep an interpreter from its end."""
+    """End immediately, with all child processes: a library's thread may keep an interpreter alive."""
     for pid in list(descendants(os.getpid()))[1:]:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

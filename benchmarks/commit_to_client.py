@@ -1,16 +1,16 @@
-"""Commit to client: from the return of a Postgres COMMIT to the row in a live shape client, beside LISTEN/NOTIFY.
+"""Commit to client: from the return of a Postgres COMMIT to the row in a live shape client, compared with
+LISTEN/NOTIFY.
 
     python benchmarks/commit_to_client.py [--seconds S] [--rate TPS] [--followers N [--apart] [--sse]] [--json]
 
-Method: one connection places orders at the given rate, each transaction also sends NOTIFY with the order's
-id. One thread long-polls the shape of all orders, another listens. Both note when they see an order; the
-latency is that moment minus the moment COMMIT returned (monotonic clock, one process). NOTIFY is the limit:
-the server's own push, without a log, a snapshot or a reconnect. Rows are verified after the run: the
-client's rows must equal SELECT.
+Method: one connection places orders at the given rate, each transaction also sends NOTIFY with the order's id. One
+thread long-polls the shape of all orders, another listens. Both note when they see an order; the latency is that moment
+minus the moment COMMIT returned (monotonic clock, one process). NOTIFY is the limit: the server's own push, without a
+log, a snapshot or a reconnect. Rows are verified after the run: the client's rows must equal SELECT.
 
-`--followers N` has so many clients more, in a process of their own (followers.py): all of them follow all orders, or
-(`--apart`) those of one of twenty districts each, by long polls or (`--sse`) by streams of events. Their figures are
-over all clients and the orders that are theirs; that each saw every one of these is verified.
+`--followers N` adds N clients in a separate process (followers.py): all of them follow all orders, or (`--apart`) those
+of one of twenty districts each, by long polls or (`--sse`) by streams of events. Their figures are over all clients and
+the orders that are theirs; that each saw every one of these is verified.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Commit to shard: from a Postgres COMMIT to the row readable in the shard, beside the moment its time was minted.
+"""Commit to shard: from a Postgres COMMIT to the row readable in the shard, compared with its binding.
 
     python benchmarks/commit_to_shard.py [--seconds S] [--warm-up S] [--rate TPS] [--transaction N] [--json]
 
-Method: the whole of Harbour Shop (node, Spark driver, shop at the given rate, no clicks). A reader in this
-process listens to the shard `payment` and another follows the bindings of the database. The latency of a
-payment is the moment the listener has the row minus the row's own clock_timestamp(), same machine, same
-clock. The limit is the binding: before it no pipeline may know the row's time. `bound` is from the row's time, when
-it was bound, to the row: the pipeline's own share. With --rate 2 every commit comes alone, to an idle pipeline. Rows
-are verified after the run: the shard at the last binding must equal SELECT.
+Method: the whole of Harbour Shop (node, Spark driver, shop at the given rate, no clicks). A reader in this process
+listens to the shard `payment` and another follows the bindings of the database. The latency of a payment is the moment
+the listener has the row minus the row's own clock_timestamp(), same machine, same clock. The limit is the binding:
+before it no pipeline may know the row's time. `bound` is from the row's time, when it was bound, to the row: the
+pipeline's own share. With --rate 2 every commit comes alone, to an idle pipeline. Rows are verified after the run: the
+shard at the last binding must equal SELECT.
 
-With --transaction one transaction of N payments instead of the load: seconds from COMMIT until PostgreSQL was told that
-it is durable (confirmed_flush_lsn), and until the shard has its time, which has all of it. `peak_mib` is the highest
+With --transaction one transaction of N payments instead of the load: seconds from COMMIT until it is confirmed to
+PostgreSQL (confirmed_flush_lsn), and until the shard has its time, which has all of it. `peak_mib` is the highest
 resident size (VmHWM) of node, driver and the driver's JVM, over their whole lives.
 """
 
@@ -39,7 +39,7 @@ from tidemill.shards.registry import open_remap, open_shard
 
 KINDS = {"jvm": b"bin/java\0", "node": b"tidemill.cli.serve", "driver": b"tidemill.spark.pipeline.driver"}
 WARM_UP_S = 30
-"""Under load. Until then Spark's JVM compiles itself, on the cores that all of it shares."""
+"""Warm-up under load. During it Spark's JVM compiles its code, on the cores that all processes share."""
 DEADLINE_S = 120
 
 
@@ -106,7 +106,7 @@ async def verify(environment: Environment, shard: Shard, remap: Remap) -> int:
 
 
 def peaks_mib() -> dict[str, int]:
-    """Of the processes under this one, by what they are; of several of a kind the highest."""
+    """Return the peaks of the processes below this one, by kind; of several of a kind the highest."""
     said: dict[int, tuple[bytes, dict[str, str]]] = {}
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -126,7 +126,7 @@ def peaks_mib() -> dict[str, int]:
 
 
 async def large(environment: Environment, shard: Shard, remap: Remap, rows: int) -> dict[str, object]:
-    """One transaction of so many payments."""
+    """Measure one transaction of `rows` payments."""
     clock = SystemClock()
     before = peaks_mib()
     with psycopg.connect(environment.dsn) as connection:

@@ -1,11 +1,11 @@
-"""Consensus: compare-and-set and log appends per second, each beside a limit measured in the same run.
+"""Consensus: compare-and-set and log appends per second, each compared with a limit measured in the same run.
 
     python benchmarks/consensus.py [--seconds S] [--size BYTES] [--clients 1,64] [--backends memory,sqlite,postgres]
                                    [--dir DIR] [--json]
 
-Method: `clients` coroutines of one process call in a closed loop for S seconds, each on a register or log of its
-own, every call acknowledged durable (SQLite synchronous=FULL, PostgreSQL with fsync). The limit is the same rows
-through the bare library on the same disk, half of it measured before and half after:
+Method: `clients` coroutines of one process call in a closed loop for S seconds, each on a separate register or log,
+every call acknowledged durable (SQLite synchronous=FULL, PostgreSQL with fsync). The limit is the same rows through the
+bare library on the same disk, half of it measured before and half after:
 
     memory           a coroutine that yields to the loop once per call
     sqlite, 1        apsw, one INSERT per transaction
@@ -13,8 +13,8 @@ through the bare library on the same disk, half of it measured before and half a
     postgres, 1      psycopg, one INSERT per transaction, one connection
     postgres, n      psycopg, n INSERTs between two syncs of one pipeline (one commit)
 
-After each run every record and register is read back and compared with what was acknowledged.
-`fdatasync` is the rate of 4 KiB overwrites with fdatasync in the same directory.
+After each run every record and register is read back and compared with what was acknowledged. `fdatasync` is the rate
+of 4 KiB overwrites with fdatasync in the same directory.
 """
 
 from __future__ import annotations

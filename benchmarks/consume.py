@@ -1,16 +1,16 @@
-"""Consume: librdkafka reads topics from their start out of tidemill as `tidemill up` runs it, beside other brokers.
+"""Consume: librdkafka reads topics from their start from tidemill as `tidemill up` runs it, and from other brokers.
 
     ./dev bench consume [--record-bytes 100,1024] [--batch-bytes 64k,1000000] [--brokers mock,memory,directory]
                         [--megabytes 96] [--readers 2] [--rounds 3] [--cold | --l1] [--json]
 
-Method: all brokers run at once (`kafka_broker.py`). For each size of records and of batches each broker is filled with
-as many topics of 4 partitions as hold `--megabytes` at 3.6 MB a partition, which the mock can keep and the cache of a
-node holds; then the brokers take turns, round by round, beginning with another one each time. In a turn
+Method: all brokers run concurrently (`kafka_broker.py`). For each size of records and of batches each broker is filled
+with as many topics of 4 partitions as hold `--megabytes` at 3.6 MB a partition, which the mock can keep and the cache
+of a node holds; then the brokers take turns, round by round, beginning with another one each time. In a turn
 `--readers` consumers, one after the other, assign all partitions at their starts and read them in one pass: 192 MB a
 turn, each timed from the assignment to the last record. `--cold`: other topics of 160 MB are written first, so that the
-records come from the store. `--l1`: tidemill moves topics into L1 (`storage.l1`), and reading begins when all of
-it lies there. Every record of every reader is compared (once, in order, whole). CPU is that of all
-processes of a broker while it is read. The limit is librdkafka's mock: C, memory.
+records come from the store. `--l1`: tidemill moves topics into L1 (`storage.l1`), and reading begins when all of it is
+there. Every record of every reader is compared (once, in order, whole). CPU is that of all processes of a broker while
+it is read. The limit is librdkafka's mock: C, memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PARTITION_MB = 3.6
 COLD_MB = 160
 L1 = {"storage": {"l1": True, "l1_min_s": 0.5, "l1_max_s": 1.0}}
 SETTLED_S = 3.0
-"""Nothing was moved for so long, and all should have been: what was not is less than a batch a partition."""
+"""Moves into L1 count as complete after this time without one: the rest is less than a batch per partition."""
 MOVE_S = 300.0
 
 
@@ -53,7 +53,7 @@ def turn(broker: Broker, topics: list[str], count: int, record_bytes: int, reade
 
 
 def moved_bytes(broker: Broker) -> int:
-    """What the node says that it moved into L1."""
+    """Return the bytes that the node reports as moved into L1."""
     host, _, port = broker.address.rpartition(":")
     with urllib.request.urlopen(f"http://{host}:{int(port) + 1}/api/status", timeout=30) as answer:
         facts = json.load(answer)["facts"]
@@ -61,7 +61,7 @@ def moved_bytes(broker: Broker) -> int:
 
 
 def moved(broker: Broker, size: int) -> None:
-    """Wait until at least `size` bytes lie in L1 and no more comes. Raises RuntimeError."""
+    """Wait until at least `size` bytes are in L1 and no more arrive. Raises RuntimeError."""
     until_s = time.monotonic() + MOVE_S
     before, since_s = -1, time.monotonic()
     while before < size or time.monotonic() < since_s + SETTLED_S:

@@ -1,5 +1,5 @@
-"""Decoding for tables: record batches to columns, and JSON of stream topics and of captured tables to command
-tables by blocks beside record by record.
+"""Decoding for tables: record batches to columns, and JSON of stream topics and of captured tables to command tables,
+by blocks and record by record.
 
     python benchmarks/decode.py [--rows N] [--rounds R] [--json]
 
@@ -112,7 +112,7 @@ def values_of(schema: str, count: int) -> list[bytes]:
 
 
 def captured_values(count: int) -> list[bytes]:
-    """As capture writes rows: everything but numbers and booleans in PostgreSQL's text."""
+    """Return values as capture writes rows: everything but numbers and booleans in PostgreSQL's text."""
     rand = random.Random(8)
     out = []
     for n in range(count):

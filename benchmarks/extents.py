@@ -1,10 +1,10 @@
-"""Extents of L1: what it costs to keep and find a month of thousands of partitions, and what a partition then weighs.
+"""Extents of L1: the cost of storing and finding a month of thousands of partitions, and the size of a partition then.
 
     ./dev bench extents [--partitions 10000] [--extents 100] [--lookups 2000] [--dir DIR] [--json]
 
 Method: rows as the reconciler writes them, one commit an object of 100 partitions, into the metastore on a directory
-with its log in memory; then the metastore is flushed, closed and opened anew. 100 extents a partition are a month of
-4 KiB/s in objects of 32 MiB that 300 partitions share, or of 1 MiB/s in objects of their own merged to a day's size.
+with its log in memory; then the metastore is flushed, closed and reopened. 100 extents a partition are a month of
+4 KiB/s in objects of 32 MiB that 300 partitions share, or of 1 MiB/s in separate objects merged to a day's size.
 
     add         extents a second into the rows, with their flushes and merges
     by offset   the extent of an offset, any partition: cold (right after opening), then warm; reads: of files, each
@@ -133,7 +133,7 @@ def weight(state: PartitionState) -> int:
 
 
 async def led(metastore: Metastore) -> Database:
-    """Of one domain, once it is led."""
+    """Return the database of one domain, once this process leads it."""
     async with asyncio.timeout(60):
         while metastore._opened is None or metastore._opened.domains[0]._leader is None:
             await asyncio.sleep(0.01)

@@ -193,7 +193,7 @@ def _up(stack: ExitStack, cluster: Cluster) -> Cluster:
 
 
 class Local:
-    """Node n1 over `objects`, a directory of its own file system where that is given, and SQLite."""
+    """Node n1 over `objects`, if given a directory with a separate file system, and SQLite."""
 
     def __init__(self, stack: ExitStack, directory: Path, objects: Path | None = None) -> None:
         self.objects = objects or directory / "objects"
@@ -233,5 +233,5 @@ def descendants(pid: int) -> list[int]:
 
 
 def pause() -> None:
-    """Until notices of the fault before are over: they are shown for ten seconds."""
+    """Wait until the notices of the previous fault have ended: they are shown for ten seconds."""
     time.sleep(0.5)

@@ -63,7 +63,10 @@ class Follower:
             self.live = self.live or "electric-up-to-date" in headers
 
     async def _events(self, reader: asyncio.StreamReader) -> str:
-        """Until the server ends them: the offset to go on with, if there was news. An event may come in two parts."""
+        """Read until the server ends the stream; return the offset to continue with, if there were changes.
+
+        An event may arrive in two parts.
+        """
         left, seen_lsn = b"", b""
         while not left.endswith(b"\r\n0\r\n\r\n"):
             some = await reader.read(1 << 18)

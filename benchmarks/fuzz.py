@@ -2,7 +2,7 @@
 
 Targets: http (requests and where clauses), kafka (frames and record batches), pgoutput, json. Each starts the real
 thing, mutates good input, and watches the process (alive), its memory and its loop's longest stall, not exceptions
-alone. A target fails when it says so: `failures` in its result is not empty.
+alone. A target fails when the `failures` in its result are not empty.
 """
 
 from __future__ import annotations

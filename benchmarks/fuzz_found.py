@@ -1,4 +1,4 @@
-"""What the fuzzers that run in this process share: how long they go on, memory, what failed, with examples."""
+"""Shared parts of the fuzzers that run in this process: duration, memory, failures, with examples."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Found:
         self.examples: list[str] = []
         self.longest_s = 0.0
         self.memory_mib = [0.0, 0.0]
-        """At the beginning, and at most."""
+        """Memory at the beginning, and at most."""
 
     def fail(self, what: str, data: object = "") -> None:
         self.failures[what[:300]] += 1
@@ -30,7 +30,7 @@ class Found:
             self.fail(f"{what} took {seconds * 1000:.0f} ms", data)
 
     def rounds(self, seconds: float, grows_mib: float) -> Iterator[None]:
-        """One turn after the other until `seconds` have passed. Memory may grow by `grows_mib` meanwhile."""
+        """Yield once per round until `seconds` have passed. Memory may grow by `grows_mib` in that time."""
         gc.collect()
         self.memory_mib = [resident_mib()] * 2
         until_s = time.monotonic() + seconds

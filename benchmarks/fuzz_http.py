@@ -3,7 +3,7 @@
     bytes       a good request with bytes changed, cut, repeated, on a raw socket
     parameters  good requests with wild values for each parameter of the shape protocol
     clauses     expressions grown at random from a grammar of types, operators, casts, literals at their limits,
-                with rows of every kind inserted meanwhile, so that clauses are evaluated and not parsed alone
+                with rows of every kind inserted concurrently, so that clauses are evaluated and not only parsed
 Watches: the node's pid (a restart is a failure), a bystander's row count, resident memory, the longest stall of the
 loop, and that every answer is one the protocol knows.
 """

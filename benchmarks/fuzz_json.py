@@ -177,7 +177,7 @@ def whole_way(schema: ShardSchema, commands: Any) -> None:
 
 
 def alike(found: Decoded, decoder: Any, records: Records, rows: pa.Table, dead: pa.Table, stop: Any) -> None:
-    """The slow exact path: every record by itself."""
+    """Compare with the slow exact path: every record alone."""
     singles, letters = [], []
     for at in range(len(records)):
         if stop is not None and at >= stop.offset:
@@ -203,7 +203,7 @@ def repr_rows(rows: pa.Table) -> list[str]:
 
 
 def agreed(found: Decoded, rows: pa.Table, values: list[bytes | None]) -> None:
-    """What was accepted is an object for Python's reader too, with the same plain values."""
+    """Check that every accepted value is also an object for Python's reader, with the same plain values."""
     for row in rows.select(["k", "c_1", "c_4", "_order", "_live"]).to_pylist():
         value = values[row["_order"]]
         if not row["_live"] or value is None:
@@ -211,7 +211,7 @@ def agreed(found: Decoded, rows: pa.Table, values: list[bytes | None]) -> None:
         try:
             pairs: list[tuple[str, Any]] = json.loads(value, object_pairs_hook=list)
         except (ValueError, RecursionError):
-            # Python refuses what lies in fields that nobody asked for: broken UTF-8, a deep value, a lone surrogate.
+            # Python refuses contents of fields that were not requested: broken UTF-8, a deep value, a lone surrogate.
             continue
         last = dict(pairs)
         if (row["k"], row["c_1"], row["c_4"]) != (last.get("k"), last.get("c_1"), last.get("c_4")):

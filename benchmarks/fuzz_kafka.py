@@ -1,13 +1,12 @@
 """Mutated Kafka frames and record batches against a real broker process (directory and SQLite).
 
     frames    a good request of every API and version with bytes flipped, cut, inserted, numbers at their limits, counts
-              without end, two requests run together, a size prefix that lies
+              without end, two requests run together, a wrong size prefix
     batches   a good batch in every codec with its header or its (decompressed) records mutated, under a right checksum,
               so that nothing but the check of the records stands between it and the log
-Watches: the process lives, a bystander's records are all acknowledged and stand in their order, what was acknowledged
-of the batches is read whole by kafka-python's decoder, which shares no code with ours; resident memory; the longest
-stall of the loop as far as the loop itself used the processor in it, and beside it what the wall clock says and how
-late this process was woken.
+Watches: the process is alive; a bystander's records are all acknowledged and in order; kafka-python's decoder, which
+shares no code with ours, reads every acknowledged batch whole; resident memory; the longest stall of the loop in
+processor time, and for comparison in wall time with the delay of this process.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ def mutate(rand: random.Random, data: bytes) -> bytes:
 
 
 def sealed(data: bytearray) -> bytes:
-    """With its own size and a right checksum."""
+    """Complete a batch with its size and a right checksum."""
     if len(data) >= 21:
         struct.pack_into(">i", data, 8, len(data) - 12)
         struct.pack_into(">I", data, 17, crc32c.crc32c(data[21:]))
@@ -196,7 +195,7 @@ class Bystander(threading.Thread):
 
 
 class Lateness(threading.Thread):
-    """How late this process is woken: what the machine's other work costs whoever sleeps."""
+    """Delay with which this process is woken, caused by the machine's other work."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -226,7 +225,7 @@ class Fuzz:
         self._clients: dict[str, RawClient] = {}
 
     def client(self, purpose: str, timeout_s: float) -> RawClient:
-        """One connection each for frames and batches: after a frame it cannot be told whose answer comes."""
+        """Return a separate connection for frames and for batches: after a frame its answers cannot be matched."""
         if purpose not in self._clients:
             self._clients[purpose] = RawClient(self.process.port, timeout_s)
         return self._clients[purpose]

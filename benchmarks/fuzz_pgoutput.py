@@ -2,13 +2,13 @@
 
 The good messages come from a real PostgreSQL: every kind of message, wide and TOASTed rows, key changes, truncates,
 partitions, types, logical messages, transactions of several fragments. Streams of them are cut at random and mutated:
-bits, bytes, counts and lengths, cut, longer, spliced; messages dropped, doubled, swapped. Half of the streams come in
-bursts, whose rows are read by columns. What cannot be read is
-answered as in a session: by turns the session ends, or the table is set aside and the stream goes on.
+bits, bytes, counts and lengths, cut, longer, spliced; messages dropped, doubled, swapped. Half of the streams arrive in
+bursts, whose rows are read by columns. An unreadable message is treated as in a session: in turns the session ends, or
+the table is paused and the stream continues.
 
-Watches: that nothing but Poisoned comes out of a message and nothing but our own errors out of the collector; that
-fragments keep positions of their own (P3) and none is dropped in silence; the CPU time of the dearest message (what a
-loop would stand still for); resident memory; and that after all of it the good stream gives the same fragments.
+Watches: that a message raises only Poisoned and the collector only our errors; that fragments have distinct positions
+and none is dropped silently; the CPU time of the most expensive message (which would block a loop); resident memory;
+and that afterwards the good stream gives the same fragments.
 """
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def corpus(dsn: str) -> list[bytes]:
 
 
 class Encoding:
-    """A durable sink, done at once: every change is encoded as the topic writer does; P3 is checked."""
+    """A durable sink that completes immediately: it encodes every change as the topic writer does, and checks
+    that positions are distinct.
+    """
 
     def __init__(self) -> None:
         self.last = BEFORE_ALL
@@ -118,7 +120,7 @@ class Encoding:
 
 
 class Session:
-    """What a session does with a message, without a connection."""
+    """The part of a session that handles messages, without a connection."""
 
     def __init__(self, found: Findings, *, parks: bool) -> None:
         self._found = found
@@ -132,11 +134,11 @@ class Session:
         self._running = asyncio.ensure_future(self._collector.run())
 
     async def feed(self, lsn: int, payload: bytes) -> bool:
-        """False when the session is over."""
+        """Return False when the session has ended."""
         return await self._take(FramedMessage(lsn, payload))
 
     async def feed_burst(self, payloads: list[bytes]) -> bool:
-        """The messages at once, by columns where they can be; False when the session is over."""
+        """Feed the messages together, by columns where possible. Return False when the session has ended."""
         frames = [b"w" + bytes(24) + payload for payload in payloads]
         self.lsn += len(frames)
         before_s: float | None = time.process_time()
@@ -282,7 +284,7 @@ async def fuzz_bursts(
 
 
 async def fuzz(messages: list[bytes], seconds: float, seed: int) -> dict[str, Any]:
-    """Until `seconds` have passed. `failures` is empty when everything held."""
+    """Run until `seconds` have passed. `failures` is empty if everything held."""
     rand, found = random.Random(seed), Findings()
     good = await replay(messages)
     relations = [m for m in messages if m[:1] == b"R"]

@@ -5,7 +5,7 @@
 
 Method: ten groups of one librdkafka consumer each, in one process; each commits four partitions, synchronously and when
 its turn is due, so that all together commit R times a second. Latency counts from when a commit was due, so one that
-is late because the one before it took long counts as that. Brokers run at once and take turns, round by round; a
+is late because the one before it took long counts as that. Brokers run concurrently and take turns, round by round; a
 directory means acknowledged = safe from power loss. The limit is librdkafka's mock cluster, which writes nothing.
 
 Afterwards every group is asked for its offsets, which must be those that were acknowledged last.
@@ -136,7 +136,8 @@ def _places(brokers: dict[str, Broker], protocols: list[str]) -> list[tuple[str,
 
 
 def _join(broker: Broker, protocol: str) -> list[Member]:
-    # Whoever asks for it makes the topic, with four partitions: the mock cluster serves no CreateTopics.
+    # The first client that asks for the topic creates it, with four partitions: the mock cluster serves no
+    # CreateTopics.
     client = ck.Producer({"bootstrap.servers": broker.address, "log_level": 0})
     until_s = time.monotonic() + DEADLINE_S
     while len(client.list_topics(TOPIC, timeout=DEADLINE_S).topics[TOPIC].partitions) < PARTITIONS:

@@ -1,4 +1,4 @@
-"""What the end-to-end benchmarks share: Harbour Shop on a temporary directory, its processes, and percentiles."""
+"""Shared parts of the end-to-end benchmarks: Harbour Shop on a temporary directory, its processes, and percentiles."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tidemill.node.supervise.processes import start_all
 
 
 def machine() -> str:
-    """With the load that it was under when this was asked, in the last minute and the last five."""
+    """Describe the machine with its current load, of the last minute and the last five."""
     load = "load {:.1f} {:.1f}".format(*os.getloadavg())
     cores = f"{os.cpu_count()} cores, {load}"
     return f"{cores}, Python {platform.python_version()}, {platform.system()} {platform.release()}"

@@ -2,14 +2,14 @@
 Harbour Shop's load on two nodes.
 
 Method: the demo's world with a second schema that is captured too (`hostile.*`), two nodes and the Spark driver as
-`tidemill up` starts them. One throw after another, chosen at random. Meanwhile, four times a second, a bystander
-produces a record with acks=all through each node and asks each node for its health; once a second the marks, pids,
-resident memory and the loops' longest stalls are read. At the end the load stops, everything drains, and `verify`
-compares every table with its source, row by row.
+`tidemill up` starts them. One throw after another, chosen at random. Four times a second a bystander produces a record
+with acks=all through each node and asks each node for its health; once a second the statuses, pids, resident memory and
+the loops' longest stalls are read. At the end the load stops, everything drains, and `verify` compares every table with
+its source, row by row.
 
 Holds when: every count of verify is zero; dead letters = malformed records of the load + poison records thrown; no
-process was restarted; no bystander waited longer than 2 s for a throw that was not meant for it; memory stayed
-below its budget.
+process was restarted; no bystander waited longer than 2 s for a throw that was not meant for it; memory stayed below
+its budget.
 """
 
 from __future__ import annotations
@@ -40,18 +40,23 @@ NODES = 2
 WAIT_LIMIT_S = 2.0
 PROBE_EVERY_S = 0.25
 MEMORY_LIMIT_BYTES = 1536 << 20
-"""Of a node. The driver is a JVM beside it, bounded by its own setting."""
+"""Limit of a node. The driver also has a JVM, bounded by its own setting."""
 WARM_UP_S = 45.0
 """The JVM starts, first batches are planned: the bystander's waits count from here."""
 
 
 class Attacked(Runner):
     def _note_stuck(self) -> None:
-        """What is thrown is told as stuck, and should be: the watch counts it by name. What does not drain counts."""
+        """Record the stages that are stuck: faults cause some on purpose, and the watch counts them by name.
+
+        A stage that does not drain is a failure.
+        """
 
 
 class Bystanders:
-    """Produce to a topic that nobody attacks and ask for health; remembers each wait with the throw under way."""
+    """Bystanders produce to a topic without faults and ask for health; each wait is recorded with the throw in
+    progress.
+    """
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -135,7 +140,7 @@ def _resident(pid: int) -> int:
 
 
 def world_of(directory: Path) -> Environment:
-    """The demo's world, with the schema `hostile` captured beside the shop and two topics for the throws."""
+    """Return the demo's world, with the schema `hostile` captured as well and two topics for the throws."""
     first = free_port(2 * NODES)
     http, kafka = f"127.0.0.1:{first}", f"127.0.0.1:{first + NODES}"
     environment = prepare(directory, http=http, kafka=kafka, fresh=True)

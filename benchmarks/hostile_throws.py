@@ -1,7 +1,7 @@
-"""What `./dev bench hostile` throws: each a fault that reaches a running cluster from outside, of one unit.
+"""The throws of `./dev bench hostile`: each is a fault of one unit that reaches a running cluster from outside.
 
 A throw takes a `World`, does its harm within some seconds and puts back what it changed outside the cluster (its
-transactions, its sockets, a stopped process), never anything inside: that is for the cluster to heal.
+transactions, its sockets, a stopped process), never anything inside: from that the cluster must recover.
 """
 
 from __future__ import annotations

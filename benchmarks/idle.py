@@ -1,4 +1,4 @@
-"""Idle: what a driver costs that has nothing to do, and how long the first batch takes after that.
+"""Idle: the cost of an idle driver, and the time of the first batch after a pause.
 
     ./dev bench idle [--lanes shop,1,20,20/5,apart,together,captured/500] [--seconds S] [--threads N] [--json]
 
@@ -8,10 +8,9 @@ themselves, which is how often they woke up. `shop` is the demo: node, Postgres,
 load of `--load` seconds. `20` is a driver of twenty tables that one stream topic feeds, `20/5` of twenty that five
 feed; there the sequencer runs in this process. `apart` is two pipelines of one table in a driver each, `together` the
 same two in one; `captured/500` a node without a driver that captures five hundred tables: afterwards each gets a row,
-and shapes of some of them are looked at. Memory is proportional, of which a page that n processes map is an n-th
-in each, after the pause. Then batches of 1,000 records are bound one after another: the first after the pause beside
-the median of the next (a table count alone: not the others). Rows are compared with a replay after that (`shop`:
-not).
+and shapes of some of them are read. Memory is proportional, of which a page that n processes map is an n-th in each,
+after the pause. Then batches of 1,000 records are bound one after another: the first after the pause, and the median of
+the next (for lanes that are a number of tables only). Rows are compared with a replay after that (`shop`: not).
 `--threads N` names the N threads that used most.
 """
 
@@ -139,7 +138,7 @@ async def small(lane: str, args: argparse.Namespace) -> dict[str, Any]:
 
 
 async def pair(lane: str, args: argparse.Namespace) -> dict[str, Any]:
-    """Two pipelines of one table, each of its own topic, as `up` starts their drivers."""
+    """Measure two pipelines of one table each, with separate topics, as `up` starts their drivers."""
     with tempfile.TemporaryDirectory(prefix="idle-") as directory:
         root = Path(directory)
         stores = await open_stores(StoreUrls(f"file://{root}/objects", f"sqlite://{root}/consensus.db"))

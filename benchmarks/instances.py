@@ -2,20 +2,21 @@
 random under Harbour Shop's load and a keyed topic, one of them an hour behind at the start; and one lone writer.
 
 Method. The demo's world on one node; drivers are `tidemill pipeline run` processes.
-  An hour ago (all clocks of a first world say so): node, load, a driver `late` and one of the pipeline `lone`, the same
-  tables under other names. Both end in order, while load goes on for a moment.
+  An hour ago (by all clocks of a first world): node, load, a driver `late` and one of the pipeline `lone`, the same
+  tables under other names. Both end in order, while the load continues for a moment.
   Now: node, load, and the other drivers without scratch. When their tables are past the start of this world, `late` is
   started on its scratch of an hour ago, and the throws begin: every few seconds one driver, drawn at random, is killed
   (SIGKILL) or frozen (SIGSTOP) for longer than any lease, now and then for longer than a shard keeps history; one is
   left to work at any time. Twice a second every table's upper is read, once a second the marks, and at several times
   the contents of all tables are kept.
-  At the end all go on, the load stops, everything drains; then `lone`, alone, comes from an hour ago to the present.
+  At the end all continue, the load stops, everything drains; then `lone`, alone, catches up from an hour ago to the
+  present.
 
-Holds when: what the many had written at each of the kept times is what the lone writer wrote, row by row, the derived
-table what another engine makes of its inputs, dead letters the same; every count of `verify` is zero, for both;
-dead letters = malformed records; no upper went back, and none stood still for longer than STANDS_LIMIT_S while a
-driver worked on it; every driver that was frozen for long enough was named with its pid; `late` came in, and won or
-lost appends.
+Holds when: the contents that the many wrote equal those of the lone writer at each of the kept times, row by row; the
+derived table equals another engine's result from its inputs; dead letters are the same; every count of `verify` is
+zero, for both; dead letters = malformed records; no upper moved back, and none stalled for longer than STANDS_LIMIT_S
+while a driver worked on it; every driver that was frozen for long enough was named with its pid; `late` caught up, and
+won or lost appends.
 """
 
 from __future__ import annotations
@@ -54,17 +55,21 @@ BEHIND_MS = 3_600_000
 BEFORE_S = 10.0
 """Load of an hour ago, counted from when both drivers have every table."""
 AFTER_THEM_S = 3.0
-"""Load that goes on when they have ended."""
+"""Duration of the load after the two drivers have ended."""
 START_TIMEOUT_S = 600.0
 """A busy machine starts no worker within Spark's patience, and the derived table needs some."""
 BETWEEN_S = (2.0, 8.0)
 SAMPLES = 8
 STANDS_LIMIT_S = 30.0
-"""What a table's upper may stand still while a driver works on it: the step of one that was just frozen is done over by
-another one, and on two cores a restarted driver's JVM takes the processor for as long."""
+"""Maximum time for which a table's upper may stall while a driver works on it: the step of a driver that was just
+frozen is repeated by another one, and on two cores a restarting JVM takes the processor for as long.
+"""
 KEPT = (*(name for name in TABLES if name != DERIVED), CARTS)
-"""Tables whose contents at every time follow from the bindings. The derived one is computed for times of its own, by
-Spark alone, so it stands while every JVM starts: its standing is reported, not judged."""
+"""Tables whose contents at every time follow from the bindings.
+
+The derived one is computed for other times, by Spark alone, so it stalls while every JVM starts: its stalls are
+reported, not judged.
+"""
 MEMORY = ("--driver-memory", "512m")
 
 
@@ -98,7 +103,10 @@ class Shop(Attacked):
 
 
 def world(directory: Path, *, fresh: bool) -> Environment:
-    """The demo's, with no driver of its own. Ports are new: the first world's may be somebody else's by now."""
+    """Return the demo's world without a driver.
+
+    Ports are new: another process may have taken those of the first world.
+    """
     first = free_port(2)
     environment = prepare(directory, http=f"127.0.0.1:{first}", kafka=f"127.0.0.1:{first + 1}", fresh=fresh)
     text, file = environment.config_path.read_text(), HERE / "instances_pipeline.py"
@@ -180,7 +188,7 @@ async def an_hour_ago(directory: Path, rate: float, clicks: float, carts: float)
 
 
 async def behind_s(runner: Shop, name: str) -> float:
-    """How old the place is that the scratch of `late` holds for a table. Raises MissingError where it holds none."""
+    """Return the age of the position that the scratch of `late` has for a table. Raises MissingError without one."""
     shard = await runner._open_shard(name)
     directory = scratch_of(runner.environment.directory, "late") / "mirrors" / name
     mirror = Mirror.load(directory, shard.schema, shard.shard_id, boot_id())
@@ -242,7 +250,7 @@ async def now(options: argparse.Namespace, directory: Path, before: dict[str, in
 
             async def drained() -> bool:
                 if await least_upper(runner, [CARTS]) <= stopped_ms:
-                    await carts.advance(stopped_ms)  # nobody reads them beside another table, so nobody else would
+                    await carts.advance(stopped_ms)  # no other table is read with them, so no driver would advance them
                 return await least_upper(runner, [*KEPT, DERIVED]) > stopped_ms
 
             await until("the drain of every table", drained)

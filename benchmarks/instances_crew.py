@@ -105,7 +105,7 @@ class Crew:
         )
 
     def works_on(self, table: str) -> bool:
-        """Is there a driver that was neither killed nor frozen just now and has this table open?"""
+        """Return whether a driver that was neither killed nor frozen recently has this table open."""
         now_ms = self.runner._clock.now_ms()
         return any(
             now_ms - self.reports[process].at_ms < FRESH_MS
@@ -145,8 +145,10 @@ class Crew:
 
 
 class Uppers:
-    """How long each table's upper stood still at most, in all and while a driver worked on it; an upper that goes back
-    is a failure by itself."""
+    """The longest stall of each table's upper, in total and while a driver worked on it.
+
+    An upper that moves back is a separate failure.
+    """
 
     def __init__(self, crew: Crew, tables: tuple[str, ...]) -> None:
         self.crew = crew

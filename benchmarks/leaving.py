@@ -5,8 +5,8 @@
 Method: nodes as `tidemill up` runs them, over one directory and one SQLite database. One idempotent librdkafka producer
 sends a record to every partition each 10 ms; the longest pause between two acknowledgements of one partition is taken
 over each step: `steady` (nothing happens), `leave` (SIGTERM to a node), `join` (it comes back), `kill` (SIGKILL to the
-node and whoever starts it anew), and the sequencer's own node last, since every other one waits for its successor.
-Then all is read back: every record that was acknowledged is there once, in its partition's order.
+node and its supervisor), and the sequencer's node last, since every other one waits for its successor. Then everything
+is read back: every acknowledged record is present once, in its partition's order.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Load:
         return told
 
     def longest_pause_s(self, since_s: float) -> float:
-        """Of any partition, until now."""
+        """Return the longest pause of any partition, until now."""
         now_s = time.monotonic()
         longest = 0.0
         for acked in self.acked:

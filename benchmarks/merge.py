@@ -1,11 +1,11 @@
-"""`./dev bench merge`: what compaction costs a row, with its sums beside Arrow's group-by over whole rows.
+"""`./dev bench merge`: the cost of compaction per row, with its sums compared with Arrow's group-by over whole rows.
 
     decode   the parts, from memory
     merge    `consolidate.merge_updates`, and the cut into parts
     groups   the same through group-by alone, and a sort by hash: the limit without knowing of keys
     encode   the merged parts, zstd
 
-Merge and groups in turns, in one process; CPU-µs a row that goes in, the median of the rounds (least to most). After
+Merge and groups in turns, in one process; CPU-µs per input row, the median of the rounds (least to most). After
 each round both must hold the same rows.
 """
 

@@ -1,9 +1,9 @@
-"""Metastore engine: Tidemill's LSM beside RocksDB (rocksdict) and SlateDB (slatedb), paired in one run.
+"""Metastore engine: Tidemill's LSM compared with RocksDB (rocksdict) and SlateDB (slatedb), paired in one run.
 
     python benchmarks/metastore.py [--keys N] [--rounds N] [--parts rates,bounded] [--dir DIR] [--json]
                                    [--engines tidemill,rocksdict,slatedb] [--bounded-engines tidemill,rocksdict]
 
-Rates: each engine in a process of its own on a local directory, no log (WAL off for all), the same rows in the
+Rates: each engine in a separate process on a local directory, no log (WAL off for all), the same rows in the
 same shuffled order: 28 B keys, 100 B values, batches of 1,000. Step by step the engines take turns within seconds
 of each other; reads run ours, peers, ours again, and writes change the order every round. A ratio is taken within
 a round, ours over the peer's; the table holds the median of the rounds, and after ± half the spread of the ratio.
@@ -69,7 +69,7 @@ STALL_MS = 20
 
 
 class Rates:
-    """What each step gave, by round and engine: processed per second of wall and of processor time."""
+    """Results of each step, by round and engine: processed per second of wall and of processor time."""
 
     def __init__(self, engines: list[str]) -> None:
         self.engines = engines

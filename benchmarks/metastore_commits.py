@@ -1,13 +1,13 @@
-"""Metastore commits: from a caller's rows through the replicated state machine to applied, beside bare appends.
+"""Metastore commits: from a caller's rows through the replicated state machine to applied, compared with bare appends.
 
     python benchmarks/metastore_commits.py [--seconds S] [--backends sqlite,postgres] [--clients 1x1,64x1,64x10]
                                            [--dir DIR] [--json]
 
-Method: one process leads one domain whose files are in a local directory. `clients` coroutines commit in a closed
-loop for S seconds, each time some rows of their own (28 B keys, 100 B values); a commit returns when it is durable
-in consensus (SQLite synchronous=FULL, PostgreSQL with fsync) and applied, so that a read sees it. Flushes, merges
-and manifests go on meanwhile. The limit is the bare log of the same consensus on the same disk, half of it measured
-before and half after: one append after another, each with one record per client, as large as the commit's rows.
+Method: one process leads one domain whose files are in a local directory. `clients` coroutines commit in a closed loop
+for S seconds, each time some new rows (28 B keys, 100 B values); a commit returns when it is durable in consensus
+(SQLite synchronous=FULL, PostgreSQL with fsync) and applied, so that a read sees it. Flushes, merges and manifests
+continue concurrently. The limit is the bare log of the same consensus on the same disk, half of it measured before and
+half after: one append after another, each with one record per client, as large as the commit's rows.
 
 After each run the domain is closed, reopened from the consensus and the bucket, and every row compared.
 """

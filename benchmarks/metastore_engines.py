@@ -1,7 +1,7 @@
 """Tidemill's engine, RocksDB and SlateDB behind the same few calls, configured alike, on a local directory.
 
                      Tidemill                    RocksDB (rocksdict, raw mode)    SlateDB (slatedb.uniffi)
-    log of its own   none                        WAL off                          WAL off
+    own log          none                        WAL off                          WAL off
     write buffer     write_buffer_bytes          write_buffer_size                l0_sst_size_bytes
     block            8 KiB, LZ4                  8 KiB, LZ4                       8 KiB, LZ4
     filter           12 bits per key             12 bits per key                  12 bits per key
@@ -148,7 +148,7 @@ class Slate:
             "l0_sst_size_bytes": buffer_bytes,
             "max_unflushed_bytes": max(4 * buffer_bytes, 64 * MIB),
             "compression_codec": "Lz4",
-            # Its five seconds between two looks would stall the load (notes/storage.md, section 1).
+            # Its default interval of five seconds would stall the load.
             "compactor_options.poll_interval": "100ms",
             "compactor_options.worker.compactions_poll_interval": "100ms",
             "compactor_options.worker.compression_codec": "Lz4",

@@ -64,7 +64,7 @@ def batches(rows: Iterable[int], version: int, size: int) -> Iterator[tuple[list
 
 
 class Versions:
-    """What each row must hold: the version of the last write of it, by ranges of the shuffle."""
+    """The expected version of each row: that of its last write, by ranges of the shuffle."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -81,7 +81,7 @@ class Versions:
         return value(row, self._written[row] if self._written else 0)
 
     def digest(self) -> str:
-        """Of all keys and values in key order; lengths are constant, so nothing can shift unnoticed."""
+        """Return the digest of all keys and values in key order; lengths are constant, so no shift is unnoticed."""
         digest = RowDigest()
         for first in range(0, self.count, 1000):
             rows = range(first, min(self.count, first + 1000))

@@ -153,9 +153,9 @@ class Turn:
         return watch.result(1)
 
     async def load(self) -> dict[str, Any]:
-        """All rows in batches made as they go, with every flush and merge they cause, until nothing is left to do.
+        """Load all rows in generated batches, with every flush and merge that they cause, until no work is left.
 
-        The time it takes to make the rows is taken off: nothing of ours runs meanwhile. RocksDB's threads do.
+        The time of generating rows is subtracted: none of our code runs during it, but RocksDB's threads do.
         """
         made_s = 0.0
         rows = batches(shuffled(self.count), 0, BATCH)
@@ -195,7 +195,7 @@ class Turn:
         return await self._get(self._anywhere(calls), self.engine.get_each)
 
     async def get_cold(self, calls: int) -> dict[str, Any]:
-        """After a fresh open. Object reads are counted one get at a time, after another one."""
+        """Get rows after a fresh open. Object reads are counted one get at a time, after another open."""
         rows = self._anywhere(calls // self._slow)
         result = await self._get(rows, self.engine.get_each)
         if not hasattr(self.engine, "reads"):
@@ -252,7 +252,7 @@ class Turn:
         return {"verified_rows": seen.rows}
 
     def _hot(self, calls: int) -> list[int]:
-        """In the order of a shuffle, from 20,000 rows next to each other."""
+        """Return indexes in the order of a shuffle, from 20,000 neighbouring rows."""
         width = min(20_000, self.count)
         first = (self.count - width) // 3
         return [first + self._random.randrange(width) for _ in range(calls // self._slow)]
@@ -278,7 +278,7 @@ class Turn:
 
 
 async def serve(turn: Turn) -> None:
-    # The loop stands still between steps: what an engine does in threads of its own goes on, its tasks do not.
+    # The loop does not run between steps: an engine's threads continue, its tasks do not.
     for line in sys.stdin:
         step, arguments = json.loads(line)
         answer = await turn.do(step, arguments)

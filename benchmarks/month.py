@@ -39,7 +39,7 @@ FIRST_MS = time.time_ns() // 1_000_000
 SETTLED_DAY = 3
 TOLERANCE = 0.10
 SLACK = {"consensus_bytes": 128 << 10, "objects": 12, "bucket_bytes": 256 << 10, "rss_bytes": 6 << 20, "descriptors": 6}
-"""What a figure may differ by whatever its size: between two readings a log is rolled up, or files are merged."""
+"""Tolerance of a figure, independent of its size: between two readings a log is rolled up, or files are merged."""
 IDLE_TOPICS = 100
 KEYS = 1000
 
@@ -115,7 +115,7 @@ class Cluster:
         return {"rss_bytes": rss, "descriptors": len(os.listdir(f"/proc/{self.process.pid}/fd"))}
 
     def stored(self) -> dict[str, Any]:
-        """After the node has stopped."""
+        """Return the stored sizes after the node has stopped."""
         by_kind: Counter[str] = Counter()
         size = count = 0
         for path in (self.home / "objects").rglob("*"):
@@ -201,7 +201,7 @@ def consume(cluster: Cluster) -> tuple[dict[int, list[int]], dict[int, tuple[int
     )
 
     def watermarks(partition: int) -> tuple[int, int]:
-        # What it was answered while no leader was known stays in librdkafka's cache until metadata are asked for.
+        # An answer from before a leader was known stays in librdkafka's cache until metadata are requested.
         consumer.list_topics("busy", timeout=20)
         found: tuple[int, int] = consumer.get_watermark_offsets(TopicPartition("busy", partition), timeout=20)
         return found
@@ -306,7 +306,7 @@ def one_day(cluster: Cluster, day: int, records: int, *, last: bool) -> dict[str
 
 
 def compare(days: list[dict[str, Any]], settled_day: int = SETTLED_DAY) -> list[str]:
-    """What grew: the last day against day 3."""
+    """Return the figures that grew: the last day against day 3."""
     settled, last = days[settled_day - 1], days[-1]
     return [
         f"{name}: day {settled['day']} {settled[name]:,} → day {last['day']} {last[name]:,}"

@@ -1,4 +1,4 @@
-"""Nodes as `tidemill up` runs them, beside each other on common stores, to be stopped, frozen and killed."""
+"""Nodes as `tidemill up` runs them, on common stores, to be stopped, frozen and killed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ url = "{consensus}"
 
 
 class Node:
-    """`up` and the node that it supervises, which is started anew when it dies. `more`: of its configuration."""
+    """`up` and the node that it supervises and restarts. `more`: keys of its configuration."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Node:
                 raise TimeoutError(f"the node does not answer: name={self.name}")
 
     def signal(self, number: int) -> bool:
-        """To the node itself, not to who starts it anew; False when it does not run just now."""
+        """Send a signal to the node itself, not to its supervisor; return False if it does not run."""
         pids = children(self._process.pid) if self._process is not None else []
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
@@ -83,7 +83,7 @@ class Node:
         return bool(pids)
 
     def end(self, number: int) -> None:
-        """Both of them, and they stay away. Raises TimeoutExpired once it had to kill them."""
+        """End both for good. Raises TimeoutExpired if it had to kill them."""
         if self._process is None:
             return
         if number == signal.SIGKILL:  # the node itself first: it would leave in order when who started it is gone

@@ -1,17 +1,17 @@
-"""Objects: rates and latencies of put, get and ranged get, each beside its limit from the same run.
+"""Objects: rates and latencies of put, get and ranged get, each compared with its limit from the same run.
 
     python benchmarks/objects.py [--seconds S] [--size BYTES] [--clients N] [--stores memory,local,s3] [--json]
 
-Method: per store and operation `clients` coroutines call in a closed loop for S seconds. The limit is
-the same work with nothing of ours around it, at the same concurrency:
+Method: per store and operation `clients` coroutines call in a closed loop for S seconds. The limit is the same work
+without our code, at the same concurrency:
 
     local put    temporary file, write, fdatasync, link, unlink, directory fsync, in the same number of threads
     local get    open, fstat, pread, close, in a plain loop
     s3           obstore's put (create) and get_range, from the same number of coroutines
     memory       a dict of bytes
 
-Every object put is read back whole and compared afterwards; ranged reads are compared as they come.
-The S3 server is moto's, in this process: its figures measure overhead against plain obstore, not S3.
+Every object put is read back whole and compared afterwards; ranged reads are compared on arrival. The S3 server is
+moto's, in this process: its figures measure overhead against plain obstore, not S3.
 """
 
 from __future__ import annotations

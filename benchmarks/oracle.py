@@ -3,8 +3,8 @@
 A world's seed selects its features, and its line prints them: `publications` of other users on the same tables,
 `deferrable` keys, a `failover` to a lagging standby, `large` transactions (200,000 rows). `--with` names others.
 
-A world that fails is told with its seed, its tables and clauses and the rows that differ, and the next one begins;
-`--seed N --worlds 1` makes it again, as far as the machine's timing allows. Exit code 1 when any failed.
+A world that fails is reported with its seed, its tables and clauses and the rows that differ, and the next one begins;
+`--seed N --worlds 1` repeats it, as far as the machine's timing allows. Exit code 1 when any failed.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
-"""Idle partitions: what a node costs that has thousands of them and nothing to do, and how it is beside them.
+"""Idle partitions: the cost of a node with thousands of them and no load, and the latency of other work.
 
     ./dev bench partitions [--lanes 10000x1,100x100,1x10000] [--seconds S] [--python PATH] [--json]
 
 Method: a lane is TOPICSxPARTITIONS on a node as `tidemill up` runs it (a directory, SQLite), with retention of a week.
 Processor time of the node is read from /proc over `--seconds`, in per cent of one core, after each step:
 
-    empty       no topic                     unopened   all made, none ever asked for
-    led         each was asked for its end   written    each holds one record
+    empty       no topic                     unopened   all created, none requested
+    led         each answered its end   written    each holds one record
     restarted   after SIGTERM and a start    consumer   one librdkafka consumer follows all of them
-    sessions    one of kafka-python's does, which speaks fetch sessions
+    sessions    one of kafka-python, with fetch sessions
 
-Beside that: CreateTopics of all of them, of one (p50, p99), the first acknowledged record of a new topic, Metadata of
-all and of one, how long it takes until every partition has answered (opened), also after the restart, and memory. What
-is written is read back. `--python`: an interpreter of another checkout, for a before.
+Also measured: CreateTopics of all of them, of one (p50, p99), the first acknowledged record of a new topic, Metadata of
+all and of one, how long it takes until every partition has answered (opened), also after the restart, and memory.
+Written records are read back. `--python`: an interpreter of another checkout, for a before.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ while True:
 
 
 class Node:
-    """`tidemill up` in a process of its own; the node is its child."""
+    """`tidemill up` in a separate process; the node is its child."""
 
     def __init__(self, directory: Path, python: str) -> None:
         self._directory = directory
@@ -118,7 +118,7 @@ class Node:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def mib(self) -> int:
-        """Of the node itself, resident."""
+        """Return the resident memory of the node itself."""
         sizes = []
         for pid in self.pids:
             lines = Path(f"/proc/{pid}/status").read_text().splitlines()
@@ -165,7 +165,7 @@ def create(admin: AdminClient, names: Sequence[str], partitions: int) -> None:
 
 
 def ends(admin: AdminClient, places: Sequence[ck.TopicPartition]) -> dict[tuple[str, int], int]:
-    """Each partition's end: the request waits until it is opened. Those that were refused are asked again."""
+    """Return each partition's end: the request waits until it is opened. Refused partitions are requested again."""
     found: dict[tuple[str, int], int] = {}
     until_s = time.monotonic() + DEADLINE_S
     while len(found) < len(places):
@@ -194,7 +194,7 @@ def produce(address: str, places: Sequence[ck.TopicPartition]) -> None:
 
 @contextlib.contextmanager
 def following(address: str, topics: int, partitions: int) -> Iterator[None]:
-    """kafka-python's consumer, in a process of its own."""
+    """Run kafka-python's consumer in a separate process."""
     command = [sys.executable, "-c", FOLLOWER, address, str(topics), str(partitions)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     try:
@@ -210,7 +210,7 @@ def milliseconds(samples: Sequence[float]) -> dict[str, float]:
 
 
 def beside(node: Node, admin: AdminClient, a_topic: str) -> dict[str, Any]:
-    """What others meet beside these partitions."""
+    """Measure other work on a node with these partitions."""
     made, first, one, every = [], [], [], []
     for number in range(ROUNDS):
         name = f"beside-{number}"

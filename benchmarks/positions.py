@@ -1,12 +1,12 @@
-"""What a read costs if a retraction is a row that must be summed, or names the place that it deletes (RFC 0004).
+"""Cost of a read if a retraction is a row that must be summed, or names the position that it deletes (RFC 0004).
 
     plain       the contents at that time as Parquet: the limit
-    all sums    every update is read and summed: what a reader does that knows nothing of the parts
-    difference  the settled part as it is, minus the keys that later updates touch, plus their last states
+    all sums    every update is read and summed, without knowledge of the parts
+    difference  the settled part unchanged, minus the keys that later updates touch, plus their last states
     positions   the settled part minus a bitmap of deleted rows, plus the rows that live elsewhere
 
-Each reads the same bytes from memory into Arrow, alternating, and must find the same rows. Besides: what a mirror pays
-that knows the place of every key, and what one merge of parts costs it, after which every place has moved.
+Each reads the same bytes from memory into Arrow, alternating, and must find the same rows. Also measured: the cost of a
+mirror that knows the position of every key, and of one merge of parts, after which every position has changed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCHES = 10
 
 
 def rows(ids: np.ndarray, time_ms: int, diff: int, version: int) -> pa.Table:
-    """Of each id the same row for one version, whoever asks."""
+    """Return the row of each id for one version, always the same."""
     keys = pc.binary_join_element_wise("k", pc.cast(pa.array(ids), pa.string()), "")
     amounts = pa.array(ids * 31 + version)
     notes = pc.binary_join_element_wise("n", pc.utf8_lpad(pc.cast(amounts, pa.string()), 80, "x"), "")
@@ -57,7 +57,7 @@ class Shard:
         sink = pa.BufferOutputStream()
         pq.write_table(live, sink, row_group_size=128 << 10, compression="zstd")
         self.plain = sink.getvalue()
-        # What positions would have stored beside the parts.
+        # Hashes that positions would have stored with the parts.
         base_hashes = self.read(self.base, [HASH]).column(HASH).to_numpy()
         gone = hash_rows(rows(touched, 0, 0, 0), SCHEMA.key)
         self.alive = pa.array(~np.isin(base_hashes, gone))
@@ -118,7 +118,7 @@ def measure(count: int, share: float, rounds: int) -> None:
 
 
 def found_in(rows: pa.Table) -> pa.Table | tuple[int, int]:
-    """What must be the same of every way: all rows, or where only one column is read how many and their sum."""
+    """Return what must be equal for every way: all rows, or for a single column their number and sum."""
     if "id" in rows.column_names:
         return rows.sort_by("id").combine_chunks()
     return rows.num_rows, int(pc.sum(rows.column("amount")).as_py())

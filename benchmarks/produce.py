@@ -1,9 +1,9 @@
-"""Produce: idempotent librdkafka into tidemill as `tidemill up` runs it, beside other brokers (`kafka_broker.py`).
+"""Produce: idempotent librdkafka into tidemill as `tidemill up` runs it, and into other brokers (`kafka_broker.py`).
 
     ./dev bench produce [--record-bytes 100,1024] [--batch-bytes 64k,1000000] [--brokers mock,memory,directory]
                         [--megabytes 160] [--rounds 3] [--seconds 5] [--json]
 
-Method: all brokers run at once, each in processes of its own; one Python client. For each size of records and of
+Method: all brokers run concurrently, each in separate processes; one Python client. For each size of records and of
 batches the brokers take turns, round by round, beginning with another one each time: at least 160 MB into a new topic
 of 4 partitions, acks=all, linger 20 ms, no compression, timed from the acknowledgement of a first record in each
 partition to the last one; ratios to the limit are taken within a round. After each turn every record is read back and
@@ -58,8 +58,11 @@ def turn(broker: Broker, topic: str, count: int, record_bytes: int, batch_bytes:
 
 
 def verified_in(broker: Broker, topic: str, count: int, record_bytes: int) -> int:
-    """A peer may tell late of what it acknowledged: it is asked again for a while. What does not come back then is
-    said, and 0: Tansu on an S3 API gave three quarters to four fifths back."""
+    """Return the records that are read back.
+
+    A peer may show acknowledged records late, so it is read repeatedly for a while. Missing records are reported, with
+    result 0: Tansu on an S3 API returned three quarters to four fifths.
+    """
     until_s = time.monotonic() + PEERS_TELL_S
     while True:
         chunks = read(broker.address, [topic])[1]

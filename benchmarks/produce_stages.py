@@ -1,11 +1,11 @@
-"""Where the time of one Produce request goes: each stage's processor time and its part of the acknowledgement.
+"""Time of one Produce request by stage: processor time, and share of the acknowledgement latency.
 
     ./dev bench produce_stages [--record-bytes 1024] [--batch-bytes 65536] [--megabytes 60]
 
 Method: the endpoint over a directory in this process, the sequencer of SQLite and an idempotent librdkafka client in
-processes of their own; 4 partitions. The functions of a stage are wrapped: its processor time is that of the calling
-thread inside them, less that of other stages within, by batch; a stage's latency is the median over all batches from
-the end of the one before it. The wrappers themselves cost some per cent.
+separate processes; 4 partitions. The functions of a stage are wrapped: its processor time is that of the calling thread
+inside them, less that of other stages within, by batch; a stage's latency is the median over all batches from the end
+of the one before it. The wrappers themselves cost some per cent.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ STAGES: tuple[tuple[str, str, tuple[tuple[Any, str], ...]], ...] = (
     ("answer: gather, encode", LOOP, ((_ProduceAnswers, "set_answer"), (ClientSession, "_request_done"))),
     ("answer: send", LOOP, ((ClientSession, "_send_ready"),)),
 )
-"""What, where, and the functions in which it is done, less those of the others that they call."""
+"""Description, thread, and functions of each stage, less those of other stages that they call."""
 
 
 class Stages:
@@ -117,7 +117,7 @@ class Stages:
         self._within = threading.local()
 
     def timed(self, owner: Any, name: str, stage: str) -> None:
-        """Of a plain call: what it takes less what timed calls within it take."""
+        """Measure a plain call: its time less that of the timed calls within it."""
         inner: Callable[..., Any] = getattr(owner, name)
         within, cpu_s = self._within, self.cpu_s
 

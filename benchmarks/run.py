@@ -56,7 +56,9 @@ LANES = (
 """Long ones that look for faults or for growth, not for speed: only by name."""
 
 FILES = {"calendar": "month"}
-"""Where the file cannot have the name: a calendar.py beside it would hide the standard library's from every script."""
+"""Benchmarks whose file cannot have their name: calendar.py would shadow the standard library's module in every
+script.
+"""
 
 
 def main() -> int:

@@ -1,8 +1,9 @@
-"""What one driver, one metastore domain and one consensus log carry, by measured unit costs: a model, not measured.
+"""Capacity of one driver, one metastore domain and one consensus log, by measured unit costs: a model, not a
+measurement.
 
-Every unit cost names the command that measured it (docs/benchmarks.md). The model is asked about a load: so many
-changes a second over so many tables, of so many bytes. It answers how many of each part that takes, which of them is
-full first, and what a bucket bills for a million changes.
+Every unit cost names the command that measured it (docs/benchmarks.md). Its input is a load: changes per second, their
+bytes, and the number of tables. Its result is the number of each component, the first limit, and the bucket's bill for
+a million changes.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ MIRROR_SHARE = 1.5
 """Mirror files are Arrow without compression, with hash and liveness, and up to six runs."""
 
 PACE_S = 0.06
-"""A busy table appends at most this often (PACE_MS of spark/source); one beside it that gets nothing, once a second."""
+"""A busy table appends at most this often (PACE_MS of spark/source); an idle one in the same driver, once a second."""
 IDLE_MOVE_S = 1.0
 INLINE_BYTES = 16 << 10
 """A part below it travels in the log record: no object."""
@@ -66,7 +67,7 @@ class Load:
 
 
 def appends_per_s(load: Load) -> float:
-    """Of shards, bindings and partitions: each is a record of a fenced log."""
+    """Return the appends of shards, bindings and partitions: each is a record of a fenced log."""
     flushes = flushes_per_s(load)
     steps = min(1 / PACE_S, flushes)
     shards = load.busy * steps + (load.tables - load.busy) / IDLE_MOVE_S
@@ -87,7 +88,7 @@ def driver_cores(load: Load, insert_us: float, update_us: float) -> float:
 
 
 def bill(load: Load) -> tuple[float, float, float]:
-    """Of a million changes: (puts, gets, USD)."""
+    """Return the bill of a million changes: (puts, gets, USD)."""
     for_s = 1e6 / load.changes_per_s
     l0 = flushes_per_s(load) * for_s
     step_bytes = load.changes_per_s / load.busy * PACE_S * load.bytes_per_change * (1 + load.updates)

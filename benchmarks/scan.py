@@ -1,12 +1,12 @@
-"""What reading a shard with Spark costs beside reading the same rows as plain Parquet, in one session, alternating.
+"""Cost of reading a shard with Spark and of reading the same rows as plain Parquet, in one session, alternating.
 
     plain         the contents at that time, written by pyarrow as as many files as the shard has settled parts
     plan          `tidemill.spark.read`: a plan over the parts
     data source   `spark.read.format("tidemill")`
 
-Each round makes its frame anew and counts it, sums one column, or scans every column (the noop sink). CPU seconds of
+Each round creates its frame and counts it, sums one column, or scans every column (the noop sink). CPU seconds of
 the whole tree (this process, the JVM, its Python workers). The rows of each way are compared first, by their number and
-two sums of their hashes, with the plain files, which were made of the shard's own snapshot.
+two sums of their hashes, with the plain files, which were written from the shard's snapshot.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def measure(spark: Any, root: Path, count: int, share: float, rounds: int) -> No
 
 
 def digest(frame: Any) -> Any:
-    """Of all rows, whatever their order and number: they need not fit into the JVM."""
+    """Return a digest of all rows, independent of their order and number: they need not fit into the JVM."""
     hashed = frame.selectExpr("xxhash64(*) AS h")
     return hashed.selectExpr("count(*)", "sum(CAST(h AS DECIMAL(38, 0)))", "bit_xor(h)").collect()
 

@@ -1,8 +1,8 @@
-"""What reading a shard from Python costs beside reading the same rows as plain Parquet: in one process, alternating.
+"""Cost of reading a shard from Python and of reading the same rows as plain Parquet: in one process, alternating.
 
-    DuckDB      the same query over a view of the shard (`Table.to_duckdb`, made anew each time) and over plain files
-    Arrow       `Table.to_arrow` and `Table.count` beside `pyarrow.parquet`
-    commands    `tidemill sql` beside a Python that only asks DuckDB over the plain files, each a process of its own
+    DuckDB      the same query over a view of the shard (`Table.to_duckdb`, created each time) and over plain files
+    Arrow       `Table.to_arrow` and `Table.count`, and `pyarrow.parquet`
+    commands    `tidemill sql`, and a Python that only queries DuckDB over the plain files, in separate processes
 
 CPU seconds, medians; of commands with all their threads and start-up. Every way's answer is compared first.
 """

@@ -1,6 +1,6 @@
-"""What `shapes.py --live N` measures: N shapes `id = K` of one table on one node, restored from their file.
+"""Benchmark of `shapes.py --live N`: N shapes `id = K` of one table on one node, restored from their file.
 
-    restored    from the stream's begin until the last of them is followed: what arrives meanwhile waits
+    restored    from the start of the stream until the last of them is followed: changes wait until then
     house       one turn of what the service does once a second, however quiet it is
     evaluated   changes of one row each through the shapes' sink, in their share of the loop, until logs have them
     durable     from then on until the file has them
@@ -50,7 +50,7 @@ PER_TRANSACTION = 20
 
 
 class Stream:
-    """As a session of the capture answers a tap."""
+    """Answers a tap as a session of the capture does."""
 
     def __init__(self, sink: ShapeTap) -> None:
         self.sink = sink
@@ -60,7 +60,7 @@ class Stream:
         self.confirmed = max(self.confirmed, position.commit_lsn)
 
     async def store_tap_names(self) -> None:
-        """Its row has the name."""
+        """Do nothing: the row already has the name."""
 
 
 def fill(path: Path, count: int) -> None:

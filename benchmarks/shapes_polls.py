@@ -1,6 +1,6 @@
-"""What `shapes.py --polls N` measures: N long polls of one shape at one node, over HTTP, from a process of their own.
+"""Benchmark of `shapes.py --polls N`: N long polls of one shape at one node, over HTTP, from a separate process.
 
-    resident    what the node's process has grown by when all of them wait
+    resident    growth of the node's process when all of them wait
     idle        of a core, while they wait: each is answered and asks again every 20 s
     woken       from one change to the last client that has it
 

@@ -54,7 +54,7 @@ TOLERANCE = 0.10
 SLACK = {"bucket_mb": 4.0, "objects": 100.0, "consensus_mb": 1.0, "cpu_s": 2.0, "p50_ms": 10.0} | dict.fromkeys(
     ("driver_mib", "jvm_mib", "workers_mib", "node_mib"), 16.0
 )
-"""What a figure may differ by whatever its size."""
+"""Tolerance of a figure, independent of its size."""
 
 
 class Cluster:
@@ -77,7 +77,7 @@ class Cluster:
         self.shard: LogShard
 
     async def start(self) -> None:
-        """Until the table is there and Spark brings its batches."""
+        """Wait until the table exists and Spark runs its batches."""
         failed: list[BaseException] = []
         self.supervisor = start_all(self.config, SystemClock(), failed.append)
         log = self.home / "logs" / "pipeline-steady.log"
@@ -119,7 +119,7 @@ class Cluster:
                     size[kind] += path.stat().st_size
                     count[kind] += 1
             except FileNotFoundError:
-                continue  # collected meanwhile
+                continue  # collected in the meantime
         consensus = sum(path.stat().st_size for path in self.home.glob("consensus.db*"))
         return {
             "bucket_mb": round(size.total() / 1e6, 2),
@@ -129,7 +129,9 @@ class Cluster:
         }
 
     def spent(self) -> dict[str, Any]:
-        """Since the last call: CPU seconds in all, the peak of each kind of process in MiB, and what is resident."""
+        """Return the use since the last call: CPU seconds in total, the peak of each kind of process in MiB, and
+        resident memory.
+        """
         out: dict[str, Any] = {"cpu_s": 0.0}
         for name, tree in self.trees.items():
             spent = tree.spent()

@@ -8,8 +8,9 @@ Prints what failed or was skipped, and why, then how many passed.
     aiokafka        integration tests of a checkout of its repository, which AIOKAFKA_CHECKOUT in the environment
                     names: no registry carries them. Not run without; --only as pytest's -k
 
-One fresh node for each suite. A test that fails is run once more alone, and counts when it passes then: the suites were
-written for a machine of their own. Fewer passes than a suite's floor are an error. docs/kafka.md says why a test fails.
+One fresh node for each suite. A test that fails is repeated alone, and counts if it passes then: the suites were
+written for a dedicated machine. Fewer passes than a suite's floor are an error. docs/kafka.md explains each test that
+fails.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from suites_python import kafka_python
 class Suite(NamedTuple):
     run: Callable[[Path, str], list[Outcome]]
     floor: int
-    """So many must pass."""
+    """Minimum number of tests that must pass."""
 
 
 SUITES: Final = {
@@ -44,7 +45,7 @@ SUITES: Final = {
 
 
 def told(name: str, found: list[Outcome]) -> str:
-    """What did not pass, line by line, and the sums."""
+    """Return the tests that did not pass, line by line, and the sums."""
     lines = [f"{verdict:8}{test}  {why}".rstrip() for test, verdict, why in found if verdict != "passed"]
     counts = Counter(outcome.verdict for outcome in found)
     sums = f"{name}: {counts['passed']} passed, {counts['failed']} failed, {counts['skipped']} skipped"

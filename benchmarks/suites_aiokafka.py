@@ -22,7 +22,7 @@ FILES: Final = (
     *("admin", "client", "conn", "consumer", "coordinator", "pep492", "producer", "sender"),
     *("transactional_consumer", "transactional_producer"),
 )
-"""Those of tests/test_*.py whose tests meet a broker."""
+"""Files of tests/test_*.py with tests that need a broker."""
 DOCKER: Final = """
 import os, tempfile
 from pathlib import Path
@@ -55,7 +55,7 @@ INI: Final = "[pytest]\nmarkers = ssl: needs certificates\n"
 
 
 def aiokafka(scratch: Path, only: str = "") -> list[Outcome]:
-    """Every test once, those that failed once more alone. `only` as pytest's -k."""
+    """Run every test, and repeat those that failed, alone. `only` as pytest's -k."""
     root = _laid_out(scratch)
     path = f"{root / 'stand-ins'}{os.pathsep}{Path(__file__).parent}{os.pathsep}{root}"
     environment = {**os.environ, "PYTHONPATH": path, "SUITE_SCRATCH": str(scratch)}
@@ -70,7 +70,7 @@ def aiokafka(scratch: Path, only: str = "") -> list[Outcome]:
 
 
 def _laid_out(scratch: Path) -> Path:
-    """The tests without the client beside them, and what stands in for Docker and for Kerberos' ktutil."""
+    """Lay out the tests without the client, with stand-ins for Docker and for Kerberos' ktutil."""
     checkout = Path(os.environ.get(CHECKOUT, "")).absolute()
     if CHECKOUT not in os.environ or not (checkout / "tests/conftest.py").is_file():
         raise NotHere(f"no registry carries its tests: name a checkout of its repository in {CHECKOUT}")

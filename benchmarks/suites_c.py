@@ -1,8 +1,8 @@
 """librdkafka's own tests in C and C++, from npm's node-rdkafka (tests/clients), built here, in its quick mode. Tests
-that need no broker, or that its authors know to fail, are none of ours.
+that need no broker, or that their authors expect to fail, are left out.
 
-A test that fails ends its thread, one that hangs or asserts the whole process: what had no verdict by then is run
-again. What failed beside others is run once more alone.
+A failed test ends its thread; one that hangs or asserts ends the whole process, and the tests without a verdict are run
+again. Tests that failed while others ran are repeated alone.
 """
 
 from __future__ import annotations
@@ -24,21 +24,23 @@ from suites_tools import install
 ROOT: Final = Path(__file__).parents[1]
 PACKAGE: Final = ROOT / "tests/clients/node_modules/node-rdkafka"
 BUILT: Final = ROOT / ".venv/suites"
-"""Compiling takes longer than the tests: kept beside what else is installed."""
+"""Directory of the compiled tests, which survives with the environment: compiling takes longer than the tests."""
 TOGETHER: Final = 6
 RUN_TIMEOUT_S: Final = 400
 
 RULES: Final = ("topic:*", "group:*", "transactional_id:*", "cluster")
-"""What everybody may do everything with, for tests that deny some of it: a super user could not be denied anything."""
+"""Rules that grant everything to everybody, for tests that deny a part of it: a super user could not be denied
+anything.
+"""
 _DENYING: Final = ("0109", "0115", "0119")
 
 _VERDICT: Final = re.compile(r"=+ Test (\w+) (PASSED|FAILED|SKIPPED) =+")
 _STARTED: Final = re.compile(r"=+ Running test (\w+) =+")
 _FAILURE: Final = re.compile(r'### Test "(\w+)[^"]*" failed at [^\n]*\n([^\n]*)')
 _BREAKING: Final = re.compile(r"_TEST\((\w+),\s*TEST_F_SOCKEM")
-"""These close sockets by their number under the client: never beside others in one process."""
+"""Tests that close sockets of the client by their number: never run with others in one process."""
 _MOCKED: Final = ("0139", "0150")
-"""Against librdkafka's own mock, though not told apart as local."""
+"""Tests against librdkafka's own mock that are not marked as local."""
 _DEFAULT: Final = ("-L", "-K", "-Q", "-S")
 """No local tests, none with a known issue, quick, no table at the end."""
 
@@ -76,7 +78,7 @@ def _node(scratch: Path, rules: Sequence[str]) -> Iterator[Path]:
 
 
 def _together(tests: Path, conf: Path, numbers: Sequence[str]) -> dict[str, Outcome]:
-    """Those of the tests that break nothing under others."""
+    """Run the tests that do not disturb others."""
     found: dict[str, Outcome] = {}
     while numbers:
         more, cut = _run(tests, conf, [f"-p{TOGETHER}", "-E"], numbers)
@@ -88,7 +90,7 @@ def _together(tests: Path, conf: Path, numbers: Sequence[str]) -> dict[str, Outc
 
 
 def _built() -> Path:
-    """Where the tests lie, compiled."""
+    """Compile the tests; return their directory."""
     source = PACKAGE / "deps/librdkafka"
     if not source.is_dir():
         raise NotHere("needs the packages of tests/clients: tests/clients/install")

@@ -1,7 +1,7 @@
 """franz-go's own tests of its client, from the module proxy: the release that tests/clients/go/go.mod names, checked by
 the hash in go.sum and compiled here. A test counts once, with all its subtests.
 
-A test that fails is run once more alone; so is every test without a verdict when the process ends.
+A test that fails is repeated alone; so is every test without a verdict when the process ends.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VERDICTS: Final = {"PASS": "passed", "FAIL": "failed", "SKIP": "skipped"}
 
 
 def franz_go(scratch: Path, only: str = "") -> list[Outcome]:
-    """Every test once, those that failed once more alone. `only` as go test's -run."""
+    """Run every test, and repeat those that failed, alone. `only` as go test's -run."""
     binary = _built()
     with node(scratch / "node") as address:
         environment = {"KGO_TEST_RECORDS": RECORDS, **os.environ}
@@ -65,7 +65,7 @@ def _built() -> Path:
 
 
 def _run(binary: Path, scratch: Path, environment: dict[str, str], tests: str, within_s: int) -> dict[str, Outcome]:
-    """What became of the tests that match, by name."""
+    """Return the outcomes of the tests that match, by name."""
     where = ["go", "list", "-f", "{{.Dir}}", PACKAGE]  # a test reads a file of its package
     folder = subprocess.run(where, cwd=MODULE, check=True, capture_output=True, text=True).stdout.strip()
     command = [str(binary), "-test.v", f"-test.run={tests}", f"-test.timeout={within_s}s"]

@@ -1,5 +1,5 @@
-"""The node that the clients' own suites meet: `tidemill up` on a directory of its own, set up as the brokers that they
-start themselves: broker id 0, short sessions of groups, rules that are asked; and topics in L1, early.
+"""The node for the clients' own suites: `tidemill up` on a separate directory, configured like the brokers that the
+suites start: broker id 0, short sessions of groups, ACLs enabled; and topics in L1, early.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Outcome(NamedTuple):
 
 
 class NotHere(Exception):
-    """What the suite needs is not on this machine, or not to be had from the registry; the sentence says what."""
+    """A dependency of the suite that is neither on this machine nor in the registry; the sentence names it."""
 
 
 @contextmanager

@@ -1,5 +1,5 @@
 """kafka-python's integration tests, from its source distribution: the release that requirements.lock names, checked by
-the hash there. Its tests of TLS and SASL start a Kafka of their own and are none of ours.
+the hash there. Its tests of TLS and SASL start their own Kafka and are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class SpawnedService: ...
 
 
 def kafka_python(scratch: Path, only: str = "") -> list[Outcome]:
-    """Every test once, those that failed once more alone. `only` as pytest's -k."""
+    """Run every test, and repeat those that failed, alone. `only` as pytest's -k."""
     root = _fetched(scratch)
     with node(scratch / "node") as address:
         environment = {**os.environ, "KAFKA_VERSION": AS_KAFKA, "KAFKA_URI": f"kafka://{address}", "PYTHONPATH": "."}
@@ -65,7 +65,7 @@ def _fetched(scratch: Path) -> Path:
 
 
 def run_pytest(root: Path, environment: dict[str, str], chosen: Sequence[str]) -> dict[str, Outcome]:
-    """What became of the chosen tests, which are in `root`, by id. `chosen`: options, files and ids."""
+    """Return the outcomes of the chosen tests, which are in `root`, by id. `chosen`: options, files and ids."""
     report = root / "report.xml"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
     command += [f"--timeout={TEST_TIMEOUT_S}", "--timeout-method=signal", *chosen]

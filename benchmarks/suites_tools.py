@@ -1,4 +1,4 @@
-"""What stands in for `kafka-topics.sh` and `kafka-acls.sh`, which librdkafka's tests call: as much as they say."""
+"""Stand-ins for `kafka-topics.sh` and `kafka-acls.sh`, with the options that librdkafka's tests use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""What some processes and each of their threads use, from /proc: processor time, and how often a thread left the
-processor by itself, which is how often it was woken up."""
+"""Use of some processes and of each of their threads, from /proc: processor time, and how often a thread left the
+processor voluntarily, which is how often it was woken.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ class Used(NamedTuple):
 class Process(NamedTuple):
     kind: str
     cpu_s: float
-    """With that of threads that ended meanwhile."""
+    """Processor time, including threads that have ended since."""
     threads: list[Used]
 
 
 class Threads:
-    """From its making on. `kinds`: process → what it is."""
+    """Threads of processes since the creation of this object. `kinds`: process → its kind."""
 
     def __init__(self, kinds: Mapping[int, str]) -> None:
         self._kinds = kinds
@@ -33,7 +34,7 @@ class Threads:
         self._threads = {pid: _threads(pid) for pid in kinds}
 
     def spent(self) -> list[Process]:
-        """Of each process that is still there."""
+        """Return the use of each process that still exists."""
         out = []
         for pid, kind in self._kinds.items():
             if fields := stat(pid):
@@ -52,7 +53,7 @@ def _cpu_s(fields: list[str]) -> float:
 
 
 def _threads(pid: int) -> dict[int, Used]:
-    """By thread id; none of a process that ended."""
+    """Return the use by thread id, empty for a process that has ended."""
     found = {}
     try:
         process = Path(f"/proc/{pid}/comm").read_text().strip()

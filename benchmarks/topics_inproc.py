@@ -75,7 +75,7 @@ async def main(store: str, batch_bytes: int, seconds: float, partitions: int, di
         batch = bytearray(encode_batch(records, producer_id=partition, producer_epoch=0, base_sequence=0))
 
         def send(number: int) -> Awaitable[object]:
-            # One batch in flight, so the buffer is free again; the sequence lies inside the checksum.
+            # One batch in flight, so the buffer is free again; the sequence is covered by the checksum.
             SEQUENCE.pack_into(batch, 53, add_sequence(0, number * count))
             CRC.pack_into(batch, 17, crc32c.crc32c(memoryview(batch)[21:]))
             return topics.produce_nowait(row.topic_id, partition, batch)

@@ -1,9 +1,8 @@
-"""TPC-H's Q1, Q3 and Q13 kept as derived tables under refresh streams, beside a batch recompute of the same query.
+"""TPC-H's Q1, Q3 and Q13 as derived tables under refresh streams, compared with a batch recompute of the same query.
 
-Orders and lines change by RF1 and RF2 (tests/support/spark/workloads/tpch.py). After each the derived tables are
-brought forward, and the same functions run in the same Spark session on plain Parquet of the same rows; who goes first
-alternates. CPU is of this process, its JVM and its workers. After each, every row of every derived table is compared
-with DuckDB's answer.
+Orders and lines change by RF1 and RF2 (tests/support/spark/workloads/tpch.py). After each the derived tables advance,
+and the same functions run in the same Spark session on plain Parquet of the same rows; the order alternates. CPU is of
+this process, its JVM and its workers. After each, every row of every derived table is compared with DuckDB's answer.
 """
 
 from __future__ import annotations

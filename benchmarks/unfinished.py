@@ -3,11 +3,12 @@
     ./dev bench unfinished [--connections 5000] [--kilobytes 1024] [--seconds 20]
 
 Method: a node as `tidemill up` starts it (directory and SQLite), with room for that many connections. Each announces a
-frame of twice `--kilobytes` and sends `--kilobytes` of it as fast as the node takes it; none ever ends, and none is
-closed before the end. Beside them one idempotent producer sends 100 records of 1 KiB a second; what was written before
-is read back in the end and compared. Printed: the connections that the node has open, what it counts of requests (its
-limit is 192 MiB), what its processes hold, the acknowledgements beside it. Holds when all connections are open and the
-count stays within the limit and one frame; a count below what the unfinished frames must hold is a fault as well.
+frame of twice `--kilobytes` and sends `--kilobytes` of it as fast as the node takes it; no frame is completed, and no
+connection is closed before the end. At the same time one idempotent producer sends 100 records of 1 KiB a second;
+earlier records are read back at the end and compared. Printed: the connections that the node has open, the bytes of
+requests that it counts (limit 192 MiB), the memory of its processes, and the acknowledgements. Holds when all
+connections are open and the count stays within the limit and one frame; a count below what the unfinished frames must
+hold is a fault as well.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tidemill.kafka.settings import KafkaSettings
 
 RECORDS = 2_000
 FILES = 3
-"""To be open for each connection: ours, and twice the node's, which keeps half of its own for others."""
+"""Open files per connection: ours, and twice the node's, which reserves half of its limit for other uses."""
 
 
 def gauge(broker: Broker, name: str) -> int:
@@ -45,7 +46,9 @@ class Hostile:
         host, _, port = broker.address.rpartition(":")
         self._selector = selectors.DefaultSelector()
         self._socks: list[socket.socket] = []
-        """Kept: one that has sent its part and is forgotten would be closed, and its frame given up."""
+        """References to connections that have sent their part: without one, a connection would be closed and its
+        frame abandoned.
+        """
         self.sent = 0
         self.ended = 0
         for _ in range(count):
@@ -85,7 +88,7 @@ class Hostile:
 
 
 def allow_files(count: int) -> None:
-    """For this process and the node that it starts. Raises ValueError where nobody may open so many."""
+    """Raise the limit of open files for this process and its node. Raises ValueError if the hard limit is lower."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     wanted = FILES * count + 1_024
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, max(wanted, most) if most >= 0 else most))

@@ -3,12 +3,13 @@
     ./dev bench upsert [--rows N] [--keys K] [--by auto,inline,tasks] [--waiting inserts,updates]
                        [--batches 1000,10000,100000] [--json]
 
-Method: a driver (with its JVM and workers) runs beside this process, which only produces and binds. First N records
-with K distinct keys, then N updates of random keys wait in the topic, unbound; all are bound at once, 25,000 records a
-time, and the clock runs until the shard has the last time. Then batches of random updates, one time each: bound →
-visible. CPU is that of the driver and everything below it, from /proc; resident memory is each process's own peak
-within the phase. `--by` says who computes a step: the driver (inline), Spark tasks, or whom the product chooses
-(auto); each has a topic and a driver of its own. After every phase the table is compared with a replay of the topic.
+Method: a driver (with its JVM and workers) runs next to this process, which only produces and binds. First N records
+with K distinct keys, then N updates of random keys wait in the topic, unbound; all are bound together, 25,000 records
+per binding, and the clock runs until the shard has the last time. Then batches of random updates, one time each: bound
+→ visible. CPU is that of the driver and everything below it, from /proc; resident memory is each process's own peak
+within the phase. `--by` selects where a step is computed: in the driver (inline), in Spark tasks, or as the product
+chooses (auto); each has a separate topic and driver. After every phase the table is compared with a replay of the
+topic.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class Lane:
         self._log = root / f"driver-{name}-{by}.log"
 
     async def start(self) -> None:
-        """Until Spark itself brings the batches."""
+        """Wait until Spark itself runs the batches."""
         await self.load.open()
         name = self.load.name
         file = self._root / f"{name}.py"
@@ -111,7 +112,7 @@ class Lane:
         await shard.aclose()
 
     async def verified(self) -> int:
-        """Summed batch after batch, as compaction does: all updates at once would be gigabytes."""
+        """Sum batch after batch, as compaction does: all updates together would be gigabytes."""
         s = self._stores
         shard = await open_shard(s.consensus, s.objects, s.clock, s.rand, self.load.name)
         _, upper = await shard.frontiers()

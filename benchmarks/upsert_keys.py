@@ -1,9 +1,9 @@
-"""`./dev bench upsert_keys [--keys 1000000,10000000] [--batches …]`: what a table costs by how many keys it has.
+"""`./dev bench upsert_keys [--keys 1000000,10000000] [--batches …]`: the cost of a table by its number of keys.
 
-Method: for each count a table of that many keys, merged as the keeper leaves it, and a driver of its own. First, in a
-process of its own, the mirror: made from the parts, and opened again from its files (CPU, and resident memory: all of
-it, and without the pages of mapped files, which the system takes back when it wants). Then batches of updates of random
-keys, one time each, bound → visible, the tables in turns. Afterwards each table is compared with a replay.
+Method: for each count a table of that many keys, merged as the maintenance job leaves it, and a separate driver. First,
+in a separate process, the mirror: built from the parts, and opened again from its files (CPU, and resident memory: all
+of it, and without the pages of mapped files, which the system takes back when it wants). Then batches of updates of
+random keys, one time each, bound → visible, the tables in turns. Afterwards each table is compared with a replay.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Keys(Lane):
 
 
 def mirror(name: str, directory: Path, urls: StoreUrls) -> dict[str, Any]:
-    """In a process of its own: hydrate, and keep the files."""
+    """Hydrate in a separate process, and keep the files."""
     with BlockingPortal() as portal:
         stores = portal.call(open_stores(urls))
         shard = portal.call(stores.shard(name, stream_schema(SCHEMA, KEY)))

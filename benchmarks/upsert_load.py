@@ -1,6 +1,6 @@
-"""What `upsert.py` feeds a table with: a topic of keyed records, bound when told, and what the table must then hold.
+"""Load of `upsert.py`: a topic of keyed records, bound on request, and the expected contents of the table.
 
-Record: 110 bytes of JSON; its number is in it, so that every write of a key differs from the one before it.
+Record: 110 bytes of JSON with its number, so that every write of a key differs from the previous one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Keys = npt.NDArray[np.int64]
 
 
 class Load:
-    """One topic. `last[k]` is the number of the newest record of key k, -1 where there is none."""
+    """One topic. `last[k]` is the number of the newest record of key k, -1 without one."""
 
     def __init__(self, stores: Stores, name: str, partitions: int, keys: int) -> None:
         self.stores = stores
@@ -63,8 +63,9 @@ class Load:
         await self._topics.aclose()
 
     async def fill(self) -> None:
-        """Before it is open: every key into the table itself, merged as the keeper leaves it, as if its records had
-        come long ago."""
+        """Write every key into the table itself before it is open, merged as the maintenance job does, as if its
+        records were old.
+        """
         shard = await self.stores.shard(self.name, stream_schema(SCHEMA, KEY))
         keys = np.arange(len(self.last), dtype=np.int64)
         self.last[:] = FIRST + keys
@@ -80,7 +81,10 @@ class Load:
         self._written = FIRST + len(keys)
 
     async def produce(self, keys: Keys, records_per_binding: int) -> None:
-        """A record for each key, in this order. What may be bound together ends every `records_per_binding`."""
+        """Produce a record for each key, in this order.
+
+        A group that may be bound together ends every `records_per_binding`.
+        """
         pending = []
         for begin in range(0, len(keys), BATCH_RECORDS):
             chosen = keys[begin : begin + BATCH_RECORDS]
@@ -131,7 +135,7 @@ def check(rows: pa.Table, last: Keys) -> int:
 
 
 def rows_of(keys: Keys, numbers: Keys) -> pa.Table:
-    """What the table holds of these records."""
+    """Return the rows of the table for these records."""
     names = pc.binary_join_element_wise("c", pc.utf8_lpad(pc.cast(pa.array(keys), pa.string()), 9, "0"), "")
     at = pa.array(np.full(len(keys), AT_US), pa.timestamp("us", tz="UTC"))
     page = pa.array([PAGE.decode()]).take(pa.array(np.zeros(len(keys), dtype=np.int64)))
@@ -139,7 +143,7 @@ def rows_of(keys: Keys, numbers: Keys) -> pa.Table:
 
 
 class _Form:
-    """A batch of so many records, of which only the digits change: what `encode_batch` makes, without a loop."""
+    """A batch of `count` records, of which only the digits change: the result of `encode_batch`, without a loop."""
 
     def __init__(self, count: int) -> None:
         key = b"c%09d" % 0

@@ -1,7 +1,7 @@
 """A peer of `upsert_peers`, as a process: python upsert_peer.py delta|delta_json|spark TABLE
 
 Lines of JSON on standard input, each answered by "done": ["append", FILE] rows of new keys, ["merge", FILE] updates,
-["contents", FILE] the whole table as one Parquet file. What a file holds is in `upsert_peers`.
+["contents", FILE] the whole table as one Parquet file. `upsert_peers` describes the contents of a file.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def main() -> None:
     shutil.rmtree(table, ignore_errors=True)
     peer: Table = Spark(table) if name == "spark" else Delta(table, records=name == "delta_json")
     answers = sys.stdout
-    sys.stdout = sys.stderr  # whatever a library prints
+    sys.stdout = sys.stderr  # for output of libraries
     for line in sys.stdin:
         what, path = json.loads(line)
         getattr(peer, what)(path)

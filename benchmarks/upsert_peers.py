@@ -1,15 +1,17 @@
-"""`./dev bench upsert_peers [--keys N] [--rounds N] [--peers delta,spark]`: a keyed table kept current, beside others.
+"""`./dev bench upsert_peers [--keys N] [--rounds N] [--peers delta,spark]`: a keyed table kept current, compared with
+other systems.
 
-    delta       delta-rs MERGE (`deltalake`), in a process of its own
+    delta       delta-rs MERGE (`deltalake`), in a separate process
     delta_json  the same, given the records as JSON: read by Arrow, the last of each key kept
     spark       a left anti join of the table with the updates, their union, written over the table (Parquet), in a
-                session of its own
+                separate session
 
 Method: all hold the same N rows. Each round draws `--records` updates of random keys. Tidemill gets them as JSON
 records of a topic, and its whole driver is counted from bound to visible (fetch, decoding, resolution, part, append;
 its JVM too). The other peers get the rows ready as columns, one row a key, in a file (Arrow for delta, Parquet for
 Spark). They take turns within a round; CPU is that of each one's processes, from /proc. At the end all tables are
-compared with a replay. What the keeper would merge of ours is merged then, and told beside.
+compared with a replay. The later merge of tidemill's parts by the maintenance job is done then, and reported
+separately.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ class Peer:
         return path
 
     def updates(self, chosen: Any, last: Any) -> Path:
-        """Of the keys in the order of their records, what they are `last`."""
+        """Write the updates of the keys in the order of their records, with their numbers in `last`."""
         if self.name != "delta_json":
             touched = np.unique(chosen)
             return self.rows(touched, last[touched])
@@ -146,7 +148,7 @@ async def run(args: argparse.Namespace, root: Path) -> dict[str, Any]:
 
 
 async def merge(stores: Any, name: str) -> dict[str, Any]:
-    """What the keeper does later, all at once: CPU seconds, merges, and rows that they read."""
+    """Do the later work of the maintenance job in one run; return CPU seconds, merges, and rows that they read."""
     shard = await open_shard(stores.consensus, stores.objects, stores.clock, stores.rand, name)
     await shard.downgrade_since("bench", 1, (await shard.frontiers())[1] - 1)
     merges = rows = 0

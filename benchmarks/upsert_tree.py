@@ -19,7 +19,9 @@ class Spent(NamedTuple):
 
 
 class Tree:
-    """Looked at twice a second: a worker that ends takes its time along, for who forked it does not wait for it."""
+    """A process tree, sampled twice a second: the time of a worker that ends is lost, because its parent does not
+    wait for it.
+    """
 
     def __init__(self, pid: int) -> None:
         self._root = pid
@@ -29,14 +31,14 @@ class Tree:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def begin(self) -> None:
-        """From now on."""
+        """Measure from now on."""
         self._look()
         self._before = {pid: cpu_s for pid, (_, cpu_s) in self._seen.items()}
         for pid in self.kinds():
             try:
                 Path(f"/proc/{pid}/clear_refs").write_text("5")  # peak := resident now
             except OSError:
-                continue  # it ended meanwhile
+                continue  # it ended in the meantime
 
     def spent(self) -> Spent:
         self._look()

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
+from sim.scenarios.capture_plants import EqualityTracker, RawNotices, StaleStatus
 from support.capture.fragments import at, fragment, relation
 from tidemill.base.clock import SystemClock
 from tidemill.base.lsn import ChangePosition
@@ -43,8 +44,8 @@ def at_once(work: Coroutine[Any, Any, T]) -> T:
 class Consumer:
     """In memory, in front of `durable`, which survives the process."""
 
-    def __init__(self, durable: list[ChangePosition], since: int, *, defer: bool) -> None:
-        self.logic = FlushAlignment(defer=defer)
+    def __init__(self, durable: list[ChangePosition], since: int, logic: FlushAlignment) -> None:
+        self.logic = logic
         self.durable = durable
         self.buffered: list[ChangePosition] = []
         self.since = since
@@ -55,9 +56,8 @@ class Consumer:
 class Sink:
     """All consumers of one process. `inline`: a notice is told to the tracker at once, past the queue."""
 
-    def __init__(self, *, defer: bool = True, silent: bool = False) -> None:
+    def __init__(self, *, silent: bool) -> None:
         self.consumers: dict[str, Consumer] = {}
-        self.defer = defer
         self.silent = silent
         self._part: set[str] = set()
         self._left: dict[str, ChangePosition] = {}
@@ -111,7 +111,10 @@ class Sink:
 
 
 class Capture(RuleBasedStateMachine):
-    faults: dict[str, bool] = {}
+    alignment: type[FlushAlignment] = FlushAlignment
+    tracker: type[FlushTracker] = FlushTracker
+    reports: type[ReplicationStatus] = ReplicationStatus
+    silent = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,16 +131,12 @@ class Capture(RuleBasedStateMachine):
 
     def start(self) -> None:
         """A process begins at what the server was told, and is told again what comes after."""
-        self.sink = Sink(defer=self.faults.get("defer", True), silent=self.faults.get("silent", False))
+        self.sink = Sink(silent=self.silent)
         for name, disk in self.disks.items():
-            self.sink.consumers[name] = Consumer(disk, self.since[name], defer=self.sink.defer)
-        self.status = ReplicationStatus(self.confirmed, recompute_at_commit=self.faults.get("recompute", True))
-        self.collector = Collector(
-            [self.sink],
-            self.status,
-            SystemClock(),
-            tracker=FlushTracker(exact_completion=self.faults.get("exact", False)),
-        )
+            self.sink.consumers[name] = Consumer(disk, self.since[name], self.alignment())
+        self.status = self.reports(self.confirmed)
+        self.collector = Collector([self.sink], self.status, SystemClock())
+        self.collector.tracker = self.tracker()
         for fragments in self.log:
             if fragments[0].commit_lsn > self.confirmed:
                 self.put(*fragments)
@@ -200,7 +199,7 @@ class Capture(RuleBasedStateMachine):
         name = f"c{self.names}"
         self.names += 1
         self.disks[name], self.since[name] = [], self.lsn + 1
-        self.sink.consumers[name] = Consumer(self.disks[name], self.lsn + 1, defer=self.sink.defer)
+        self.sink.consumers[name] = Consumer(self.disks[name], self.lsn + 1, self.alignment())
 
     @precondition(lambda self: len(self.disks) > 1)
     @rule(which=st.integers(0, 10))
@@ -257,9 +256,9 @@ class Capture(RuleBasedStateMachine):
             assert disk == self.due(name, self.lsn), f"{name} misses or repeats changes"
 
 
-def play(faults: dict[str, bool], examples: int) -> None:
+def play(faults: dict[str, Any], examples: int) -> None:
     async def main() -> None:  # the collector's events belong to a loop
-        kind = type("Planted", (Capture,), {"faults": faults})
+        kind = type("Planted", (Capture,), faults)
         run_state_machine_as_test(
             kind,
             settings=settings(
@@ -282,9 +281,9 @@ def test_over_all_interleavings_nothing_is_confirmed_early_and_nothing_stays_pen
 
 @pytest.mark.parametrize(
     "fault",
-    [{"defer": False}, {"exact": True}, {"recompute": False}, {"silent": True}],
+    [{"alignment": RawNotices}, {"tracker": EqualityTracker}, {"reports": StaleStatus}, {"silent": True}],
     ids=["raw-notice", "equality", "no-recompute", "goes-without-a-word"],
 )
-def test_the_property_finds_planted_faults(fault: dict[str, bool]) -> None:
+def test_the_property_finds_planted_faults(fault: dict[str, Any]) -> None:
     with pytest.raises((AssertionError, BaseExceptionGroup)):
         play(fault, 1000)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from sim.scenarios.capture_plants import RawNotices
 from support.capture.fragments import at, fragment
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
@@ -11,9 +12,9 @@ from tidemill.capture.delivery.flush_tracker import FlushTracker
 class Harness:
     """One consumer and a tracker: notices wait in the queue until the step that sent them is over."""
 
-    def __init__(self, *, defer: bool = True, exact_completion: bool = False) -> None:
-        self.consumer = FlushAlignment(defer=defer)
-        self.tracker = FlushTracker(exact_completion=exact_completion)
+    def __init__(self, alignment: type[FlushAlignment] = FlushAlignment) -> None:
+        self.consumer = alignment()
+        self.tracker = FlushTracker()
         self.queue: list[ChangePosition] = []
         self.confirmed: list[int] = []
 
@@ -69,7 +70,7 @@ def test_c2_the_race_of_seed_002_gives_silence_and_then_one_aligned_notice() -> 
 
 
 def test_c2_without_deferral_the_race_pins_the_slot() -> None:
-    h = Harness(defer=False)
+    h = Harness(RawNotices)
     seed_002(h)
     assert 100 not in h.confirmed
     assert list(h.tracker.pending_positions) == ["c"]

@@ -4,19 +4,21 @@ Model: fragment-mode consumers of one stream, each with a storage that flushes w
 middle of a transaction), one queue that carries their notices to the tracker, consumers that come.
 Oracle: what each consumer's storage really holds.
 
-Planted faults (`defer=False`: raw notices before the commit; `exact_completion`: == instead of ≥; no recompute
-after the commit) must be found by the same property.
+Planted faults (raw notices before the commit; == instead of ≥; no recompute after the commit) must be found by the same
+property.
 """
 
 from __future__ import annotations
 
 import random
 from collections import deque
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
 
+from sim.scenarios.capture_plants import EqualityTracker, RawNotices, StaleStatus
 from support.capture.fragments import at, fragment
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
@@ -29,8 +31,8 @@ class Violation(AssertionError):
 
 
 class Consumer:
-    def __init__(self, *, defer: bool) -> None:
-        self.logic = FlushAlignment(defer=defer)
+    def __init__(self, alignment: type[FlushAlignment]) -> None:
+        self.logic = alignment()
         self.buffered: list[ChangePosition] = []
         self.durable = at(-1)
         self.owed: deque[tuple[int, ChangePosition]] = deque()
@@ -48,15 +50,15 @@ class Model:
         self,
         rng: random.Random,
         *,
-        defer: bool = True,
-        exact: bool = False,
-        recompute: bool = True,
+        alignment: type[FlushAlignment] = FlushAlignment,
+        tracker: type[FlushTracker] = FlushTracker,
+        status: type[ReplicationStatus] = ReplicationStatus,
     ) -> None:
         self.rng = rng
-        self.defer = defer
-        self.tracker = FlushTracker(exact_completion=exact)
-        self.status = ReplicationStatus(0, recompute_at_commit=recompute)
-        self.consumers: dict[str, Consumer] = {f"c{i}": Consumer(defer=defer) for i in range(3)}
+        self.alignment = alignment
+        self.tracker = tracker()
+        self.status = status(0)
+        self.consumers: dict[str, Consumer] = {f"c{i}": Consumer(alignment) for i in range(3)}
         self.queue: deque[tuple[str, ChangePosition]] = deque()
         self.lsn = 0
         self.ordinal = 0
@@ -119,7 +121,7 @@ class Model:
 
     def add(self) -> None:
         if not self.open:
-            self.consumers[f"c{self.names}"] = Consumer(defer=self.defer)
+            self.consumers[f"c{self.names}"] = Consumer(self.alignment)
             self.names += 1
 
     def keepalive(self) -> None:
@@ -165,7 +167,7 @@ class Model:
 STEPS = ("fragment", "fragment", "commit", "flush", "flush", "handle", "handle", "add", "keepalive")
 
 
-def play(script: list[int], seed: int, **faults: bool) -> None:
+def play(script: list[int], seed: int, **faults: Any) -> None:
     model = Model(random.Random(seed), **faults)
     for number in script:
         match STEPS[number]:
@@ -194,7 +196,7 @@ def test_nothing_is_confirmed_early_and_nothing_stays_pending(script: list[int],
     play(script, seed)
 
 
-def violates(**faults: bool):  # type: ignore[no-untyped-def]
+def violates(**faults: Any):  # type: ignore[no-untyped-def]
     def check(example: tuple[list[int], int]) -> bool:
         try:
             play(*example, **faults)
@@ -206,9 +208,11 @@ def violates(**faults: bool):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize(
-    "fault", [{"defer": False}, {"exact": True}, {"recompute": False}], ids=["raw-notice", "equality", "no-recompute"]
+    "fault",
+    [{"alignment": RawNotices}, {"tracker": EqualityTracker}, {"status": StaleStatus}],
+    ids=["raw-notice", "equality", "no-recompute"],
 )
-def test_the_property_finds_planted_faults(fault: dict[str, bool]) -> None:
+def test_the_property_finds_planted_faults(fault: dict[str, Any]) -> None:
     script, seed = find(
         st.tuples(SCRIPTS, SEEDS), violates(**fault), settings=settings(max_examples=5000, deadline=None)
     )

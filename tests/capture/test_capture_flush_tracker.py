@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from sim.scenarios.capture_plants import EqualityTracker
 from support.capture.fragments import at, change, fragment
 from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import ChangePosition
@@ -151,7 +152,7 @@ def test_ft18_a_flush_above_what_was_sent_completes() -> None:
     commit(tracker, 3, "a", ordinal=4)
     assert flush(tracker, "a", at(3, 5)) == 3
     assert tracker.pending_positions == {}
-    planted = FlushTracker(exact_completion=True)
+    planted = EqualityTracker()
     planted.commit(fragment(3, last=at(3, 4)), ["a"], 0)
     planted.record_flush("a", at(3, 5), 0)
     assert planted.pending_positions  # what == does: pinned for ever

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -68,6 +67,6 @@ def test_what_was_written_before_a_row_that_parks_its_table_becomes_a_boundary()
 
 
 def test_the_size_of_a_row_that_is_too_large_includes_its_key() -> None:
-    table = SimpleNamespace(name="public.item", source=None)
+    table = CapturedTable("public.item", TopicRow("item", "item", 1), 1, oid=1)
     with pytest.raises(InvalidError, match=f"bytes={MAX_ROW_BYTES + 1} "):
-        TopicWriter._check_size(table, b"k" * 100, b"v" * (MAX_ROW_BYTES - 99))  # type: ignore[arg-type]
+        table.check_size(b"k" * 100, b"v" * (MAX_ROW_BYTES - 99))

@@ -41,7 +41,7 @@ from tidemill.metastore.catalogue import PipelineRow, TopicRow
 from tidemill.shapes.definition.definition import ShapeDefinition
 from tidemill.shapes.definition.definition import Source as ShapeSource
 from tidemill.shapes.live_shape import LiveShape
-from tidemill.shapes.log.log import MemoryLog
+from tidemill.shapes.log.log import ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import Turn
@@ -184,7 +184,7 @@ class Literal:
     """A client of a shape over the whole table that takes every operation literally."""
 
     def __init__(self) -> None:
-        shape = LiveShape("h", ShapeDefinition(ShapeSource("table", "main", "public", "d")), b"{}", MemoryLog())
+        shape = LiveShape("h", ShapeDefinition(ShapeSource("table", "main", "public", "d")), b"{}", ShapeLog())
         shape.log.seal_base()
         shape.mark_ready()
         self._turn = Turn(SystemClock(), float("inf"))

@@ -6,6 +6,7 @@ import struct
 
 import pytest
 
+from sim.scenarios.capture_plants import StaleStatus
 from tidemill.base.errors import CorruptError
 from tidemill.capture.postgres.standby_status import (
     ReplicationStatus,
@@ -24,7 +25,7 @@ def test_rc4_a_keepalive_moves_nothing_flushed_while_writes_are_buffered() -> No
 
 
 def test_rc4_without_the_recompute_the_buffered_transaction_is_confirmed() -> None:
-    status = ReplicationStatus(99, recompute_at_commit=False)
+    status = StaleStatus(99)
     status.record_commit(100)
     status.record_keepalive(500, inside_txn=False)
     assert status.flushed == 499  # the planted fault: a crash now loses transaction 100

@@ -19,7 +19,7 @@ from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.live_shape import LiveShape
-from tidemill.shapes.log.log import MemoryLog
+from tidemill.shapes.log.log import ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
@@ -76,7 +76,7 @@ class Backlog:
     def _consumer(self, relation: Relation, where: str = "") -> TableConsumer:
         definition = ShapeDefinition(Source("table", "main", "public", relation.table), where)
         compiled = compile_where(where, (), {"id": Type("int4")}) if where else None
-        shape = LiveShape(relation.table, definition, b"{}", MemoryLog())
+        shape = LiveShape(relation.table, definition, b"{}", ShapeLog())
         shape.log.seal_base()
         writer = RowWriter("public", relation.table, [c.name for c in COLUMNS], ["id"], ["open"])
         consumer = TableConsumer(shape, relation, compiled, writer)

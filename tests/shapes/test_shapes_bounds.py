@@ -265,6 +265,25 @@ def test_f105_shapes_together_stay_within_their_memory_and_give_all_of_it_back(p
     run(main())
 
 
+def test_a_change_without_room_ends_the_shape_whose_log_has_grown_not_the_one_that_asks_last(postgres_dsn: str) -> None:
+    """As if the evaluation of the grown one had paused just before it reached the limit."""
+
+    async def main() -> None:
+        async with ShapeWorld(postgres_dsn, DDL) as world:
+            budget = world.service.budget
+            grown = await world.sync(table="item", where="id >= 3")
+            small = await world.sync(table="item", where="id < 3")
+            await insert(world, 201)
+            await grown.follow_until(lambda: len(grown.rows) == 99)
+            budget.reserve(budget.limit_bytes - budget.used_bytes - 100)
+            await world.db.execute("UPDATE item SET name = 'x' WHERE id = 1")
+            await small.follow_until(lambda: "x" in [row["name"] for row in small.rows.values()])
+            assert small.refetches == 0
+            assert grown.handle not in {s["handle"] for s in world.service.shapes()}
+
+    run(main())
+
+
 def test_f106_a_shape_that_falls_behind_ends_and_the_stream_and_other_shapes_go_on(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

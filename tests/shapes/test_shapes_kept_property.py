@@ -41,8 +41,9 @@ from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log import sqlite_file as file_module
+from tidemill.shapes.log.chunks import split_chunk
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.log import LogLimits, split_chunk
+from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.log.log_offset import BEFORE_ALL
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.log.sqlite_file import ShapeFile

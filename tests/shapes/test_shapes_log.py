@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import InvalidError
 from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition, Source
+from tidemill.shapes.log.chunks import split_chunk
 from tidemill.shapes.log.items import KeyWriter, LogItem, mark_last, render_item, up_to_date_item
-from tidemill.shapes.log.log import LogLimits, MemoryLog, split_chunk
+from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, FIRST_OP, LogOffset
 from tidemill.shapes.log.log_offset import parse_number as read_number
 from tidemill.shapes.memory_budget import Budget
@@ -21,13 +22,13 @@ def item(tx: int, op: int, size: int = 10) -> LogItem:
     return LogItem(LogOffset(tx, op), b"x" * size)
 
 
-def append(log: MemoryLog, items: list[LogItem]) -> None:
+def append(log: ShapeLog, items: list[LogItem]) -> None:
     for each in items:
         log.stage(each)
     log.publish()
 
 
-def read_all(log: MemoryLog, offset: LogOffset = BEFORE_ALL) -> list[bytes]:
+def read_all(log: ShapeLog, offset: LogOffset = BEFORE_ALL) -> list[bytes]:
     out: list[bytes] = []
     while True:
         chunk = log.read(offset)
@@ -63,7 +64,7 @@ def test_the_base_sorts_before_every_transaction() -> None:
 
 
 def test_an_empty_base_is_one_chunk_that_ends_at_its_end() -> None:
-    log = MemoryLog()
+    log = ShapeLog()
     log.seal_base()
     first = log.read(BEFORE_ALL)
     assert (list(first.items), first.end, first.complete) == ([], LogOffset(0, 0), False)
@@ -72,7 +73,7 @@ def test_an_empty_base_is_one_chunk_that_ends_at_its_end() -> None:
 
 
 def test_st5_chunks_close_by_json_bytes_and_chain_without_gaps() -> None:
-    log = MemoryLog(LogLimits(chunk_bytes=25))
+    log = ShapeLog(LogLimits(chunk_bytes=25))
     log.add_base([b"%010d" % n for n in range(10)])
     log.seal_base()
     ends, offset = [], BEFORE_ALL
@@ -94,7 +95,7 @@ def test_st5_chunks_close_by_json_bytes_and_chain_without_gaps() -> None:
 def test_a_reader_gets_every_item_once_and_in_order_whatever_the_chunk_size(
     transactions: list[list[int]], base: list[int], chunk_bytes: int
 ) -> None:
-    log = MemoryLog(LogLimits(chunk_bytes=chunk_bytes))
+    log = ShapeLog(LogLimits(chunk_bytes=chunk_bytes))
     log.add_base([b"b" * size for size in base])
     log.seal_base()
     expected = [b"b" * size for size in base]
@@ -113,7 +114,7 @@ def test_a_reader_gets_every_item_once_and_in_order_whatever_the_chunk_size(
 
 
 def test_l1_an_item_that_does_not_come_after_the_end_is_refused_and_nothing_is_added() -> None:
-    log = MemoryLog()
+    log = ShapeLog()
     log.seal_base()
     append(log, [item(10, 0)])
     with pytest.raises(RuntimeError, match="must grow"):
@@ -125,7 +126,7 @@ def test_l1_an_item_that_does_not_come_after_the_end_is_refused_and_nothing_is_a
 
 def test_l2_staged_items_are_seen_by_nobody_until_they_are_published_and_can_be_taken_back() -> None:
     budget = Budget(10_000)
-    log = MemoryLog(budget=budget)
+    log = ShapeLog(budget=budget)
     log.seal_base()
     append(log, [item(10, 0)])
     before = (budget.used_bytes, log.log_bytes, log.end)
@@ -145,7 +146,7 @@ def test_l2_staged_items_are_seen_by_nobody_until_they_are_published_and_can_be_
 
 
 def test_a_base_larger_than_its_limit_is_refused_with_what_to_do() -> None:
-    log = MemoryLog(LogLimits(base_bytes=100))
+    log = ShapeLog(LogLimits(base_bytes=100))
     with pytest.raises(InvalidError, match="Narrow it"):
         log.add_base([b"x" * 60, b"y" * 60])
 

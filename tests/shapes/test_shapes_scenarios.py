@@ -19,8 +19,9 @@ from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.chunks import split_chunk
 from tidemill.shapes.log.items import LogItem
-from tidemill.shapes.log.log import LogLimits, MemoryLog, split_chunk
+from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
@@ -42,7 +43,7 @@ class Durable:
 
 def consumer_of(sink: ShapeTap, handle: str) -> TableConsumer:
     """One more shape of Bench's table, which sees everything from its first fragment on."""
-    shape = LiveShape(handle, ShapeDefinition(Source("table", "main", "public", "t"), ""), b"{}", MemoryLog())
+    shape = LiveShape(handle, ShapeDefinition(Source("table", "main", "public", "t"), ""), b"{}", ShapeLog())
     shape.log.seal_base()
     consumer = TableConsumer(
         shape, Bench().consumer.relation, None, RowWriter("public", "t", [c.name for c in COLUMNS], ["id"], ["open"])
@@ -163,7 +164,7 @@ STEPS = st.lists(st.sampled_from(["stage", "publish", "unstage", "read"]), max_s
 def test_st7_a_reader_between_any_two_steps_of_the_writer_has_every_shown_item_once(
     steps: list[str], chunk_bytes: int
 ) -> None:
-    log = MemoryLog(LogLimits(chunk_bytes=chunk_bytes))
+    log = ShapeLog(LogLimits(chunk_bytes=chunk_bytes))
     log.seal_base()
     shown: list[bytes] = []
     staged: list[bytes] = []

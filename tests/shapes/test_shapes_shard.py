@@ -24,7 +24,8 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.definition.planner import FieldError, ShapeRequest, parse_shard_name
 from tidemill.shapes.live_shape import LiveShape
-from tidemill.shapes.log.log import MemoryLog, split_chunk
+from tidemill.shapes.log.chunks import split_chunk
+from tidemill.shapes.log.log import ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.shards.feed import ShardFeed, shard_schema_json, shard_where_types
@@ -49,7 +50,7 @@ BAG = ShardSchema((Column("id", "int32"), Column("v", "string")), ())
 class Bench:
     def __init__(self, schema: ShardSchema = SCHEMA, where: str = "") -> None:
         self.shard = FakeShard("s", schema)
-        self.shape = LiveShape("h", ShapeDefinition(Source("shard", "", "shard", "s"), where), b"{}", MemoryLog())
+        self.shape = LiveShape("h", ShapeDefinition(Source("shard", "", "shard", "s"), where), b"{}", ShapeLog())
         compiled = compile_where(where, (), shard_where_types(schema)) if where else None
         self.feed = ShardFeed(self.shard, compiled, (), "default", "full", LoopShare(SystemClock()))
 

@@ -11,7 +11,7 @@ from support.shapes.world import ShapeWorld
 from support.waiting import run, until
 from tidemill.base.errors import InvalidError
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
-from tidemill.shapes.tables.snapshot_filter import SnapshotFilter
+from tidemill.shapes.tables.initial_snapshot import SnapshotFilter
 
 EPOCH = 1 << 32
 

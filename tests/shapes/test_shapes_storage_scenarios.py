@@ -23,9 +23,10 @@ from tidemill.shapes import ShapeSettings
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log import store as store_module
+from tidemill.shapes.log.chunks import split_chunk
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.items import LogItem
-from tidemill.shapes.log.log import LogLimits, split_chunk
+from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.log.sqlite_file import StoredShape

@@ -39,8 +39,9 @@ from tidemill.shapes.definition.definition import SHAPE_BYTES, ShapeDefinition, 
 from tidemill.shapes.definition.plan_cache import RejectionCache
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.subset import SubsetRequest, SubsetScope, compile_subset
+from tidemill.shapes.log.chunks import ResponseMemory, split_chunk
 from tidemill.shapes.log.items import LogItem
-from tidemill.shapes.log.log import LogLimits, MemoryLog, split_chunk
+from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, OP_INFINITY, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.log.saved_shape import SavedTableShape
@@ -48,7 +49,6 @@ from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, Stored
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget, OverBudgetError, reserve_in_all
-from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.shards.subsets import SubsetRowReader, _HeldBytes
 from tidemill.shapes.tables import table_shapes
 from tidemill.shapes.tables.backlog import BacklogLimits
@@ -247,7 +247,7 @@ def test_a_refusal_keeps_no_frames_of_what_failed_and_does_not_grow_with_who_ask
 @pytest.mark.parametrize("base", [True, False])
 def test_a_log_that_was_dropped_to_make_room_for_itself_takes_nothing(base: bool) -> None:
     budget = Budget(1_000, lambda _: log.drop())
-    log = MemoryLog(budget=budget)
+    log = ShapeLog(budget=budget)
     if base:
         log.add_base([b"x" * 600])
         log.add_base([b"x" * 600])

@@ -8,8 +8,8 @@ from tidemill.base.errors import InvalidError
 from tidemill.shapes.definition.subset import Subset, build_subset_sql
 from tidemill.shapes.http.param_values import parse_numbered_values
 from tidemill.shapes.http.subset_params import decode_body
+from tidemill.shapes.log.chunks import ResponseMemory
 from tidemill.shapes.memory_budget import Budget, OverBudgetError
-from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.where.compiler import MAX_VALUES_CHARS, compile_where
 from tidemill.shapes.where.types import Type, WhereError
 

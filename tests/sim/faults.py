@@ -1,14 +1,14 @@
 """Fault model of the stores: effect or no effect, outcome reported or unknown, delay, repeated and late delivery.
 
     TOLD_OK        effect, reported as ok
-    REFUSED        no effect, reported as Unavailable
-    LOST_ANSWER    effect, reported as Unknown
-    LOST_CALL      no effect, reported as Unknown; a put may still arrive later (keys are write-once, so this is safe)
+    REFUSED        no effect, reported as UnavailableError
+    LOST_ANSWER    effect, reported as UnknownOutcomeError
+    LOST_CALL      no effect, reported as UnknownOutcomeError; a put may still arrive later (its key is write-once)
     AGAIN          effect, reported as ok, and delivered a second time later; that result is ignored
 
-Reads report ok or Unavailable. A consensus attempt ends before its caller gets Unknown (`resolve_append` relies on that
-contract), so only objects have late calls. A second delivery of an append or a compare-and-set must be rejected by its
-expected position; it is delivered to prove that.
+Reads report ok or UnavailableError. A consensus attempt ends before its caller gets UnknownOutcomeError
+(`resolve_append` relies on that contract), so only objects have late calls. A second delivery of an append or a
+compare-and-set must be rejected by its expected position; it is delivered to prove that.
 """
 
 from __future__ import annotations

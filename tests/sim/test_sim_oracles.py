@@ -170,7 +170,7 @@ def test_shard_oracles_of_contents_fire() -> None:
     for as_of, wrong in ((2, {two: 1}), (3, {two: 2}), (9, {two: 1}), (2, {("a", "1", 8): 1})):
         with pytest.raises(Violated, match="differ"):
             check_reads([(as_of, Counter(wrong))], model)
-    # What is stored may have summed up what lies at or below since, and nothing else.
+    # The stored parts may sum up updates at or below since, and no others.
     summed = [(*two, 3, 1), (*nine, 5, 1)]
     check_stored(UPDATES, 0, model)
     check_stored(summed, 3, model)

@@ -19,27 +19,27 @@ from sim.scenarios import FAULTS, ROOMS
 CORPUS = {
     "consensus": (),
     # 57: a later batch failed first and was taken for the hole. 188: leadership arrived between two batches.
-    # 535, 666: a batch whose append landed unknown to its leader was served from the cache without its offset.
-    # 312: a fetch that a deposed leader had planned met an object that retention had let go meanwhile.
-    # 367: one that did not know yet that it was deposed called lost what its successor had let go.
-    # 1179: one told a producer that its transaction was not open, which the marker that it did not know had ended.
-    # 31: one that had nothing to write never learned that it was deposed: its readers waited for what its successor had
-    # acknowledged. 119: so did one of two that had fenced in one term.
-    # 419: readers of what is committed were given a batch of an open transaction, within which the log had been cut.
-    # 66: the log of a deleted topic stayed for ever, for nothing of it was in the bucket any more.
-    # 123: the leader epochs of a deleted topic stayed for ever, for nothing else of it was there any more.
+    # 535, 666: a batch whose append was an unknown outcome for its leader was served from the cache without its offset.
+    # 312: a fetch that a deposed leader had planned found an object that retention had released since.
+    # 367: a leader that was deposed without knowing it reported records as lost that its successor had released.
+    # 1179: such a leader answered that a transaction was not open, which a marker unknown to it had ended.
+    # 31: a leader that had nothing to write never learned that it was deposed: its readers waited for records that its
+    # successor had acknowledged. 119: the same for one of two that had fenced in one term.
+    # 419: readers at read_committed got a batch of an open transaction, within which the log had been cut.
+    # 66: the log of a deleted topic stayed, because nothing of the topic was in the bucket any more.
+    # 123: the leader epochs of a deleted topic stayed, because nothing else of the topic was left.
     "topics": (31, 57, 66, 119, 123, 188, 312, 367, 419, 535, 666, 1179, 1677),
     # 17: two deletions of one topic both said that they had done it. 163: a deletion that landed said "missing".
     "catalogue": (17, 163, 409),
     # 238: an upsert under an older schema moved the upper past a record that changed the new column alone.
     # 212: a merge whose inputs another keeper had merged and collected said that objects are missing.
     "shards": (212, 238),
-    # 41: a shape that was built while its table was copied again lacked what the running session left out.
-    # 55: one that was built on a slot that was made anew lacked what came between the two.
-    # 198: a table copied beside the stream was bound at the LSN of its copy, and a commit right there was lost.
-    # 245: a row that could not be read was left out of a table that nobody carried yet, and its shapes lived on.
-    # 1146: an idle binding passed a copy's LSN and left the tags from before it behind.
-    # 414: a table that parked before its copy was exact was bound, and showed no state of the database.
+    # 41: a shape that was built during a re-snapshot of its table lacked what the running session left out.
+    # 55: a shape that was built on a re-created slot lacked the changes between the two slots.
+    # 198: a table copied while the stream ran was bound at the LSN of its copy, and a commit at that LSN was lost.
+    # 245: an unreadable row was left out of a table without consumers, and its shapes stayed alive.
+    # 1146: an idle binding passed the LSN of a copy and left earlier tags behind.
+    # 414: a table that was paused before its copy was exact was bound, and showed no state of the database.
     "capture": (41, 55, 198, 245, 261, 351, 414, 1146),
     # 5, 73: an elder manifest of the same seqno replaced the newest. 86, 301: a deposed leader read collected files.
     "metastore": (69, 73, 86, 301, 308),
@@ -91,8 +91,11 @@ SOON = {
     "untold-offsets": (26,),
     "untrimmed-restore": (25, 28, 35),
 }
-"""Where a planted fault was found last: looked at first, for most worlds are passed on the way. What changes the order
-of things may make any of them another one, and then all others are gone through as well."""
+"""Seeds that found a planted fault last.
+
+They are tried first, because most worlds miss a given fault. A change in the order of events may move a fault to
+another seed; then all others are tried.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -115,8 +118,8 @@ def test_clean_seeds_are_clean(room: str) -> None:
 
 @pytest.mark.parametrize("fault", [name for name, (room, _) in FAULTS.items() if room != "capture"])
 def test_every_planted_fault_is_found(fault: str, capsys: pytest.CaptureFixture[str]) -> None:
-    # The rarest is in one world of forty, the most of them are found in the first few: by chance none is missed,
-    # whatever changes the order of things. What would be rarer is made frequent in the worlds of its fault.
+    # The rarest fault shows in one world of forty, most in the first few. So 600 worlds find each one after any change
+    # in the order of events. A rarer fault is made frequent in its own worlds.
     first, *_ = SOON.get(fault, (0,))
     assert main(["--fault", fault, "--first", str(first), "--seeds", "600", "--jobs", "1"]) == 1
     said = capsys.readouterr().out
@@ -127,7 +130,7 @@ def test_every_planted_fault_is_found(fault: str, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("fault", [name for name, (room, _) in FAULTS.items() if room == "capture"])
 def test_what_breaks_a_capture_is_found_again_and_again(fault: str) -> None:
-    """Which says more than that it is found."""
+    """Run worlds until three find the fault, which says more than one."""
     found: list[int] = []
     for seed in (*SOON.get(fault, ()), *range(100)):
         if len(found) >= 3:
@@ -139,7 +142,7 @@ def test_what_breaks_a_capture_is_found_again_and_again(fault: str) -> None:
 
 
 def test_the_rooms_meet_every_kind_of_fault() -> None:
-    for room in ("consensus", "metastore", "topics", "shards"):  # capture's scenario has storages of its own
+    for room in ("consensus", "metastore", "topics", "shards"):  # capture's scenario has its own storages
         met: set[str] = set()
         crashed = False
         for seed in range(100, 125):
@@ -163,7 +166,7 @@ def test_a_seed_replays_byte_for_byte_in_any_process() -> None:
     first = replayed(1, "--seed", "5", "--trace")
     assert first == replayed(2, "--seed", "5", "--trace")
     assert len(first.splitlines()) > 100
-    # What ran before in the same process does not matter either.
+    # Worlds that ran before in the same process do not matter either.
     for room in ROOMS:
         run_seed(room, 4)
         assert run_seed(room, 5).digest.encode() in first

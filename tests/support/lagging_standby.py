@@ -1,4 +1,7 @@
-"""A primary and a standby that replicates asynchronously: cut off, promoted, and what it never received is lost."""
+"""A primary and a standby that replicates asynchronously.
+
+Once disconnected and promoted, it has lost what it did not receive.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ PATIENCE_S = 60.0
 
 
 class Pair:
-    """Both accept connections; `url` names both, and leads to whichever can be written."""
+    """Two servers that accept connections; `url` names both, and leads to the writable one."""
 
     def __init__(self, directory: Path) -> None:
         self.primary = EmbeddedPostgres(directory / "primary", settings=SETTINGS).start()
@@ -47,7 +50,7 @@ class Pair:
         until(self.standby.dsn, f"SELECT pg_last_wal_replay_lsn() >= '{end}'::pg_lsn")
 
     def cut_off(self) -> None:
-        """From here on the standby receives nothing."""
+        """Stop replication: from here on the standby receives nothing."""
         with psycopg.connect(self.standby.dsn, autocommit=True) as connection:
             connection.execute("ALTER SYSTEM SET primary_conninfo = ''")
             connection.execute("SELECT pg_reload_conf()")

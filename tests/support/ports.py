@@ -37,7 +37,7 @@ class _Block:
         self._next = itertools.cycle(range(BLOCK))
 
     def choose(self, count: int) -> int | None:
-        """Return the first of `count` consecutive unbound ports, chosen longest ago; None if there are none."""
+        """Return the first of `count` consecutive unbound ports, chosen longest ago; None without a free block."""
         for at in itertools.islice(self._next, BLOCK):
             first = self._first + at
             if at + count > BLOCK or not _are_free(first, count):
@@ -61,7 +61,7 @@ def _are_free(first: int, count: int) -> bool:
 def free_port(count: int = 1) -> int:
     """Return the first of `count` consecutive ports that no process listens on. Raises OSError."""
     with _lock:
-        process = os.getpid()  # a fork is another process, and needs a block of its own
+        process = os.getpid()  # a fork is another process, and needs another block
         if process not in _blocks:
             _blocks[process] = _Block()
         first = _blocks[process].choose(count)

@@ -1,7 +1,7 @@
 """Waiting in tests: one generous deadline for all, scaled in one place.
 
 A test that passes never waits until its deadline, so the deadline is long enough for a busy machine. A limit that the
-product promises is an assertion of its own, not a deadline.
+product promises is a separate assertion, not a deadline.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ T = TypeVar("T")
 SCALE = float(os.environ.get("TIDEMILL_TEST_PATIENCE", "1"))
 """Raise it on a machine on which everything is slower."""
 DEADLINE_S = 120.0 * SCALE
-"""For one condition, or one answer of another process."""
+"""Deadline for one condition, or one answer of another process."""
 SCENARIO_S = 400.0 * SCALE
-"""For a whole scenario of many waits; below pytest's own timeout."""
+"""Deadline for a whole scenario of many waits; below pytest's timeout."""
 
 
 PIECE_S = 0.005
-"""How long a piece of `slowness` takes on an idle machine of the slower kind."""
+"""Seconds that a piece of `slowness` takes on an idle machine of the slower kind."""
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.05
-"""Between two looks, growing: a condition that holds soon is seen soon, and a long wait costs little."""
+"""Pauses between two checks, growing: a condition that soon holds is seen soon, and a long wait costs little."""
 
 
 def _pauses(pause_s: float = FIRST_PAUSE_S) -> Iterator[float]:
@@ -71,7 +71,7 @@ async def until(
 
 
 def run(scenario: Coroutine[Any, Any, T], within_s: float = SCENARIO_S) -> T:
-    """On a loop of its own, within the time of a scenario."""
+    """Run on a new loop, within the time of a scenario."""
 
     async def bounded() -> T:
         async with asyncio.timeout(within_s):
@@ -81,9 +81,12 @@ def run(scenario: Coroutine[Any, Any, T], within_s: float = SCENARIO_S) -> T:
 
 
 def slowness() -> float:
-    """How many times longer a piece of Python takes now, by the clock on the wall, than on an idle machine; at least 1.
-    A limit that the product promises for an idle machine is multiplied by it: a busy machine is as slow with the
-    product as with this."""
+    """Return how many times longer a piece of Python takes now, by wall-clock time, than on an idle machine; at
+    least 1.
+
+    A limit that the product promises for an idle machine is multiplied by it, because a busy machine slows the product
+    down equally.
+    """
     began_s = time.monotonic()
     for _ in range(20):
         sum(range(200_000))

@@ -2,7 +2,8 @@
 
 The rules read docstrings, comments, and the texts of raised errors. They find words of a former dialect, docstrings
 that begin with a fragment instead of a verb or a noun phrase, sentences whose subject is a bare pronoun, lettered ids
-in the place of names, references to documents outside the repository, and error texts that begin with a capital letter.
+in the place of names, references to documents outside the repository, names of errors without their ending, and error
+texts that begin with a capital letter.
 """
 
 import ast
@@ -139,6 +140,9 @@ TERMS = frozenset(
 CODE = re.compile(r"`[^`\n]*`")
 """Names of the code and of options, which prose quotes as they are."""
 
+ERRORS = re.compile(r"\b[Rr]aises?\b[^.]*?\b(Unavailable|Unknown|Corrupt|Closed|Missing|Invalid|Fenced|Conflict)\b")
+"""Names of errors without `Error`, by which no class can be found."""
+
 OUTSIDE = re.compile(r"\bnotes/|\bDESIGN\b|\bseeds? ?\d{3}|\bthe house\b|\bfield notes\b")
 
 PROPER = frozenset(
@@ -222,7 +226,7 @@ def _docstring(path: Path, node: ast.AST) -> Iterator[Finding]:
 
 def _text(path: Path, line: int, text: str) -> Iterator[Finding]:
     text = CODE.sub(lambda found: "`" * len(found[0]), text)
-    for rule, pattern in (("dialect", DIALECT), ("subject", PRONOUNS), ("outside", OUTSIDE)):
+    for rule, pattern in (("dialect", DIALECT), ("subject", PRONOUNS), ("outside", OUTSIDE), ("error", ERRORS)):
         for match in pattern.finditer(text):
             yield Finding(path, line + text.count("\n", 0, match.start()), rule, match[0].strip(" .;:!\n"))
     for match in LETTERED.finditer(text):

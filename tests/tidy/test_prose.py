@@ -1,22 +1,35 @@
-"""Prose of the product: docstrings, comments and error texts are plain technical English (STYLE.md)."""
+"""Prose of the product, its tools and its pages: docstrings, comments, error texts are plain technical English."""
 
 from __future__ import annotations
 
 import ast
+import io
+import re
+import tokenize
 from pathlib import Path
 
 import pytest
-from prose import findings_of
+from prose import CODE, DIALECT, findings_of
 
-SOURCE = Path(__file__).parents[2] / "src" / "tidemill"
-FILES = sorted([*SOURCE.rglob("*.py"), *(SOURCE.parents[1] / "demo").rglob("*.py")])
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src" / "tidemill"
+PRODUCT = (SOURCE, ROOT / "demo")
+TOOLS = (ROOT / "benchmarks", ROOT / "tests" / "sim", ROOT / "tests" / "support")
+PAGES = sorted(
+    page
+    for folder in (ROOT, ROOT / "docs", ROOT / "docs" / "internals")
+    for page in folder.glob("*.md")
+    if page.name != "vocabulary.md"
+)
+"""Not the vocabulary, which lists the words to avoid, and not the RFCs, which are records."""
+FILES = sorted(path for folder in (*PRODUCT, *TOOLS) for path in folder.rglob("*.py"))
 
 ALLOWED = {
     ("cli/serve.py", "No module named '"),  # Python's own text
     ("shapes/definition/planner.py", "The following columns are not found on the table: "),  # Electric's
     ("shapes/definition/planner.py", "The list of columns must include all primary key columns, mi"),
     ("shapes/http/routes.py", "Unauthorized - Invalid API secret"),
-    ("shapes/where/parser.py", "At location "),
+    ("shapes/where/sql_tree.py", "At location "),
     ("spark/decode/row_decoder.py", "Object has other fields"),  # msgspec's, in the reasons of dead letters
 }
 """Texts that follow those of another product."""
@@ -26,7 +39,7 @@ CONTROL_FLOW = frozenset({"Stall"})
 
 
 def relative(path: Path) -> str:
-    return str(path.relative_to(SOURCE if path.is_relative_to(SOURCE) else SOURCE.parents[1]))
+    return str(path.relative_to(SOURCE if path.is_relative_to(SOURCE) else ROOT))
 
 
 @pytest.mark.parametrize("path", FILES, ids=relative)
@@ -35,9 +48,34 @@ def test_prose_is_plain(path: Path) -> None:
     assert not found, "\n".join(found)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=relative)
+def test_pages_are_plain(page: Path) -> None:
+    text = CODE.sub("", re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL))
+    assert not DIALECT.findall(text)
+
+
+CONSTANT = re.compile(r"\b[A-Z][A-Z0-9]+_[A-Z0-9_]+\b")
+FOREIGN_CONSTANTS = {
+    *("SO_REUSEPORT", "UIO_MAXIOV", "RLIMIT_CPU", "RLIMIT_AS", "PG_UNICODE_FAST"),  # names of other systems
+    *("START_MS", "PARENT_PID", "FOOTER_CRC", "MAX_LENGTH"),  # parts of a syntax that the prose describes
+}
+
+
+def test_constants_that_prose_names_exist() -> None:
+    known, named = set(FOREIGN_CONSTANTS), {}
+    for path in SOURCE.rglob("*.py"):
+        for token in tokenize.generate_tokens(io.StringIO(path.read_text()).readline):
+            found = CONSTANT.findall(token.string)
+            if token.type == tokenize.COMMENT or token.string.lstrip("r").startswith('"""'):
+                named |= dict.fromkeys(found, relative(path))
+            else:
+                known.update(found)
+    assert not {name: path for name, path in named.items() if name not in known}
+
+
 def test_errors_end_in_error() -> None:
     wrong = []
-    for path in FILES:
+    for path in (path for folder in PRODUCT for path in folder.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef) and not node.name.endswith("Error"):
                 bases = [base.id for base in node.bases if isinstance(base, ast.Name)]
@@ -56,6 +94,7 @@ def test_errors_end_in_error() -> None:
         ('''"""Return it, as notes/kafka.md says."""''', "outside"),
         ("""raise InvalidError("The name is wrong.")""", "capital"),
         ("""x = 1  # it is made anew""", "dialect"),
+        ('''"""Read it. Raises MissingError, Unavailable."""''', "error"),
     ],
 )
 def test_a_planted_sentence_is_found(tmp_path: Path, source: str, rule: str) -> None:

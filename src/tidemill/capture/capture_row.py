@@ -2,8 +2,8 @@
 
 Invariant (fencing): a session claims the row before it changes it, which raises `epoch`. Each of its changes is a
 compare-and-set on that epoch. So a late write of a superseded session (its process was frozen, its request was in
-flight) is rejected and reverts nothing that its successor wrote, above all the names of the taps that have seen what
-was confirmed (consumers.py).
+flight) is rejected and reverts nothing that its successor wrote. Most important are the names of the taps that have
+received everything that is confirmed (consumers.py).
 
 Invariant (claim under the lock): the row is read, then the connection that holds the capture's lock answers again, then
 the row is claimed. A session that got the lock in between has either claimed first, and this claim is rejected, or it

@@ -112,7 +112,7 @@ class Fragment(msgspec.Struct, frozen=True):
     begins: bool
     commits: bool
     changes: Sequence[Change]
-    """A tuple, or `row_blocks.Changes`, whose changes are decoded on access."""
+    """A tuple, or `row_blocks.LazyChanges`, whose changes are decoded on access."""
     last: ChangePosition
     markers: tuple[Marker, ...] = ()
     size_bytes: int = 0

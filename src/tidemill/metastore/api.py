@@ -29,7 +29,7 @@ class VersionedRow(Protocol):
 
 
 class DomainRows(Protocol):
-    """Rows of one domain, as one process sees them. Reads may raise Unavailable or Closed."""
+    """Rows of one domain, as one process sees them. Reads may raise UnavailableError or ClosedError."""
 
     async def sync(self) -> None:
         """Wait for a linearizable barrier. Concurrent callers share one."""
@@ -59,8 +59,8 @@ class DomainRows(Protocol):
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], *, expects: Mapping[bytes, int] = {}) -> int:
         """Write rows (b"" deletes) atomically if every expected key has the given seqno; return the batch's seqno.
 
-        Raises Conflict(current={key: VersionedRow | None}), Fenced or Unknown (leadership ended during the commit),
-        Unavailable.
+        Raises ConflictError(current={key: VersionedRow | None}), FencedError or UnknownOutcomeError (leadership ended
+        during the commit), UnavailableError.
         """
         ...
 

@@ -83,7 +83,7 @@ async def has_claimed(objects: ObjectStore, cluster: Cluster) -> bool:
 
 async def claim_bucket(objects: ObjectStore, clock: Clock, cluster: Cluster) -> None:
     """Claim the bucket for the cluster. Idempotent. Raises ClusterReplacedError if the bucket is another cluster's,
-    CorruptError, UnavailableError, Unknown."""
+    CorruptError, UnavailableError, UnknownOutcomeError."""
     key = claim_key(cluster.incarnation)
     found = await _read(objects, key)
     if found is None:
@@ -132,7 +132,7 @@ class BucketOwnership:
 
     async def assert_owned(self, *, strictly: bool = False) -> None:
         """Check now if the last check is stale, unless another caller just did. Raises ClusterReplacedError; with
-        `strictly` also Unavailable if the bucket does not answer.
+        `strictly` also UnavailableError if the bucket does not answer.
 
         Without `strictly` an unavailable bucket is tolerated: a restore needs the bucket too, so none can have begun
         while it was away, and operations that need no object continue.
@@ -154,7 +154,7 @@ class BucketOwnership:
             ) from cause
 
     async def check_may_delete(self) -> None:
-        """Check before a deletion. Raises ClusterReplacedError; Unavailable if the bucket does not answer."""
+        """Check before a deletion. Raises ClusterReplacedError; UnavailableError if the bucket does not answer."""
         if self.is_stale:
             await self.assert_owned(strictly=True)
 

@@ -14,7 +14,7 @@ log = structlog.get_logger()
 
 class Refreshable(Protocol):
     async def refresh(self, *, fresh: bool = True) -> None:
-        """Read the rows again. `fresh`: as of now. Raises Unavailable."""
+        """Read the rows again. `fresh`: as of now. Raises UnavailableError."""
         ...
 
 

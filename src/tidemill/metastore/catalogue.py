@@ -104,7 +104,10 @@ def with_partitions(row: TopicRow, partitions: int) -> TopicRow:
 
 
 class Catalogue:
-    """Typed reads and writes of the catalogue. Reads may raise UnavailableError, Closed; writes also Unknown."""
+    """Typed reads and writes of the catalogue.
+
+    Reads may raise UnavailableError, ClosedError; writes also UnknownOutcomeError.
+    """
 
     def __init__(self, metastore: Metastore, clock: Clock, rand: Rand) -> None:
         self._metastore = metastore
@@ -305,7 +308,7 @@ class Catalogue:
                 await self._metastore.commit([*rows, named_by_us], expects=expects)
                 return nonce
             except (ConflictError, FencedError, UnavailableError) as error:
-                # This attempt had no effect, but an earlier one may have had. Then Unavailable would be wrong.
+                # This attempt had no effect, but an earlier one may have had. Then UnavailableError would be wrong.
                 if isinstance(error, UnavailableError) and not open_attempts:
                     raise
                 await self._pause_before_retry(until_s, name_key, error)

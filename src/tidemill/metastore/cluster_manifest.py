@@ -73,7 +73,7 @@ class FoundManifest(NamedTuple):
 
 async def newest_manifest(objects: ObjectStore) -> FoundManifest | None:
     """Return the newest manifest, if any. Raises CorruptError (naming the object), InvalidError (a newer format),
-    Unavailable."""
+    UnavailableError."""
     newest = ""
     async for found in objects.list(CLUSTER_PREFIX):
         newest = found.key
@@ -91,7 +91,10 @@ async def load_manifest(objects: ObjectStore, key: str) -> FoundManifest:
 
 
 async def upload_manifest(objects: ObjectStore, rand: Rand, manifest: ClusterManifest, number: int) -> str:
-    """Upload a manifest; return its key. Deletes all but the MANIFESTS_KEPT newest. Raises Unavailable, Unknown."""
+    """Upload a manifest; return its key.
+
+    Deletes all but the MANIFESTS_KEPT newest. Raises UnavailableError, UnknownOutcomeError.
+    """
     key = f"{CLUSTER_PREFIX}{number:020d}-{rand.nonce()}"
     await objects.put(key, encode(manifest))
     names = [found.key async for found in objects.list(CLUSTER_PREFIX)]
@@ -121,7 +124,10 @@ async def _incarnation_of_sign(objects: ObjectStore, name: str) -> int | None:
 
 
 async def signs_of_life(objects: ObjectStore) -> AsyncIterator[tuple[SignOfLife, str]]:
-    """Yield (sign, key), oldest first. Skips signs deleted during the iteration. Raises CorruptError, Unavailable."""
+    """Yield (sign, key), oldest first.
+
+    Skips signs deleted during the iteration. Raises CorruptError, UnavailableError.
+    """
     names = [found.key async for found in objects.list(ALIVE_PREFIX)]
     for name in names:
         try:
@@ -147,8 +153,8 @@ class Presence:
     async def publish(self, manifest: ClusterManifest) -> None:
         """Write the manifest if the bucket has a different one, then a sign of life.
 
-        Raises ClusterReplacedError if the bucket has been restored into another consensus, CorruptError, Unavailable,
-        Unknown.
+        Raises ClusterReplacedError if the bucket has been restored into another consensus, CorruptError,
+        UnavailableError, UnknownOutcomeError.
         """
         try:
             found = await newest_manifest(self._objects)
@@ -173,7 +179,10 @@ class Presence:
         self._last = sign
 
     async def withdraw(self) -> None:
-        """Delete the last sign at a clean shutdown, so that a restore need not wait. Raises Unavailable, Unknown."""
+        """Delete the last sign at a clean shutdown, so that a restore need not wait.
+
+        Raises UnavailableError, UnknownOutcomeError.
+        """
         sign, self._last = self._last, None
         if sign is not None:
             async for other, key in signs_of_life(self._objects):

@@ -52,7 +52,8 @@ class _OpenDomains:
 
 class Metastore:
     """Typed reads, scans and commits, routed to domains. Reads may raise UnavailableError (retry), ClosedError,
-    Corrupt; the first use also Invalid (the cluster differs) and Replaced (the bucket belongs to another cluster)."""
+    CorruptError; the first use also InvalidError (the cluster differs) and ClusterReplacedError (the bucket belongs
+    to another cluster)."""
 
     def __init__(
         self,

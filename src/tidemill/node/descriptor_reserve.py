@@ -33,7 +33,7 @@ class DescriptorReserve:
         self._gone = False
 
     async def run(self) -> None:
-        """Check the reserve every LOOK_S until cancelled, then close it."""
+        """Check the reserve every CHECK_INTERVAL_S until cancelled, then close it."""
         try:
             while True:
                 self.refill_and_probe()

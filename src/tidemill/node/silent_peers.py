@@ -36,7 +36,7 @@ class SilentPeers:
         """Nodes with a late lease and no report. Each is skipped until it renews its lease."""
 
     async def run(self) -> None:
-        """Poll until cancelled. Raises ClosedError, like `Reporting.run`."""
+        """Poll until cancelled. Raises ClosedError, like `StatusPublisher.run`."""
         while True:
             await asyncio.sleep(POLL_INTERVAL_S)
             try:

@@ -31,7 +31,7 @@ CONCURRENT_READS = 8
 
 
 class LedTopics(Protocol):
-    """Interface of the binder to the topics of its process (`topics.LocalTopics`)."""
+    """Interface of the binder to the topics of its process (`topics.local_topics.LocalTopics`)."""
 
     def watch(self, moved: Callable[[str, int], None], listed: Callable[[Mapping[str, TopicRow]], None]) -> None: ...
 

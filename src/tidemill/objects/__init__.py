@@ -9,10 +9,10 @@ deleted.
 
 - Invariant (immutable): an object never changes, and its key is never used again.
 - Invariant (durable): an acknowledged put survives power loss.
-- Invariant (create once): `put` of an existing key raises Conflict and changes nothing. Of N racing creates one wins,
-  and a writer whose acknowledgement was lost never gets a Conflict with its own object.
-- Invariant (certain errors): Unavailable means that the call had no effect. If it may have had one, the error is
-  Unknown.
+- Invariant (create once): `put` of an existing key raises ConflictError and changes nothing. Of N racing creates one
+  wins, and a writer whose acknowledgement was lost never gets a ConflictError with its own object.
+- Invariant (certain errors): UnavailableError means that the call had no effect. If it may have had one, the error is
+  UnknownOutcomeError.
 """
 
 from __future__ import annotations

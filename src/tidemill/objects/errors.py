@@ -59,7 +59,10 @@ class StoreLocation:
 def translate_obstore_error(
     error: Exception, operation: str, key: str, place: StoreLocation, *, writes: bool
 ) -> TidemillError:
-    """Translate an exception. `writes`: the call could have changed the store, so an unclear failure is Unknown."""
+    """Translate an exception.
+
+    `writes`: the call could have changed the store, so an unclear failure is UnknownOutcomeError.
+    """
     text = str(error)
     found = _STATUS.search(text)
     status = int(found.group(1)) if found else 0

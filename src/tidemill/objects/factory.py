@@ -43,9 +43,9 @@ async def open_objects(
     """Open the store of `url`, with retries and metrics.
 
     `verify` lists one key of a bucket, so that a wrong name, permission or endpoint is detected now. Raises
-    InvalidError (names objects.url; the operator must act) and Unavailable (wait and retry:
-    `base.runtime.tasks.open_with_retry`). Once open, missing permissions or credentials are also Unavailable, because
-    they were valid before.
+    InvalidError (names objects.url; the operator must act) and UnavailableError (wait and retry:
+    `base.runtime.tasks.open_with_retry`). Once open, missing permissions or credentials are also UnavailableError,
+    because they were valid before.
     """
     check_limits(retry_budget_s, concurrency)
     scheme = _scheme(url)

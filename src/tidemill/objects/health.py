@@ -1,7 +1,7 @@
 """Health of an object store, derived from the calls of this process: whether it answers, and whether it accepts writes.
 
 - Evidence: a write that was not done is evidence against the store, whichever error it has. The exception is the
-  Conflict of a create that another writer won, proven by reading the object back.
+  ConflictError of a create that another writer won, proven by reading the object back.
 - Pending requests: a request without an answer is evidence from its beginning, long before its timeout.
 - Trouble: evidence becomes trouble if no request of its kind succeeds for CONFIRM_S. One failed write among successes,
   or a pause of a second, is only a notice: it is reported for NOTICE_S, and the node stays ready.
@@ -139,7 +139,7 @@ class StoreHealth:
 def _is_store_success(error: BaseException, kind: AttemptKind) -> bool:
     """Return whether the store worked despite the error: a lost create, a missing object, a bad range or key.
 
-    For a write that was not done, only the proven Conflict counts as an answer.
+    For a write that was not done, only the proven ConflictError counts as an answer.
     """
     if kind != "read":
         return isinstance(error, ConflictError)

@@ -6,7 +6,7 @@ request larger than `max_bytes`, so a large set is still spread over several con
 A second read after a checksum mismatch distinguishes a damaged answer from a damaged object:
 
     second read valid      the store answered with flipped bits: the bytes are used, and the store gets a notice
-    second read invalid    the object is damaged, or every answer is: Corrupt, and the store gets a notice
+    second read invalid    the object is damaged, or every answer is: CorruptError, and the store gets a notice
 
 An object never changes, so both reads must return the same bytes. Nothing is read twice without a mismatch.
 """

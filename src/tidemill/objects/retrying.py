@@ -2,15 +2,16 @@
 
 - Concurrency: at most `concurrency` requests of the inner store run at the same time. Reads and deletes leave a quarter
   of them free, so that a producer's put does not wait behind the thousands of objects that a reader requests.
-- Unavailable is retried with jittered backoff until the time budget of the call is spent.
-- Unknown: a put whose outcome is Unknown is repeated. That is safe however late the lost request arrives, because it
-  carries the same bytes under the same nonce to the same write-once key. If the store stores nonces, the object is read
-  back first: our object is success, another's is Conflict. In other stores that proves too little: in a directory an
-  object can be visible that power loss would still remove. Only another attempt, which loses but first syncs the entry,
-  is proof.
-- Conflict: if an attempt of ours may have landed, a Conflict is resolved by reading back, so our own success is never
-  reported as Conflict. If the object was deleted in between (by age, as an orphan), the outcome stays Unknown. If the
-  store stores nonces, a Conflict of the first attempt is resolved as well: a gateway may repeat a create on its own.
+- UnavailableError is retried with jittered backoff until the time budget of the call is spent.
+- UnknownOutcomeError: a put with this outcome is repeated. That is safe however late the lost
+  request arrives, because it carries the same bytes under the same nonce to the same write-once key. If the store
+  stores nonces, the object is read back first: our object is success, another's is ConflictError. In other stores that
+  proves too little: in a directory an object can be visible that power loss would still remove. Only another attempt,
+  which loses but first syncs the entry, is proof.
+- ConflictError: if an attempt of ours may have landed, a ConflictError is resolved by reading back, so our own success
+  is never reported as ConflictError. If the object was deleted in between (by age, as an orphan), the outcome stays
+  unknown. If the store stores nonces, a ConflictError of the first attempt is resolved as well: a gateway
+  may repeat a create on its own.
 
 Our own object is identified by nonce if the store stores one (`NonceStore`), otherwise by comparing bytes. Two
 writers of equal bytes to one key may then both get success, which changes nothing durable.
@@ -86,7 +87,7 @@ class RetryingObjects:
         """Wrap `inner`.
 
         `patient`: the store was opened successfully, so later errors of permissions, credentials or a read-only disk
-        are retriable (Unavailable, with their fix) instead of fatal (Invalid).
+        are retriable (UnavailableError, with their fix) instead of fatal (InvalidError).
         """
         self._inner = inner
         self._nonced = inner if isinstance(inner, NonceStore) else None
@@ -273,7 +274,7 @@ class RetryingObjects:
     async def _is_ours(self, key: str, data: Buffer | Sequence[Buffer], nonce: str, retry: _Retry) -> bool | None:
         """Return whether this put created the object (True), another one did (False), or it does not exist (None).
 
-        If reading back fails for the whole budget, the outcome of the put stays Unknown.
+        If reading back fails for the whole budget, the outcome of the put stays unknown.
         """
         while True:
             try:

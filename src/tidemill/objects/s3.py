@@ -2,8 +2,8 @@
 
 A put is `If-None-Match: *` with the attempt's nonce in the object's metadata. The library's own retries are off: it
 repeats a conditional put after a 5xx, and would report our own success as "already exists". So one call here is one
-request, its AlreadyExists is real, and an unclear outcome is Unknown. `retrying` repeats attempts under one nonce, and
-reads the nonce back to distinguish our object from another's.
+request, its AlreadyExists is real, and an unclear outcome is UnknownOutcomeError. `retrying` repeats attempts under one
+nonce, and reads the nonce back to distinguish our object from another's.
 """
 
 from __future__ import annotations

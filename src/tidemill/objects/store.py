@@ -3,7 +3,7 @@
 - Invariant (immutable): an object never changes, and its key is never used again.
 - Invariant (durable): an acknowledged put survives power loss (local directory: temp file, fdatasync, link, directory
   fsync).
-- Invariant (create once): `put` of an existing key raises Conflict and changes nothing.
+- Invariant (create once): `put` of an existing key raises ConflictError and changes nothing.
 
 Keys are `/`-separated, relative, without empty, `.` or `..` segments, so that one key means one object on every
 backend. Every object store library, tested S3 server and file system passes these characters through unescaped. A
@@ -101,12 +101,12 @@ class ObjectMeta(msgspec.Struct, frozen=True):
 class ObjectStore(Protocol):
     """Contract of an object store.
 
-    In addition to the errors that each method names, methods raise Unavailable, Unknown (put and delete only), Closed,
-    Invalid (bad key).
+    In addition to the errors that each method names, methods raise UnavailableError, UnknownOutcomeError (put and
+    delete only), ClosedError, InvalidError (bad key).
     """
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
-        """Create `key`. A sequence of buffers is written back to back. Raises Conflict if the key exists.
+        """Create `key`. A sequence of buffers is written back to back. Raises ConflictError if the key exists.
 
         A single `bytearray` is handed over: a store in memory uses it as the object. After the call it may only be
         changed in ways that readers of the object may see.
@@ -114,11 +114,14 @@ class ObjectStore(Protocol):
         ...
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        """Read bytes [start, end) of the object. Raises Missing; Invalid if the range is beyond the object."""
+        """Read bytes [start, end) of the object.
+
+        Raises MissingError; InvalidError if the range is beyond the object.
+        """
         ...
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        """Read several half-open ranges, in the requested order; near ones share a request. Raises Missing."""
+        """Read several half-open ranges, in the requested order; near ones share a request. Raises MissingError."""
         ...
 
     async def head(self, key: str) -> ObjectMeta | None:

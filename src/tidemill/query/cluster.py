@@ -17,7 +17,7 @@ from tidemill.query.table import WAIT_S, Moment, Table
 from tidemill.query.table_read import NEWEST_ATTEMPTS
 from tidemill.shards.api import HistoryLostError
 from tidemill.shards.handle import LogShard
-from tidemill.shards.read.time_parsing import as_of_ms
+from tidemill.shards.read.holds import as_of_ms
 from tidemill.shards.registry import list_created_shards
 from tidemill.spark.derived.idle_advance import LAG_MS, advance_idle
 from tidemill.spark.session.cluster_lookup import find_cluster

@@ -11,12 +11,20 @@ import pyarrow as pa
 from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
 from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
 from tidemill.query.filters import Filter, Where, parse_filter
-from tidemill.query.table_read import ReadSelection, next_delta, open_changelog, read_rows, select_read
+from tidemill.query.table_read import (
+    ReadSelection,
+    import_polars,
+    lazy_frame,
+    next_delta,
+    open_changelog,
+    read_rows,
+    select_read,
+)
 from tidemill.shards.api import Delta
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.read.hash_ranges import count_rows
+from tidemill.shards.read.holds import as_of_ms
 from tidemill.shards.read.part_reader import fetch_through
-from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.spark.stores import Stores
 
 if TYPE_CHECKING:
@@ -143,16 +151,12 @@ class Table:
         wait_s: float = WAIT_S,
     ) -> pl.DataFrame:
         """Return all rows as a DataFrame. Also raises InvalidError if polars is not installed."""
-        from tidemill.query.polars_frames import import_polars
-
         frame: pl.DataFrame = import_polars().from_arrow(self.to_arrow(columns, where, as_of=as_of, wait_s=wait_s))
         return frame
 
     def scan_polars(self, *, as_of: Moment = None, wait_s: float = WAIT_S) -> pl.LazyFrame:
         """Return a LazyFrame at one time, which is held until the last frame derived from it is gone; columns that a
         query does not use are not read. Also raises InvalidError if polars is not installed."""
-        from tidemill.query.polars_frames import lazy_frame
-
         return lazy_frame(self, self._choose_batches(as_of, wait_s, long=True))
 
     def to_duckdb(

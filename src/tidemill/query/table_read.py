@@ -1,18 +1,18 @@
-"""Read of one shard: its time, its hold, the parts it reads, and their bytes; or its changelog, under a hold that moves
-with the reader.
+"""Read of one shard: its time, its hold, the parts it reads, and their bytes, also as a Polars frame (Polars is an
+optional dependency); or its changelog, under a hold that moves with the reader.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import MissingError
-from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.base.errors import InvalidError, MissingError
+from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Batch, Delta, HistoryLostError
@@ -22,7 +22,10 @@ from tidemill.shards.read.holds import HOLD_ABOVE_BYTES, HOLD_TTL_MS, MovingHold
 from tidemill.shards.read.part_reader import fetch_through
 
 if TYPE_CHECKING:
+    import polars as pl
     import pyarrow as pa
+
+    from tidemill.query.table import Table
 
 NEWEST_ATTEMPTS = 3
 """Attempts to look up the newest time, because since may pass it before it is held."""
@@ -115,3 +118,42 @@ async def open_changelog(
 async def next_delta(deltas: AsyncIterator[Delta]) -> Delta | None:
     """Return the next delta; None at the end."""
     return await anext(deltas, None)
+
+
+def import_polars() -> Any:
+    """Import Polars. Raises InvalidError if it is not installed."""
+    try:
+        import polars
+    except ImportError as error:
+        raise InvalidError("polars is not installed.", fix='Install it: pip install "tidemill[polars]".') from error
+    return polars
+
+
+def lazy_frame(table: Table, found: SyncContext[ReadSelection]) -> pl.LazyFrame:
+    """Return a frame of the chosen contents. Polars references the source while a frame may read it, and so the
+    hold."""
+    module = import_polars()
+    from polars.io.plugins import register_io_source
+
+    def source(
+        columns: list[str] | None, predicate: pl.Expr | None, rows: int | None, batch_rows: int | None
+    ) -> Iterator[pl.DataFrame]:
+        """Yield the rows of a Polars IO source; `batch_rows` is only a hint."""
+        names = schema.names() if columns is None else columns or schema.names()[:1]
+        used = [] if predicate is None else predicate.meta.root_names()
+        left = rows
+        read = list(dict.fromkeys([*names, *used]))
+        types = {name: schema[name] for name in read}  # the table's types may have been widened since
+        for batch in table._stream_chosen(found, read, None, end=lambda: None):
+            frame = module.from_arrow(batch).cast(types)
+            if predicate is not None:
+                frame = frame.filter(predicate).select(names)
+            if left is not None:
+                frame, left = frame.head(left), left - min(left, frame.height)
+            yield frame
+            if left == 0:
+                return
+
+    schema = module.from_arrow(table.schema.empty_table()).schema
+    frame: pl.LazyFrame = register_io_source(source, schema=schema, validate_schema=False, is_pure=True)
+    return frame

@@ -35,7 +35,7 @@ class AclCache:
         self.authorizer = Authorizer((), self._super_users)
 
     async def refresh(self, *, fresh: bool = True) -> None:
-        """Re-read the rules if a row changed. Raises Unavailable."""
+        """Re-read the rules if a row changed. Raises UnavailableError."""
         rows = await self._metastore.rows(ACLS, fresh=fresh)
         if rows is not self._rows:
             self.authorizer = Authorizer(map(_rule_of_row, rows), self._super_users)

@@ -82,7 +82,7 @@ class TokenVerifier:
             await self._load_keys()
 
     async def verify(self, token: str) -> VerifiedToken:
-        """Verify a token. Raises AuthenticationFailedError; Unavailable while no key has ever been read."""
+        """Verify a token. Raises AuthenticationFailedError; UnavailableError while no key has ever been read."""
         from joserfc import jwt
         from joserfc.errors import JoseError
 

@@ -144,7 +144,7 @@ class QuotaCache:
         self.limits = QuotaLimits()
 
     async def refresh(self, *, fresh: bool = True) -> None:
-        """Re-read the quotas if a row changed. Raises Unavailable."""
+        """Re-read the quotas if a row changed. Raises UnavailableError."""
         rows = await self._metastore.rows(QUOTAS, fresh=fresh)
         if rows is not self._rows:
             self.limits.replace(map(_quota, rows))

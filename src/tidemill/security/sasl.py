@@ -59,7 +59,9 @@ class SaslStep(msgspec.Struct, frozen=True):
 
 class SaslExchange(Protocol):
     async def step(self, message: bytes) -> SaslStep:
-        """Process one message. Raises AuthenticationFailedError; Unavailable if the credentials cannot be read now."""
+        """Process one message. Raises AuthenticationFailedError; UnavailableError if the credentials cannot be read
+        now.
+        """
         ...
 
 

@@ -38,7 +38,7 @@ def check_iterations(iterations: int) -> None:
 
 
 class Users:
-    """Read and write credentials. Reads may raise Unavailable; writes may also raise Unknown."""
+    """Read and write credentials. Reads may raise UnavailableError; writes may also raise UnknownOutcomeError."""
 
     def __init__(self, metastore: Metastore, clock: Clock) -> None:
         self._metastore = metastore

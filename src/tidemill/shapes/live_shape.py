@@ -9,6 +9,7 @@ Invariant (final): after drop or fail nothing is appended, every waiter is woken
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import NamedTuple
 
 import structlog
@@ -16,8 +17,9 @@ import structlog
 from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.shapes.definition.definition import ShapeDefinition
+from tidemill.shapes.log.chunks import Chunk
 from tidemill.shapes.log.items import LogItem
-from tidemill.shapes.log.log import Chunk, LogStorage
+from tidemill.shapes.log.log import ShapeLog
 from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.memory_budget import OverBudgetError
 
@@ -36,7 +38,7 @@ class LiveShape:
     """One shape. `last_seen` is the newest transaction (LSN, or time in ms) whose effect on this shape is in the
     log."""
 
-    def __init__(self, handle: str, definition: ShapeDefinition, schema_json: bytes, log: LogStorage) -> None:
+    def __init__(self, handle: str, definition: ShapeDefinition, schema_json: bytes, log: ShapeLog) -> None:
         self.handle = handle
         self.definition = definition
         self.schema_json = schema_json
@@ -54,6 +56,8 @@ class LiveShape:
         self.told: SharedFrames | None = None
         """Frames shared by all event streams that wait for one transaction. They are woken in one turn of the event
         loop, after which the frames are released; they do not count as the shape's memory."""
+        self.choose_ending: Callable[[LiveShape], LiveShape] = lambda shape: shape
+        """Returns the shape that ends if there is no room for a change of the given one."""
         self._state = "loading"
         self._waiters: set[asyncio.Future[None]] = set()
         self._over = asyncio.Event()
@@ -96,15 +100,23 @@ class LiveShape:
         self._wake()
 
     def stage(self, item: LogItem) -> None:
-        """Append an item of the open transaction to the log, not yet visible. A log that exceeds its limit, or the
-        memory of all shapes, ends the shape."""
-        try:
-            self.log.stage(item)
-        except OverBudgetError as error:
-            self.drop(str(error))
-            return
+        """Append an item of the open transaction to the log, not yet visible. A log that exceeds its limit ends the
+        shape; without room for the item, this shape or another one ends."""
+        while True:
+            try:
+                self.log.stage(item)
+                break
+            except OverBudgetError as error:
+                if not self.make_room(error):
+                    return
         if self.log.is_overgrown:
             self.drop(f"the log outgrew its limit: log_bytes={self.log.log_bytes}")
+
+    def make_room(self, error: OverBudgetError) -> bool:
+        """End the shape whose log has grown most, this one or another. Return whether this one continues and may try
+        again."""
+        self.choose_ending(self).drop(str(error))
+        return not self.has_ended
 
     def publish(self, last_seen: int, *, mark: bool = False) -> None:
         """Make the staged transaction visible as a whole; ignored once the shape has ended."""
@@ -116,7 +128,7 @@ class LiveShape:
             self._wake()
 
     async def fetch(self, after: LogOffset) -> Chunk:
-        """Return the next chunk of the log (`LogStorage.fetch`). Damaged storage ends the shape: check `has_ended`
+        """Return the next chunk of the log (`ShapeLog.fetch`). Damaged storage ends the shape: check `has_ended`
         afterwards."""
         try:
             return await self.log.fetch(after)

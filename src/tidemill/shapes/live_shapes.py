@@ -7,7 +7,8 @@ per stage status, and the definitions that failed recently.
   under a new handle.
 - Invariant (bounded): at most `max_shapes` shapes are live, and together they use at most `memory_bytes`. Room is made
   only by evicting shapes that were not read for `idle_s` and have no waiting request. If no such shape exists, the new
-  one is rejected; a shape in use is never ended for it.
+  one is rejected; a shape in use is never ended for it. Without room for a change, the shape whose log has grown most
+  ends. It need not be the one that asks: which change comes last depends on the order of evaluation.
 - Invariant (isolated failures): any exception from building or following a shape ends that shape only (`_run_shape`).
   An exception from evaluating its part of a stream ends it in the tap. The definition is then rejected for a while
   (`plan_cache`).
@@ -31,7 +32,7 @@ from tidemill.shapes.definition.planner import Plan
 from tidemill.shapes.eviction import IdleEviction
 from tidemill.shapes.live_shape import LiveShape, unexpected_failure
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.log import LogStorage
+from tidemill.shapes.log.log import ShapeLog
 from tidemill.shapes.log.saved_shape import SavedShardShape, SavedTableShape
 from tidemill.shapes.log.sqlite_file import StoredShape
 from tidemill.shapes.memory_budget import Budget, OverBudgetError
@@ -101,7 +102,7 @@ class LiveShapes:
         shape.used_s = self._clock.monotonic_s()
         self.by_handle.move_to_end(shape.handle)
 
-    def start(self, plan: Plan, create_log: Callable[[], LogStorage]) -> LiveShape:
+    def start(self, plan: Plan, create_log: Callable[[], ShapeLog]) -> LiveShape:
         """Start a shape. A plain def: the place is reserved before any other request runs.
 
         Raises OverBudgetError if there is no room, and the definition's recent error (rejection cache).
@@ -135,6 +136,7 @@ class LiveShapes:
 
     def _add(self, shape: LiveShape, build: Build, now_s: float) -> None:
         self.has_begun.set()
+        shape.choose_ending = self._find_largest_tail
         shape.started_s = shape.used_s = now_s
         self.by_handle[shape.handle] = shape
         self.loading[shape] = None
@@ -144,6 +146,11 @@ class LiveShapes:
             self.over_shards[shape] = None
         self.by_definition[shape.definition] = shape
         self._runners[shape.handle] = self._tasks.spawn(self._run_shape(shape, build), name=f"shape:{shape.handle}")
+
+    def _find_largest_tail(self, growing: LiveShape) -> LiveShape:
+        """Return the shape with most bytes of its log in memory; `growing` if no other has more."""
+        largest = max(self.by_handle.values(), key=lambda shape: shape.log.tail_bytes, default=growing)
+        return largest if largest.log.tail_bytes > growing.log.tail_bytes else growing
 
     def end(self, shape: LiveShape, reason: str) -> None:
         """End a shape and remove all references to it. Idempotent."""

@@ -2,7 +2,7 @@
 
 Invariant (bounded): what shapes hold (initial rows, logs, open transactions, and a fixed cost each) never exceeds
 `limit_bytes`. Room is made by ending idle shapes, never shapes in use; if that does not suffice, the request is
-rejected.
+rejected, and a change ends the shape whose log has grown most (live_shapes.py).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from tidemill.shapes.definition.planner import Plan, ShapeRequest, parse_shard_n
 from tidemill.shapes.housekeeping import Housekeeping
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.live_shapes import LiveShapes
-from tidemill.shapes.log.log import LogStorage
+from tidemill.shapes.log.log import ShapeLog
 from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget
@@ -233,7 +233,7 @@ class ShapeService:
         self._live.record_use(shape)
         return shape
 
-    def _create_log(self, definition: ShapeDefinition) -> LogStorage:
+    def _create_log(self, definition: ShapeDefinition) -> ShapeLog:
         source, limits = definition.source, self.settings.limits
         if source.kind == "shard":
             return self._shards.log(limits, self.budget)

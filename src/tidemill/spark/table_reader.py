@@ -27,9 +27,8 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import TIME, ShardSchema
 from tidemill.shards.parts.schema import part_schema
-from tidemill.shards.read.holds import hold_during
+from tidemill.shards.read.holds import as_of_ms, hold_during
 from tidemill.shards.read.read_plan import PlanNotPossibleError, plan_parts
-from tidemill.shards.read.time_parsing import as_of_ms
 from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.session.python_worker import translate_missing_source
 from tidemill.spark.source import registered_urls

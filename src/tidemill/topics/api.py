@@ -240,14 +240,14 @@ class TopicLog(Protocol):
         whole batch is validated before any of it is stored.
         `within`: the batch may belong to this transaction; it is placed only while the coordinator reports it as open.
         The future fails with NotLeaderError, OutOfOrderSequenceError, InvalidProducerEpochError,
-        InvalidTransactionError, CorruptBatchError, Missing, Unavailable (did not happen: retry) or Unknown (may have:
-        retry with the same sequence). Cancelling the future never cancels reserved work. The buffer must stay unchanged
-        until the future ends.
+        InvalidTransactionError, CorruptBatchError, MissingError, UnavailableError (did not happen: retry) or
+        UnknownOutcomeError (may have: retry with the same sequence). Cancelling the future never cancels reserved work.
+        The buffer must stay unchanged until the future ends.
         """
         ...
 
     async def transaction_snapshot(self, topic_id: str, partition: int, producer_id: int) -> TransactionSnapshot:
-        """Return the producer's transaction state. Raises NotLeaderError, Missing, UnavailableError."""
+        """Return the producer's transaction state. Raises NotLeaderError, MissingError, UnavailableError."""
         ...
 
     async def mark(
@@ -256,7 +256,7 @@ class TopicLog(Protocol):
         """End the producer's transaction in this partition.
 
         Returns when the marker is durable, or when there is nothing to end and never will be. Raises NotLeaderError,
-        Missing, UnavailableError, Unknown: call again.
+        MissingError, UnavailableError, UnknownOutcomeError: call again.
 
         `here`: result of `transaction_snapshot` from before the coordinator's register was read. If the state has
         changed since, nothing is ended and UnavailableError is raised: the register may describe a transaction that has
@@ -269,7 +269,7 @@ class TopicLog(Protocol):
         ...
 
     async def producers(self, topic_id: str, partition: int) -> list[ProducerStatus]:
-        """List the live producers. Raises NotLeaderError, Missing, UnavailableError."""
+        """List the live producers. Raises NotLeaderError, MissingError, UnavailableError."""
         ...
 
     async def fetch(
@@ -317,7 +317,7 @@ class TopicLog(Protocol):
         """Advance the log start to `before_offset` (−1: the high watermark) and return the durable log start.
 
         Does nothing if the log already starts later. Raises OffsetOutOfRangeError, RecordsStillNeededError,
-        NotLeaderError, Missing, UnavailableError.
+        NotLeaderError, MissingError, UnavailableError.
         """
         ...
 

@@ -56,7 +56,7 @@ class LeaderCheck:
                 self._sure_of = lapses
 
     async def check_heads(self) -> None:
-        """Pass the head of every changed log to its partition in this process. Raises Unavailable."""
+        """Pass the head of every changed log to its partition in this process. Raises UnavailableError."""
         if not self._led:
             return
         heads, self._token = await read_all_changes(self._consensus, LOG_PREFIX, self._token)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 
-from sim.scenarios.capture_plants import EagerCollector
+from sim.scenarios.capture_plants import EagerCollector, EqualityTracker, RawNotices, StaleStatus
 from sim.world import Actor, Violated, World
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import Tasks
@@ -22,7 +22,6 @@ from tidemill.capture.changes import Change, Fragment, Relation
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
-from tidemill.capture.delivery.flush_tracker import FlushTracker
 from tidemill.capture.postgres.standby_status import Keepalive, ReplicationStatus
 
 FAULTS = ("seed002", "near-miss", "early-keepalive", "early-register")
@@ -76,7 +75,7 @@ class Consumer:
 
     def __init__(self, storage: Storage, fault: str) -> None:
         self.storage = storage
-        self.logic = FlushAlignment(defer=fault != "seed002")
+        self.logic = RawNotices() if fault == "seed002" else FlushAlignment()
         self.buffer: deque[ChangePosition] = deque()
         self.open = False
         """True while a part of an uncommitted transaction has arrived."""
@@ -143,7 +142,7 @@ class Process:
         self._storages = storages
         self._tasks = Tasks(self._failed)
         consumers = {name: Consumer(storage, fault) for name, storage in storages.items()}
-        self._status = ReplicationStatus(server.confirmed, recompute_at_commit=fault != "early-keepalive")
+        self._status = (StaleStatus if fault == "early-keepalive" else ReplicationStatus)(server.confirmed)
         kind = EagerCollector if fault == "early-register" else Collector
         self._collector = kind(
             [Consumers(world, consumers, self._tasks)],
@@ -151,8 +150,9 @@ class Process:
             world.clock,
             on_status=self._tell,
             queue_changes=world.source.choice((2, 20_000)),
-            tracker=FlushTracker(exact_completion=fault == "near-miss"),
         )
+        if fault == "near-miss":
+            self._collector.tracker = EqualityTracker()
 
     def _failed(self, name: str, error: BaseException) -> None:
         self._world.loop.call_exception_handler({"message": f"{name} failed: {error}", "exception": error})

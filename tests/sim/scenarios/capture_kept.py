@@ -38,8 +38,9 @@ from tidemill.shapes.definition.planner import FieldError, ShapeRequest
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log import sqlite_file as file_module
 from tidemill.shapes.log import store as store_module
+from tidemill.shapes.log.chunks import split_chunk
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.log import LogLimits, split_chunk
+from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.log.log_offset import BEFORE_ALL, LogOffset
 from tidemill.shapes.log.saved_shape import SavedTableShape
 from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, StoredItem, StoredShape

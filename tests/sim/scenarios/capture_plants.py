@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from types import ModuleType
 from typing import Any
 
 from sim.world import World, swapped
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Fragment
+from tidemill.capture.decode.row_blocks import ChangePart
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.deferrable_keys import DeferrableKeys
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
+from tidemill.capture.delivery.flush_tracker import FlushTracker
 from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.capture.session import session
+from tidemill.capture.topics import topic_writer
 from tidemill.capture.topics.binder import Binder, CommitBoundary
 from tidemill.capture.topics.topic_writer import TopicWriter
 
@@ -33,12 +36,40 @@ FAULTS = (
 )
 
 
-class RawWriter(TopicWriter):
+class RawNotices(FlushAlignment):
     """Planted fault `seed002`: a durable position inside a transaction is reported immediately, not at the commit."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._consumer = FlushAlignment(defer=False)
+    def record_flush(self, position: ChangePosition) -> ChangePosition:
+        return self.align_to_boundary(position)
+
+
+class EqualityTracker(FlushTracker):
+    """Planted fault near-miss (electric #4744): only exactly the position that was sent completes, none above it."""
+
+    def record_flush(self, consumer: str, position: ChangePosition, now_ms: int) -> int | None:
+        entry = self._pending.get(consumer)
+        if entry is None or position <= entry.sent:
+            return super().record_flush(consumer, position, now_ms)
+        entry.flushed = position
+        self._push_position(consumer, position)
+        return self._advance()
+
+
+class StaleStatus(ReplicationStatus):
+    """Planted fault early-keepalive (electric #4731): a commit does not change whether everything is confirmed."""
+
+    def record_commit(self, commit_lsn: int) -> None:
+        up_to_date = self.up_to_date
+        super().record_commit(commit_lsn)
+        self.up_to_date = up_to_date
+
+
+class FullFragments(TransactionBuilder):
+    """Planted fault no-hold-back (electric #3726): a full buffer is emitted with its newest change."""
+
+    def _hold_back_newest(self) -> list[ChangePart]:
+        self._newest_bytes = 0
+        return []
 
 
 class EagerWriter(TopicWriter):
@@ -91,19 +122,18 @@ def _forgetful(world: World) -> Callable[..., Binder]:
 @contextlib.contextmanager
 def planted(world: World, fault: str) -> Iterator[None]:
     """Plant one of the faults that replace a part of the session."""
-    places: dict[str, tuple[str, object]] = {
-        "seed002": ("TopicWriter", RawWriter),
-        "early-keepalive": ("ReplicationStatus", partial(ReplicationStatus, recompute_at_commit=False)),
-        "early-register": ("Collector", EagerCollector),
-        "no-hold-back": ("TransactionBuilder", partial(TransactionBuilder, hold_back=False)),
-        "early-confirm": ("Binder", EagerBinder),
-        "early-boundary": ("TopicWriter", EagerWriter),
-        "lost-notice": ("Binder", _forgetful(world)),
-        "late-tombstone": ("DeferrableKeys", BlindRivals),
+    places: dict[str, tuple[ModuleType, str, object]] = {
+        "seed002": (topic_writer, "FlushAlignment", RawNotices),
+        "early-keepalive": (session, "ReplicationStatus", StaleStatus),
+        "early-register": (session, "Collector", EagerCollector),
+        "no-hold-back": (session, "TransactionBuilder", FullFragments),
+        "early-confirm": (session, "Binder", EagerBinder),
+        "early-boundary": (session, "TopicWriter", EagerWriter),
+        "lost-notice": (session, "Binder", _forgetful(world)),
+        "late-tombstone": (session, "DeferrableKeys", BlindRivals),
     }
     if fault not in places:
         yield
         return
-    name, value = places[fault]
-    with swapped(session, name, value):
+    with swapped(*places[fault]):
         yield

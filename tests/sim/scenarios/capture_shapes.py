@@ -28,8 +28,9 @@ from tidemill.shapes.definition.compiler_thread import CompileRequest, compile_a
 from tidemill.shapes.definition.planner import Plan, ShapeRequest, compile_request
 from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
 from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.chunks import split_chunk
 from tidemill.shapes.log.items import snapshot_end_item
-from tidemill.shapes.log.log import UNBOUNDED, LogLimits, split_chunk
+from tidemill.shapes.log.log import UNBOUNDED, LogLimits
 from tidemill.shapes.log.log_offset import BEFORE_ALL
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.log.store import ShapeStore

@@ -130,7 +130,7 @@ class Shared:
         return self.retires and self.world.faults.healed
 
     def told(self, member: str, epoch: int, partitions: frozenset[int]) -> None:
-        """Record an assignment. Answers come in any order; their epochs order them."""
+        """Record an assignment. Answers arrive in any order; their epochs order them."""
         self.telling += 1
         for partition in partitions:
             newest, holder, _ = self.holders.get(partition, (0, member, 0))

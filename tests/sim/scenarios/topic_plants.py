@@ -36,7 +36,7 @@ class _NoQueue:
 
 
 class LateReservation(PartitionLeader):
-    """Planted fault seed000: a producer's place in line is reserved after the upload."""
+    """Planted fault `seed000`: a producer's place in line is reserved after the upload."""
 
     def produce_nowait(
         self, buffer: Any, sender: Hashable = None, within: ProduceTransaction | None = None
@@ -91,7 +91,7 @@ class FencedFirst(PartitionLeader):
 
 
 class ToldEarly(PartitionLeader):
-    """Planted fault told-early: readers see a batch while its append is in flight."""
+    """Planted fault `told-early`: readers see a batch while its append is in flight."""
 
     async def _propose(self, command: Any) -> None:
         position = self.state.applied

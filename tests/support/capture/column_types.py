@@ -109,7 +109,7 @@ MADE = {
     "integer[]": ["{}", "{1,NULL,3}", "{{1,2},{3,4}}", "[0:1]={1,2}"],
     "text[]": ['{NULL,"NULL","",  "a,b","{}","q\\"\\\\"}'],
 }
-"""Of the database's own making; and arrays of more than one dimension."""
+"""Types that the database itself derives, and arrays of several dimensions."""
 
 DDL = [
     "CREATE EXTENSION hstore",

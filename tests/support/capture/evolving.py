@@ -1,4 +1,4 @@
-"""A captured topic as a table under its newest description, beside what SELECT says. For tests."""
+"""Compare a captured topic, folded into a table under its newest description, with SELECT. For tests."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ Rows = dict[str, dict[str, str | None]]
 
 
 def folded(row: CaptureTableRow, records: Sequence[Record]) -> Rows:
-    """By the rules that a reader has: what a record's version lacks is the column's default, and a real stays the
-    number it was as a real."""
+    """Fold records as a reader does: a column that a record's version lacks has its default, and a real keeps its
+    value as a real.
+    """
     rows: Rows = {}
     newest = columns_at_version(row.columns, row.version)
     for record in records:
@@ -72,8 +73,11 @@ async def equal(world: World, *tables: str) -> None:
 
 
 async def ends_equal(world: World, table: str) -> None:
-    """It comes to equal by itself. For a partition that was detached or attached with rows in it: no message of the
-    stream says so, a look at the tables does, and until then the table flows as it was (docs/capture.md)."""
+    """Wait until topic and table are equal.
+
+    Needed for a partition that was detached or attached with rows: the stream has no message about it, a check of the
+    catalogue finds it, and until then the table flows unchanged (docs/capture.md).
+    """
     said: list[AssertionError] = []
 
     async def holds() -> bool:

@@ -33,7 +33,7 @@ from tidemill.topics.batch import Record
 
 
 class Writer:
-    """Random small transactions over two tables, on a connection of its own, until stopped."""
+    """Random small transactions over two tables, on a separate connection, until stopped."""
 
     def __init__(self, dsn: str, seed: int) -> None:
         self._dsn = dsn
@@ -183,7 +183,7 @@ def test_all_that_a_capture_changed_is_as_it_was(postgres_dsn: str) -> None:
         await world.sql("UPDATE quiet SET v = 'x'", "DELETE FROM split")
         with pytest.raises(MissingError):
             await drop_capture(world.config(), world.catalogue)
-        # Begun anew under its name it captures as at first.
+        # Re-created under its name, it captures as before.
         await world.sql("INSERT INTO plain VALUES (1, 'a')")
         async with world.capture():
             assert (await identities(world))["plain"] == "f"
@@ -256,7 +256,7 @@ def test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_r
 def test_what_doctor_prints_is_all_that_an_administrator_has_to_run(postgres_dsn: str) -> None:
     async def scenario(world: World) -> None:
         await world.sql(*NAMED_TABLES)
-        assert await missing(world) == []  # the owner needs nobody
+        assert await missing(world) == []  # the owner needs no administrator
         async with reader_of(world):
             statements = await missing(world)
             assert statements[0].startswith('GRANT USAGE ON SCHEMA "Other one"')

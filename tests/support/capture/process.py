@@ -1,8 +1,8 @@
-"""A capture in a process of its own, to be killed: python process.py DSN NAME DIRECTORY [OPTION …].
+"""A capture in a separate process, which a test kills: python process.py DSN NAME DIRECTORY [OPTION …].
 
-Options: `as-is`. `again`: parked tables are copied again by themselves, however soon. `slowly`: tables are
-copied in small chunks, a few thousand rows in a second. `aside`: what changes meanwhile is set aside soon, and appended
-a little at a time; `appending` is printed when that begins.
+Options: `as-is`. `again`: paused tables are re-snapshotted without a minimum time between two copies. `slowly`: tables
+are copied in small chunks, a few thousand rows per second. `aside`: side topics begin early and are appended slowly;
+`appending` is printed when that begins.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A role that captures without rights of its own."""
+"""A role that captures without privileges on the tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A primary and what can be made of it: standbys that follow until they are cut off, and copies of its files."""
+"""A primary and its derivatives: standbys that follow until they are disconnected, and copies of its files."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def signalled(server: EmbeddedPostgres, name: str) -> EmbeddedPostgres:
 
 @contextmanager
 def standby(server: EmbeddedPostgres, directory: Path, name: str, **settings: str) -> Iterator[EmbeddedPostgres]:
-    """It follows by a physical slot of its name, and keeps failover slots in step where that is set."""
+    """Start a standby that follows by a physical slot of its name, and syncs failover slots if that is set."""
     with psycopg.connect(server.dsn, autocommit=True) as control:
         control.execute(f"SELECT pg_create_physical_replication_slot('{name}', true)")
         made = copied_files(

@@ -35,7 +35,7 @@ async def decoded(
 
 
 class Stored:
-    """A shard of its own, and what a pipeline's steps do to it."""
+    """A stored shard, and the effect of a pipeline's steps on it."""
 
     def __init__(self, shard: LogShard) -> None:
         self.shard = shard

@@ -49,7 +49,7 @@ RELATIONS = {
 }  # fmt: skip
 
 ODD = '\0\x01\x1f\n\r\t\b\f"\\/ä€😀\x7f\x80\u2028a'
-"""What JSON escapes, what looks as if it should be, and what has more bytes than one."""
+"""Characters that JSON escapes, characters that look as if they needed it, and characters of several bytes."""
 
 
 def value(rand: random.Random, type_oid: int) -> str:
@@ -119,7 +119,7 @@ def bursts(rand: random.Random, count: int) -> list[int]:
 
 
 class Log:
-    """Takes batches as they are told, at once."""
+    """A topic log that accepts batches in the order of the calls, immediately."""
 
     def __init__(self, held: dict[tuple[str, int], int] | None = None) -> None:
         self.batches: dict[tuple[str, int], list[bytes]] = {}

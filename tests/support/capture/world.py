@@ -119,7 +119,7 @@ class World:
             raise task.exception()  # type: ignore[misc]
 
     async def streams(self, capture: Capture, task: asyncio.Future[None]) -> None:
-        """Until it streams; fails with what parked it."""
+        """Wait until the capture streams; fail with the reason if it is paused."""
 
         def parked() -> bool:
             failure = self.tracker.failure(capture.config.mark)
@@ -196,7 +196,7 @@ class World:
         return {table.table: table for table in await self.catalogue.tables(self.name)}
 
     async def flowing(self, *names: str) -> None:
-        """Until these tables of schema public flow: copied, and known to the newest binding."""
+        """Wait until these tables of schema public flow: copied, and known to the newest binding."""
 
         async def holds() -> bool:
             rows, latest = await self.tables(), await self.remap().latest()
@@ -209,7 +209,7 @@ class World:
         await until(holds, f"tables flow: {names}")
 
     async def parked(self, name: str, words: str = "") -> CaptureTableRow:
-        """Until table `public.<name>` is parked (or `words` is a state); its row."""
+        """Wait until table `public.<name>` is paused with `words` in its reason; return its row."""
         found: list[CaptureTableRow] = []
 
         async def holds() -> bool:
@@ -284,7 +284,7 @@ def is_reported(world: World, table: str) -> bool:
 
 
 def stuck(world: World, table: str) -> str:
-    """The reason of the table's mark, which must be stuck at once and held by the operator."""
+    """Return the reason of the table's status, which must be stuck immediately and blocked by the operator."""
     now_ms = world.clock.now_ms()
     name = f"table:{world.name}/public.{table}"
     (mark,) = [m for m in world.tracker.report("p", now_ms).marks if m.name == name]
@@ -325,7 +325,7 @@ def mark_of(world: World, capture: Capture) -> tuple[StageStatus, StageState]:
 
 
 def told(world: World, capture: Capture, name: str) -> DerivedStatus | None:
-    """What the mark of a table, or of the capture itself, says now."""
+    """Return the current status of a table, or of the capture itself."""
     capture._publish_status()
     now_ms = world.clock.now_ms()
     mark = next((m for m in world.tracker.report("p", now_ms).marks if m.name == name), None)

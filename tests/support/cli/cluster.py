@@ -35,7 +35,7 @@ class Cluster:
         create_stores(self.config)
 
     def command(self, *arguments: str, answer: str = "") -> str:
-        """What it printed. Raises what it refused with."""
+        """Return the output of the command. Raise the error with which it refused."""
         done = CliRunner().invoke(app, ["table", *arguments, "--config", str(self.config)], input=answer)
         if isinstance(done.exception, TidemillError):
             raise done.exception

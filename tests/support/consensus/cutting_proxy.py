@@ -10,11 +10,11 @@ How = Literal["before", "after", "late", ""]
 
 
 class CuttingProxy:
-    """Arm it with `how`; the next chunk from the client that holds `MARK` then is the last of its connection.
+    """A proxy that, once armed with `how`, ends a connection at the next chunk of the client that contains `MARK`.
 
     before   the chunk never reaches the engine
     after    it does, and the engine's answer never reaches the client
-    late     the client is cut off at once; the engine gets the chunk `LATE_S` later, if it still listens
+    late     the client is disconnected immediately; the engine gets the chunk `LATE_S` later, if it still listens
     """
 
     MARK = b"*the-marked-request*"

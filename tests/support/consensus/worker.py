@@ -40,7 +40,7 @@ async def race(consensus: Consensus, name: str, count: str) -> None:
             if await resolve_append(consensus, "race", at, nonce):
                 positions.append((at, nonce))
             at = (await consensus.log_head("race")).next
-    # Until all four have won their positions: then all are at the register at once.
+    # Wait until all four have won their positions: then all reach the register together.
     while not await consensus.wait("race", 4 * int(count) - 1, 30):
         pass
     while len(versions) < int(count):
@@ -84,7 +84,7 @@ async def lead(consensus: Consensus, name: str, seconds: str) -> None:
 
 
 async def pump(consensus: Consensus, name: str) -> None:
-    """Append to one's own log for ever; every acknowledged position is told before the next attempt."""
+    """Append to this process's log without end; report every acknowledged position before the next attempt."""
     say(ready=True)
     at = 0
     while True:
@@ -111,7 +111,7 @@ async def hold(consensus: Consensus, name: str) -> None:
 
 
 async def busy(consensus: Consensus, name: str, seconds: str) -> None:
-    """Count one's own operations over a time, 8 at once; report the count and the slowest."""
+    """Count this process's operations over a time, 8 concurrently; report the count and the slowest."""
     stop_s = time.monotonic() + float(seconds)
     counts = [0] * 8
     slowest_s = 0.0
@@ -130,7 +130,7 @@ async def busy(consensus: Consensus, name: str, seconds: str) -> None:
 
 
 async def visit(consensus: Consensus) -> None:
-    """Host the sequencer until told to leave, then leave in order."""
+    """Host the sequencer until asked to leave, then leave in order."""
     say(ready=True)
     await asyncio.to_thread(sys.stdin.readline)
 

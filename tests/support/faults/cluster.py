@@ -52,7 +52,7 @@ class Cluster:
 
     @property
     def said(self) -> str:
-        """What `up` has printed."""
+        """Return the output of `up`."""
         return (self.directory / "up.log").read_text(errors="replace")
 
     @property
@@ -75,7 +75,7 @@ class Cluster:
         os.kill(self.children()[child], number)
 
     def get(self, path: str) -> tuple[int, str]:
-        """(status, body); (0, reason) when nobody answers."""
+        """Return (status, body), or (0, reason) without an answer."""
         try:
             with urlopen(f"http://{self.http}{path}", timeout=10) as answer:
                 return int(answer.status), answer.read().decode()
@@ -92,7 +92,7 @@ class Cluster:
         return {mark["name"]: mark for mark in json.loads(body)["marks"]} if status == 200 else {}
 
     def state(self, mark: str) -> str:
-        """Of a mark as `/api/status` tells it; "" when it is not there."""
+        """Return the state of a status in `/api/status`, or "" if it is not there."""
         return str(self.marks().get(mark, {}).get("state", ""))
 
     def why(self, name: str = "") -> tuple[int, dict[str, Any]]:

@@ -103,9 +103,12 @@ class FaultyPostgres(Proxy):
 
 
 class FaultyS3(Proxy):
-    """In front of an S3 server, one request a connection. `fault` is the status that answers instead of it (`404` and
-    `412` only a PUT, and `412` after the PUT was done), `hang`, `flip` (a bit of each object that is read), `flip-once`
-    (of the first answer to each question), or "" for none."""
+    """A proxy in front of an S3 server, one request per connection.
+
+    `fault` is the status that it answers instead (`404` and `412` only a PUT, and `412` after the PUT was done),
+    `hang`, `flip` (a bit of each object that is read), `flip-once` (of the first answer to each request), or "" for
+    none.
+    """
 
     CODES = {"500": "InternalError", "503": "SlowDown", "404": "NoSuchKey", "412": "PreconditionFailed"}
 
@@ -113,7 +116,7 @@ class FaultyS3(Proxy):
         super().__init__()
         self._inner = urlsplit(endpoint)
         self._flipped: set[tuple[str, str]] = set()
-        """What was asked for and answered with a flipped bit."""
+        """Requests that were answered with a flipped bit."""
         self._answers = asyncio.Event()
         self._answers.set()
 
@@ -149,7 +152,7 @@ class FaultyS3(Proxy):
         await writer.drain()
 
     def _flip(self, answer: bytes, asked: tuple[str, str]) -> bytes:
-        """With one bit of the last byte flipped: in a batch of records that is one of a record."""
+        """Flip one bit of the last byte, which in a batch of records belongs to a record."""
         known = asked in self._flipped
         self._flipped.add(asked)
         if (known and self.fault == "flip-once") or answer.endswith(b"\r\n\r\n"):

@@ -52,7 +52,7 @@ PRINTED = Printed()
 
 
 def asked(command: Callable[..., None], *arguments: Any) -> str:
-    """What a command prints, run in this process while `PRINTED` is standard output."""
+    """Return the output of a command that runs in this process while `PRINTED` is standard output."""
     PRINTED.take()
     try:
         command(*arguments)
@@ -64,7 +64,7 @@ def asked(command: Callable[..., None], *arguments: Any) -> str:
 
 
 class Served:
-    """A node on a thread of its own, asked as its operator asks."""
+    """A node on a separate thread, queried as its operator queries it."""
 
     def __init__(self, directory: Path, sections: dict[str, Any]) -> None:
         self.http, self.kafka = free_address(), free_address()
@@ -141,8 +141,11 @@ def named(
     since_s: float | None = None,
     within_s: float = DEADLINE_S,
 ) -> dict[str, tuple[float, str]]:
-    """By way of asking: seconds since `since_s` (now) until its answer has `words`, and that answer. `why` and `status`
-    are run in this process: what Python takes to start says nothing of the product. Raises AssertionError."""
+    """Return, for each way of asking, the seconds from `since_s` (now) until its answer has `words`, and that
+    answer.
+
+    `why` and `status` run in this process, so that Python's start is not counted. Raises AssertionError.
+    """
 
     def readyz() -> str:
         code, body = get("/readyz")

@@ -1,10 +1,10 @@
-"""One broker in a process of its own, to be killed: objects in a directory, consensus in SQLite.
+"""One broker in a separate process, which a test kills: objects in a directory, consensus in SQLite.
 
-usage: broker_process.py DIRECTORY PORT [KEY=VALUE]…     prints "listening PORT" once clients may come
+usage: broker_process.py DIRECTORY PORT [KEY=VALUE]…     prints "listening PORT" once it accepts clients
 
-KEY=VALUE are settings of the endpoint (`kafka.NAME`) or of topics (`topics.NAME`), as JSON; `node.name` is "n1" unless
-said, and several that share a directory make a cluster. An HTTP port of its own serves /metrics; its number is printed
-too: "metrics PORT".
+KEY=VALUE are settings of the endpoint (`kafka.NAME`) or of topics (`topics.NAME`), as JSON; `node.name` is "n1" by
+default. Brokers that share a directory form a cluster. A separate HTTP port serves /metrics; it is printed too:
+"metrics PORT".
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ class _Partition:
 
 
 class FakeFollowing:
-    """Reads everything again each time, and tells what is to be told."""
+    """A follower that reads everything again each time, and reports the due reads."""
 
     def __init__(self, topics: FakeTopicLog) -> None:
         self._topics = topics

@@ -146,6 +146,6 @@ class Members:
         return [row[3] for row in [*self.got, *(row for state in self.states() for row in state["got"])]]
 
     def have(self, count: int) -> None:
-        """Every number once: nobody died, so nothing is read again."""
+        """Wait until every number was read exactly once: no member died, so nothing is read again."""
         eventually(lambda: set(self.values()) >= {str(n) for n in range(count)})
         assert sorted(self.values(), key=int) == [str(n) for n in range(count)]

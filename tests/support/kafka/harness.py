@@ -238,7 +238,7 @@ class Cluster:
 
 
 class Outages(MemoryConsensus):
-    """While `down`, every call says that it certainly did not happen."""
+    """A consensus that rejects every call as without effect while it is `down`."""
 
     down = False
 
@@ -283,7 +283,7 @@ class FakeBroker:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> None:
-        """Also after `stop`: the same port again."""
+        """Start the broker. After `stop` it gets the same port again."""
         self.server = KafkaServer(
             BrokerServices(
                 topics=self.topics,

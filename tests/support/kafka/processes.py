@@ -1,4 +1,4 @@
-"""A broker in a process of its own, as the tests see it: started, watched from outside, killed."""
+"""A broker in a separate process, as tests see it: started, observed from outside, killed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Process:
         return self._process.poll() is None
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples, 0.0 when there are none."""
+        """Return the sum of a metric's samples, 0.0 without any."""
         with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=DEADLINE_S) as answer:
             lines = answer.read().decode().splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))

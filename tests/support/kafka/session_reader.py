@@ -18,7 +18,7 @@ Place = tuple[str, int]
 
 
 class Told(NamedTuple):
-    """Of one partition in an answer. `batches`: (first offset, record count) of each."""
+    """One partition of an answer. `batches`: (first offset, record count) of each."""
 
     code: int
     high_watermark: int
@@ -82,7 +82,7 @@ def body_of(
 
 
 class Fetcher:
-    """Asks by name or id, whatever the version has. `rows`: the topics that it knows."""
+    """A client that names topics or their ids, depending on the version. `rows`: the topics that it knows."""
 
     def __init__(self, port: int, rows: list[TopicRow], version: int = 13) -> None:
         self.client = RawClient(port)

@@ -20,7 +20,7 @@ def producer(address: str, transactional_id: str, **more: Any) -> ck.Producer:
 
 
 def shown(address: str, topic: str, partitions: int, *, committed: bool = True) -> list[bytes]:
-    """All that a consumer is given up to the end of each partition, sorted."""
+    """Return all records that a consumer gets up to the end of each partition, sorted."""
     level = "read_committed" if committed else "read_uncommitted"
     client = ck.Consumer(
         {

@@ -62,7 +62,7 @@ class L1World:
         await self.metastore.aclose()
 
     async def fill(self, count: int) -> None:
-        """So many extents of two records more in each partition."""
+        """Add `count` extents of two records to each partition."""
         for number in range(count):
             for partition in (0, 1):
                 data = encode_batch([Record(None, b"%d.%d" % (number, i), timestamp_ms=1000) for i in range(2)])
@@ -89,7 +89,7 @@ class L1World:
         return found
 
     async def problems(self) -> list[str]:
-        """What the deep check finds in the rows and in the objects they refer to."""
+        """Return the findings of the deep check in the rows and the objects that they name."""
         findings, references = Findings(), References()
         await check_rows(self.metastore, findings, references, incarnation=1)
         await references.check(self.objects, findings, self.clock.now_ms())

@@ -60,7 +60,7 @@ class World:
         data = [bytearray(encode_batch([Record(None, b"v" * 50, timestamp_ms=1000)], **producer)) for _ in partitions]
         sent = [node.produce_nowait(row.topic_id, p, d) for p, d in zip(partitions, data, strict=True)]
         while not all(future.done() for future in sent):
-            self.clock.advance(1)  # by this clock the writer waits for those whom it answered a moment ago
+            self.clock.advance(1)  # by this clock the writer waits for clients that it answered a moment ago
             await asyncio.sleep(0.001)
         await asyncio.gather(*sent)
 
@@ -78,7 +78,7 @@ class World:
             await self.rollups.run(StepBudget(self.clock, 1))
 
     async def truncated(self, log: str, start: int) -> LogHead:
-        """Roll-ups run beside the commits: wait for one."""
+        """Rollups run concurrently with the commits: wait for one."""
         while (head := await self.consensus.log_head(log)).start <= start:
             await asyncio.sleep(0.001)
         return head

@@ -1,4 +1,4 @@
-"""A few shards on memory stores under a clock that is moved by hand, and a metastore that says what it is told."""
+"""A few shards on memory stores under a clock that tests advance, and a metastore with prescribed answers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ ALL = 1 << 50
 
 
 class Rows:
-    """As much of the metastore as the keeper's shard jobs ask: rows of the checkpoint, as far as `versions` says."""
+    """The part of the metastore that the shard jobs read: rows of the checkpoint, as far as `versions` contains
+    them.
+    """
 
     def __init__(self) -> None:
         self.versions: dict[str, tuple[str, int]] = {}
@@ -111,7 +113,7 @@ class World:
         await shard.compare_and_append(upper, now_ms + 1, [part], "")
 
     async def tend(self, *, persisted: bool = True) -> None:
-        """One step of the job, after a checkpoint of everything unless told otherwise."""
+        """Run one step of the job, by default after a checkpoint of everything."""
         if persisted:
             for tended in self.upkeep._tended.values():
                 state = tended.shard.state

@@ -1,6 +1,6 @@
 """A node to be killed: leads every domain of the metastore and creates topics and offsets without end.
 
-usage: catalogue_child.py DIRECTORY HOLDER TTL_MS      prints "leading", then each name it was told is created
+usage: catalogue_child.py DIRECTORY HOLDER TTL_MS      prints "leading", then each name whose creation returned
 """
 
 from __future__ import annotations

@@ -159,7 +159,7 @@ class World:
         return await compact_once(shard, self.objects, self.rand) is not None
 
     async def move_on(self) -> None:
-        """For ever: everything at once, each stage running ahead of what follows it."""
+        """Advance all stages concurrently and without end, each ahead of the one that follows it."""
         while True:
             await self.step()
             await asyncio.sleep(0)
@@ -203,7 +203,7 @@ def family_rows(family: Any, rows: Mapping[bytes, bytes]) -> list[Any]:
 
 
 class Restored:
-    """What these rows come back as. Raises Corrupt when something in them is torn."""
+    """The state that these rows restore. Raises CorruptError if a part of it is torn."""
 
     def __init__(self, rows: Rows) -> None:
         self.topics = {row.topic_id: row for row in family_rows(TOPICS, rows)}

@@ -1,4 +1,5 @@
-"""A node of the failover tests: `domain_child.py CONSENSUS_URL BUCKET TTL_MS`; leads, commits for ever, tells each.
+"""A node of the failover tests: `domain_child.py CONSENSUS_URL BUCKET TTL_MS`; leads, commits without end, reports
+each.
 
 Prints JSON lines: {"leading": term}, then {"key": …, "seqno": …} after every commit that returned.
 """

@@ -1,4 +1,4 @@
-"""One engine and one bucket, any number of `Domain` handles on them, each with clients of its own, as nodes have."""
+"""One engine and one bucket with any number of `Domain` handles, each with separate clients, as nodes have."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class DomainWorld:
         objects: ObjectStore | None = None,
         **options: Any,
     ) -> Domain:
-        """A handle of its own; one that leads is waited for."""
+        """Return a new handle, after it leads if it may lead."""
         domain = await Domain.open(
             consensus or await self.client(),
             objects or self.objects(),

@@ -31,7 +31,7 @@ P = ParamSpec("P")
 
 
 def in_loop(test: Callable[P, Coroutine[Any, Any, None]]) -> Callable[P, None]:
-    """An async test in a loop of its own, for at most two minutes."""
+    """Run an async test in a new loop, for at most two minutes."""
 
     @functools.wraps(test)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -52,7 +52,7 @@ def meta(
 
 
 class Shelf:
-    """A version whose files really exist, in memory objects unless told otherwise."""
+    """A version whose files exist, by default in memory objects."""
 
     def __init__(self, options: Options, objects: ObjectStore | None = None, epoch: int = 1) -> None:
         self.options = options
@@ -103,7 +103,7 @@ class Shelf:
         return rows
 
     async def seen(self) -> dict[bytes, tuple[bytes, int]]:
-        """What a reader sees: of each key its newest row, as (value, seqno), without tombstones."""
+        """Return the view of a reader: of each key its newest row, as (value, seqno), without tombstones."""
         rows: dict[bytes, tuple[bytes, int]] = {}
         for level in reversed(self.version.levels[1:]):
             for file in level:

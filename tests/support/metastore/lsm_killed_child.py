@@ -1,4 +1,4 @@
-"""A database in a process of its own that kills itself at a named step: `OBJECTS EPOCH STEP TIMES`.
+"""A database in a separate process that kills itself at a named step: `OBJECTS EPOCH STEP TIMES`.
 
 Writes batches that only their seqno determines, and prints each seqno once it is flushed. Flushes, merges,
 manifests and collections happen all the time. At the TIMES-th time that STEP is reached it dies by SIGKILL;
@@ -70,7 +70,7 @@ KEYS = 300
 
 
 def batch(seqno: int) -> list[tuple[bytes, bytes]]:
-    """What batch `seqno` writes: a few rows, some of them tombstones."""
+    """Return the rows of batch `seqno`: a few, some of them tombstones."""
     source = random.Random(seqno)
     rows = {b"row/%03d" % source.randrange(KEYS): source.randbytes(source.randrange(40)) for _ in range(8)}
     return sorted(rows.items())

@@ -130,10 +130,10 @@ class World:
         self.epoch = 0
         self.seqno = 0
         self.rows: dict[bytes, bytes] = {}
-        """What a database that saw every batch holds, live rows only."""
+        """The contents of a database that saw every batch, live rows only."""
 
     async def open(self, *, background: bool = False, options: Options | None = None, **more: Any) -> Database:
-        """A writable database of the next epoch; a reader of all epochs when `more` says so."""
+        """Open a writable database of the next epoch, or by `more` a reader of all epochs."""
         reader = more.get("read_only") or more.get("follower")
         if not reader:
             self.epoch += 1

@@ -51,7 +51,7 @@ def _as_expected(row: StoredRow | None, seqno: int) -> bool:
 
 
 class MemoryRows:
-    """One process's handle. It reads what it saw at its last sync; not even its own commits are newer (D1)."""
+    """One process's handle. It reads the state of its last sync; not even its own commits are newer."""
 
     def __init__(self, shared: Shared) -> None:
         self._shared = shared

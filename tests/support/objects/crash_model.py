@@ -1,10 +1,9 @@
-"""What a power cut may leave of a recorded run of system calls.
+"""The possible files after a power cut during a recorded run of system calls.
 
-A call has a start and an end in the record. At a cut, a call that ended has happened, one under way
-may have. A file's bytes are safe once an fdatasync of it that started after they were written ended;
-otherwise it may hold any prefix, zeros behind it. A directory entry (link, unlink, mkdir) is safe
-once an fsync of its directory that started after the call ended has itself ended; otherwise it may
-be there or not, each on its own, whatever happened to later ones.
+A call has a start and an end in the record. At a cut, a call that ended has happened; a call in progress may have
+happened. The bytes of a file are safe once an fdatasync of it ended that started after they were written. Otherwise the
+file may have any prefix of them, followed by zeros. A directory entry (link, unlink, mkdir) is safe once an fsync of
+its directory ended that started after the call ended. Otherwise it may exist or not, independent of later ones.
 """
 
 from __future__ import annotations

@@ -1,3 +1,3 @@
-"""What the S3 server of the tests takes."""
+"""Credentials that the S3 server of the tests accepts."""
 
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}

@@ -48,7 +48,9 @@ class World:
         self.portal.call(run())
 
     def merge(self, since: int, name: str = "orders") -> None:
-        """As the keeper does, at once: history ends at `since`, and what was replaced is deleted unless it is held."""
+        """Merge as the maintenance job does, immediately: history ends at `since`, and replaced parts without a
+        hold are deleted.
+        """
 
         async def run() -> None:
             shard = await self.stores.shard(name)
@@ -106,7 +108,7 @@ def on_s3(directory: Path, new_bucket: Callable[[], str]) -> tidemill.Cluster:
 
 
 def make_consensus(url: str) -> None:
-    """As the first node does: connecting makes no cluster."""
+    """Create the cluster as the first node does; connecting does not create one."""
     from tidemill.consensus.factory import open_consensus
 
     async def run() -> None:
@@ -128,7 +130,7 @@ def filled(world: World) -> None:
 
 
 async def until_let_go(world: World) -> list[str]:
-    """The holds, once those that were let go of without waiting are gone."""
+    """Return the holds, once those that were released without waiting are gone."""
     import asyncio
 
     async with asyncio.timeout(DEADLINE_S):

@@ -42,8 +42,8 @@ def record(*fields: str, name: str = "R") -> str:
 
 
 class Faulty:
-    """A metastore whose next commits fail as `faults` say: "before" (Unknown, nothing landed), "after" (Unknown, it
-    landed). Everything else is the real one's."""
+    """A metastore whose next commits fail as `faults` say: "before" (UnknownOutcomeError, nothing landed), "after"
+    (UnknownOutcomeError, it landed). Everything else is the real one's."""
 
     def __init__(self, inner: Metastore) -> None:
         self._inner = inner

@@ -11,7 +11,7 @@ from tidemill.capture.changes import Change, Column, Fragment, Op, Relation
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.definition.definition import Replica, ShapeDefinition, Source
 from tidemill.shapes.live_shape import LiveShape
-from tidemill.shapes.log.log import LogLimits, MemoryLog
+from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
@@ -41,7 +41,9 @@ def row(key: int, name: str | None = "n", is_open: bool = True) -> dict[str, str
 
 
 class Bench:
-    """One shape behind one sink; `commit` delivers a transaction in fragments of the given sizes, evaluated at once."""
+    """One shape behind one sink; `commit` delivers a transaction in fragments of the given sizes, evaluated
+    immediately.
+    """
 
     def __init__(
         self,
@@ -53,7 +55,7 @@ class Bench:
     ) -> None:
         self.sink = ShapeTap(CLOCK, LoopShare(CLOCK))
         definition = ShapeDefinition(Source("table", "main", "public", "t"), where, replica=replica)
-        self.shape = LiveShape("h", definition, b"{}", MemoryLog(LogLimits(log_bytes=log_bytes)))
+        self.shape = LiveShape("h", definition, b"{}", ShapeLog(LogLimits(log_bytes=log_bytes)))
         self.shape.log.seal_base()
         types = {"id": Type("int4"), "name": Type("text"), "open": Type("bool")}
         compiled = compile_where(where, (), types) if where else None
@@ -76,7 +78,7 @@ class Bench:
             pass
 
     def answer(self, *verdicts: bool) -> None:
-        """What PostgreSQL says of the rows that are asked about."""
+        """Answer the pending question as PostgreSQL does for its rows."""
         assert self.consumer.question is not None
         self.consumer.resume_with_verdicts(verdicts)
         self.sink.resume_consumer(self.consumer)

@@ -1,4 +1,4 @@
-"""Many shapes over one table, routed at once."""
+"""Many shapes over one table, routed together."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from support.shapes.consumer import CLOCK, COLUMNS, ENDLESS, NOTHING_SEEN, TABLE
 from tidemill.capture.changes import Fragment
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.live_shape import LiveShape
-from tidemill.shapes.log.log import MemoryLog
+from tidemill.shapes.log.log import ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare
@@ -29,7 +29,7 @@ class Crowd:
         self.consumers: list[TableConsumer] = []
         for number, where in enumerate(filters):
             definition = ShapeDefinition(Source("table", "main", "public", "t"), where)
-            shape = LiveShape(f"h{number}", definition, b"{}", MemoryLog())
+            shape = LiveShape(f"h{number}", definition, b"{}", ShapeLog())
             shape.log.seal_base()
             writer = RowWriter("public", "t", [c.name for c in COLUMNS], ["id"], ["open"])
             consumer = TableConsumer(shape, TABLE, compile_where(where, (), TYPES) if where else None, writer)

@@ -1,4 +1,4 @@
-"""What stands before the shapes of a node: the guard of HTTP, with tokens and rules of its own."""
+"""The HTTP guard in front of a node's shapes, with test tokens and rules."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Guarded:
         await self._consensus.aclose()
 
     async def _topics_of(self, table: str) -> list[str]:
-        """As of a database main with one table."""
+        """Return the topics of a database `main` with one table."""
         try:
             name = parse_table_name(table)
         except InvalidError:

@@ -32,7 +32,7 @@ class RealWorld(ShapeWorld):
     copy_again = True
     copy_again_pause_s = 300.0
     more: Mapping[str, Any] = {}
-    """Of the capture's configuration."""
+    """Further keys of the capture's configuration."""
 
     async def __aenter__(self) -> Self:
         clock, rand = SystemClock(), Rand()

@@ -1,6 +1,6 @@
-"""Serves shapes over shards in a process of its own, to be killed: `CONSENSUS OBJECTS DIRECTORY PORT CLUSTER`.
+"""Serve shapes over shards in a separate process, which a test kills: `CONSENSUS OBJECTS DIRECTORY PORT CLUSTER`.
 
-Whatever the shapes may hold, at most a few bytes of a base are answered at once, so that clients stand in the middle.
+Answers contain at most a few bytes of a base, so that clients are in the middle of it when the process dies.
 """
 
 from __future__ import annotations

@@ -13,8 +13,9 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
+from tidemill.shapes.log.chunks import split_chunk
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.log import LogLimits, split_chunk
+from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.log.log_offset import BEFORE_ALL, LogOffset
 from tidemill.shapes.log.saved_shape import SavedTableShape
 from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, StoredShape
@@ -60,7 +61,9 @@ class Inline(Executor):
 
 
 class FaultyFile(ShapeFile):
-    """`faults`: of the next flushes; "lost" did not happen, "untold" did, and both are told as failed."""
+    """A file whose next flushes fail as `faults` says: "lost" without effect, "untold" after it; both report a
+    failure.
+    """
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)

@@ -61,14 +61,14 @@ class SubsetClient:
 
     @property
     def up_to_dates(self) -> int:
-        """How often the stream has said that it is up to date."""
+        """Return how often the stream reported that it is up to date."""
         return sum("up-to-date" in batch["controls"] for batch in self.batches)
 
     async def gone_on(self, answer: dict[str, Any]) -> None:
-        """The stream, which stands while a snapshot is fetched, went on after this one.
+        """Wait until the stream, which pauses while a snapshot is fetched, has continued after this one.
 
-        The client takes five requests at one offset within half a second for a loop, and begins anew: all it was told
-        comes once more. Whoever asks for the next snapshot before the stream went on from the last makes just that.
+        The client considers five requests at one offset within half a second a loop and starts over, so it gets
+        everything again. A further snapshot that is requested before the stream has continued causes such a loop.
         """
         await until(lambda: self.up_to_dates > answer["up_to_dates"])
 

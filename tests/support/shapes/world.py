@@ -1,8 +1,8 @@
-"""What shape tests share: a database whose changes reach a ShapeService over HTTP, and a small HTTP client.
+"""A database whose changes reach a ShapeService over HTTP, and a small HTTP client, for all shape tests.
 
-The stream is real pgoutput, read from a slot with pg_logical_slot_get_binary_changes and decoded by capture's
-own decoder and converter; only the connection and the collector are left out, so a test can hold the
-stream back (`world.hold()`) and release it at a chosen moment.
+The stream is real pgoutput, read from a slot with pg_logical_slot_get_binary_changes and decoded by capture's decoder
+and converter. Only the connection and the collector are left out, so a test can hold the stream back (`world.hold()`)
+and release it at a chosen moment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the tests of this room share: memory backends, rows, a sequential model, a consensus that loses answers."""
+"""Memory backends, rows, a sequential model, and a consensus that loses answers, for all shard tests."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ def summed(rows: Iterable[Row], as_of: int) -> Counter[tuple[Any, ...]]:
 
 
 class FlakyConsensus(MemoryConsensus):
-    """Appends follow a script of (took effect, told): all four combinations of seed-like lost answers.
+    """A consensus whose appends follow a script of (took effect, answered): all four combinations.
 
-    `appends` counts requests that reached the engine, so a test can say that none did. `interfere` runs between
-    an append that took effect silently and whatever its caller does next.
+    `appends` counts requests that reached the engine, so a test can assert that none did. `interfere` runs between an
+    append that took effect without an answer and the next call of its caller.
     """
 
     def __init__(self, state: MemoryState | None = None) -> None:

@@ -1,7 +1,7 @@
-"""One writer in a process of its own: `CONSENSUS OBJECTS NAME UNTIL MODE`.
+"""One writer in a separate process: `CONSENSUS OBJECTS NAME UNTIL MODE`.
 
-Races every interval [n, n+1) with its equals and prints the ones it won. MODE `race` goes on to the end;
-`hang` stores one part, says so, and waits to be killed before it appends.
+It races other writers for every interval [n, n+1) and prints the ones that it won. MODE `race` continues to the end;
+`hang` stores one part, reports that, and waits to be killed before it appends.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A captured table t under DDL: capture in a process to be killed, pipelines in this one, the command line as it is."""
+"""A captured table t under DDL: capture in a process that tests kill, pipelines in this one, the real command line."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class Ground:
         return eventually(lambda: (row := self.row()) is not None and row.state == "parked" and row)
 
     def command(self, *arguments: str) -> tuple[int, Any]:
-        """Exit code, and the JSON of the last line (None where it is none)."""
+        """Return the exit code and the JSON of the last line (None without one)."""
         done = CliRunner().invoke(build_application(), [*arguments, "-c", str(self._directory / "tidemill.toml")])
         if isinstance(done.exception, TidemillError):
             return 2, str(done.exception)

@@ -21,8 +21,8 @@ from tidemill.spark.session.session import QUICK_JVM
 class Cluster:
     """A master, and a worker that can be killed and started again.
 
-    The worker has a directory of its own, an environment with nothing of ours, and does not see what is in `hidden`
-    (a mount namespace of its own), as if it were another machine.
+    The worker has a separate directory, an environment without this process's variables, and does not see the paths in
+    `hidden` (by a mount namespace), as if it ran on another machine.
     """
 
     def __init__(self, root: Path, hidden: Path) -> None:
@@ -62,7 +62,7 @@ class Cluster:
         self._until(self._worker, lambda: "ALIVE</td>" in "".join(self._page_text().split()))
 
     def kill_worker(self) -> None:
-        """As a machine ends: the worker and its executors at once."""
+        """Kill the worker and its executors together, as a machine failure does."""
         assert self._worker is not None
         _end(self._worker)
 

@@ -18,7 +18,7 @@ from tidemill.spark.types import spark_schema
 
 
 class Frame:
-    """As much of a DataFrame as a derivation asks for."""
+    """The part of a DataFrame that a derivation uses."""
 
     def __init__(self, table: pa.Table) -> None:
         self.table = table

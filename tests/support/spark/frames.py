@@ -47,7 +47,7 @@ def batches(frame: WriteFrame, rows: Sequence[Row], size: int = 3) -> Iterator[p
 def write(
     harbour: Any, frame: WriteFrame, *tasks: Sequence[Row], token: str = "", limits: CommitLimits | None = SMALL
 ) -> int:
-    """As a job of these tasks does; returns the shard's upper."""
+    """Write as a job of these tasks does; return the shard's upper."""
     portal, stores = harbour.portal, harbour.stores
 
     def put(data: bytes) -> str:

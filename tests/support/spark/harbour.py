@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyspark.sql  # noqa: F401  (whole, before two threads of a pipeline import it at once)
+import pyspark.sql  # noqa: F401  (whole, before two threads of a pipeline import it concurrently)
 from msgspec.structs import replace
 
 from tidemill.base.clock import Rand, SystemClock
@@ -47,7 +47,7 @@ class Harbour:
         return row
 
     def produce(self, topic: TopicRow, rows: Sequence[tuple[Any, Any]], partition: int = 0) -> int:
-        """Rows of (key, value): bytes as they are, None, or JSON. Returns the partition's next offset."""
+        """Produce rows of (key, value): bytes unchanged, None, or JSON. Return the partition's next offset."""
 
         async def run() -> int:
             records = [Record(_bytes(k), _bytes(v), (), 0, 0) for k, v in rows]
@@ -88,7 +88,7 @@ class Harbour:
             return 0
 
     def drop_shard(self, name: str) -> None:
-        """As `tidemill table drop` does."""
+        """Drop a shard as `tidemill table drop` does."""
         s = self.stores
         self.portal.call(drop_shard(s.consensus, s.objects, s.metastore, s.clock, s.rand, name))
 
@@ -115,7 +115,7 @@ class Harbour:
         return self.capture_more(name, tables)
 
     def capture_more(self, name: str, tables: dict[str, list[tuple[str, str, int]]]) -> dict[str, TopicRow]:
-        """The capture takes these tables in, or describes them anew on new topics."""
+        """Add these tables to the capture, or describe them again on new topics."""
         catalogue, found = self.stores.catalogue, {}
         for table, described in tables.items():
             topic = f"{name}.{table}"

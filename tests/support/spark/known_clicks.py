@@ -49,7 +49,9 @@ class Clicks:
         self.harbour.portal.call(run())
 
     def merge(self, since: int) -> None:
-        """As the keeper does, at once: history ends at `since`, what was replaced is deleted unless it is held."""
+        """Merge as the maintenance job does, immediately: history ends at `since`, and replaced parts without a
+        hold are deleted.
+        """
 
         async def run() -> None:
             stores = self.harbour.stores

@@ -53,7 +53,7 @@ class ModelShard:
         return True
 
     def contents(self, as_of: int) -> dict[int, int]:
-        """Contents at `as_of`; fails on two live rows of a key or a count other than one (U1)."""
+        """Return the contents at `as_of`; fail on two live rows of a key or a count other than one."""
         counts: dict[tuple[int, int], int] = {}
         for _, _, table in self.log:
             for key, value, time, diff in updates(table):
@@ -99,7 +99,7 @@ class Writer:
 
 
 def oracle(sets: Iterable[Set], as_of: int, truncates: Iterable[Truncate] = ()) -> dict[int, int]:
-    """What a single sequential reader of the whole topic holds at `as_of`."""
+    """Return the contents at `as_of` for a single sequential reader of the whole topic."""
     winners: dict[tuple[int, int], tuple[int, int | None]] = {}
     rows = list(sets)
     keys = {key for key, *_ in rows}

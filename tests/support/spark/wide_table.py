@@ -19,7 +19,7 @@ SCHEMA = ShardSchema(COLUMNS, ("k",))
 
 
 def rows(keys: Any, version: int, time: int, diff: int) -> pa.Table:
-    """Of each key the same row for one version, whoever asks; -1 is the key null."""
+    """Return the row of each key for one version, always the same; -1 is the key null."""
     keys = np.asarray(keys)
     n = len(keys)
     odd = keys % 7 == 0
@@ -46,7 +46,7 @@ def append(harbour: Any, name: str, upper: int, *parts: pa.Table, schema: ShardS
 
 
 def merge(harbour: Any, name: str, since: int) -> None:
-    """As the keeper does: what was written before is one part, encoded as merged parts are."""
+    """Merge as the maintenance job does: earlier updates become one part, encoded as merged parts are."""
 
     async def run() -> None:
         shard = await harbour.stores.shard(name)

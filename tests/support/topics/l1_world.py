@@ -1,4 +1,4 @@
-"""A world whose topics are reconciled when the test says so."""
+"""A world whose topics are reconciled at the times that a test chooses."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class L1World(World):
         return await self.reconciler(node, l0).run_round(topic_id, range(2))
 
     async def move(self, node: LocalTopics, topic_id: str, l0: RangeReader | None = None) -> RoundResult:
-        """A checkpoint and a round, until the logs have taken what it told them."""
+        """Run a checkpoint and a round, until the logs have applied it."""
         await self.checkpoint()
         done = await self.round(node, topic_id, l0)
         await node._commits.drain(30.0)
@@ -80,7 +80,7 @@ class L1World(World):
 
 
 async def produced(node: LocalTopics, topic_id: str, *names: str, partition: int = 0, at_ms: int = 1000) -> None:
-    """A batch of two records for each name, one millisecond after the other; each in an object of its own."""
+    """Produce a batch of two records for each name, one millisecond apart, each in a separate object."""
     for number, name in enumerate(names):
         data = batch(f"{name}a", f"{name}b", timestamp_ms=at_ms + number)
         await node.produce_nowait(topic_id, partition, data)

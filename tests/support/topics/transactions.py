@@ -54,7 +54,9 @@ async def committed(node: LocalTopics, topic_id: str, offset: int = 0, wait_s: f
 
 
 def shown(found: Fetched) -> list[str]:
-    """As a consumer of Kafka's shows it: aborted producers from their first offset to their next marker."""
+    """Return the values that a Kafka consumer shows: aborted producers are hidden from their first offset to
+    their next marker.
+    """
     waiting = list(found.aborted)
     aborted: set[int] = set()
     out: list[str] = []
@@ -70,7 +72,7 @@ def shown(found: Fetched) -> list[str]:
 
 
 async def planned(world: World, topic_id: str) -> list[str]:
-    """What readers of the log are shown, as the Spark source and its like read it."""
+    """Return the values for readers of the log, such as the Spark source."""
     end = await world.reader.last_stable(topic_id, 0)
     refs = await world.reader.plan(topic_id, 0, 0, end)
     piece = Slice("t", topic_id, 0, 0, end, (end,), (1,))

@@ -84,7 +84,7 @@ class World:
         self.consensus = FaultyConsensus()
         self.clock = SystemClock()
         self.rand = Rand(7)
-        # The catalogue has clients of its own: faults, gates and counts here are of the topic room alone.
+        # The catalogue has separate clients: faults, gates and counts here concern the topic room alone.
         quiet = MemoryConsensus(self.clock, self.consensus.state)
         self.metastore = create_metastore(quiet, MemoryObjects(self.clock), self.clock, self.rand)
         self.catalogue = Catalogue(self.metastore, self.clock, self.rand)
@@ -151,7 +151,7 @@ def values_of(batches: Sequence[Buffer]) -> list[tuple[int, str]]:
 
 
 async def read_all(world: World, topic_id: str, partition: int = 0) -> list[tuple[int, str]]:
-    """What the log and the bucket hold, without any node."""
+    """Return the contents of the log and the bucket, without any node."""
     reader = LogPartitionReader(world.consensus, world.objects)
     end = await reader.high_watermark(topic_id, partition)
     return values_of(await reader.read(await reader.plan(topic_id, partition, 0, end)))

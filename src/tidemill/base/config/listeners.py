@@ -66,7 +66,7 @@ class OauthSection(Section):
 
 
 class SigningSection(Section):
-    """Keys of signed URLs, by id; see `shapes.definition.signed_urls.Signing`, created by
+    """Keys of signed URLs, by id; see `shapes.definition.signed_urls.SigningKeys`, created by
     `node.settings_from_config`.
     """
 

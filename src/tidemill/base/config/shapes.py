@@ -55,7 +55,7 @@ class BoundParam(Section):
 
 
 class ShapeSection(Section):
-    """One server-defined shape; see `shapes.definition.server_defined.NamedShape`, created by
+    """One server-defined shape; see `shapes.definition.server_defined.ServerDefinedShape`, created by
     `node.settings_from_config`.
     """
 

@@ -4,10 +4,10 @@ A full collection walks every container. With a gigabyte of shapes and caches it
 and finds next to nothing, since this package's garbage has no cycles. So all survivors of a full collection are frozen
 (`gc.freeze`), and the next one walks only newer containers.
 
-A cycle that dies among frozen containers is found when everything is unfrozen: whenever the number of frozen containers
-has grown by half since the last time, which is checked every `GROWTH_CHECK_EVERY` full collections (so a stable heap is
-never walked, and a growing one ever more rarely), and after `UNFREEZE_EVERY` of them in any case, since few containers
-may hold many bytes.
+A cycle that dies among frozen containers is found when everything is unfrozen. That happens when the number of frozen
+containers has grown by half since the last time, which is checked every `GROWTH_CHECK_EVERY` full collections. So a
+stable heap is never walked, and a growing one less and less often. Because few containers may hold many bytes, it also
+happens after `UNFREEZE_EVERY` full collections.
 """
 
 from __future__ import annotations

@@ -73,9 +73,7 @@ class TransactionBuilder:
         *,
         max_changes: int = FRAGMENT_CHANGES,
         max_bytes: int = FRAGMENT_BYTES,
-        hold_back: bool = True,
     ) -> None:
-        """`hold_back=False` plants electric #3726 (the newest change is not held back), for tests that must find it."""
         if max_changes < 2:
             raise InvalidError(f"a fragment must hold at least two changes: max_changes={max_changes}.")
         self.changes = 0
@@ -88,7 +86,6 @@ class TransactionBuilder:
             self.set_relation(relation)
         self._max_changes = max_changes
         self._max_bytes = max_bytes
-        self._hold_back = hold_back
         self._begin: Begin | None = None
         self._last_commit_lsn = 0
         self._emitted = False
@@ -277,14 +274,7 @@ class TransactionBuilder:
         if self._count < 2 or (self._count <= self._max_changes and self._buffer_bytes <= self._max_bytes):
             return None
         assert self._begin is not None
-        kept: list[ChangePart] = []
-        if self._hold_back:
-            newest = self._buffer.pop()
-            if isinstance(newest, SegmentRows) and len(newest) > 1:
-                before, newest = newest.split_at(newest.end - 1)
-                self._buffer.append(before)
-            kept = [newest]
-            self._buffer_bytes -= self._newest_bytes
+        kept = self._hold_back_newest()
         fragment = Fragment(
             xid=self._begin.xid,
             commit_lsn=self._begin.final_lsn,
@@ -296,8 +286,17 @@ class TransactionBuilder:
             size_bytes=self._buffer_bytes,
         )
         self._emitted = True
-        self._buffer, self._count, self._buffer_bytes = kept, len(kept), self._newest_bytes if kept else 0
+        self._buffer, self._count, self._buffer_bytes = kept, len(kept), self._newest_bytes
         return fragment
+
+    def _hold_back_newest(self) -> list[ChangePart]:
+        """Remove the newest change from the buffer; return the buffer of the next fragment, which begins with it."""
+        newest = self._buffer.pop()
+        if isinstance(newest, SegmentRows) and len(newest) > 1:
+            before, newest = newest.split_at(newest.end - 1)
+            self._buffer.append(before)
+        self._buffer_bytes -= self._newest_bytes
+        return [newest]
 
     def _next_position_in(self, relation: Relation) -> ChangePosition:
         """Return the position of the next change."""

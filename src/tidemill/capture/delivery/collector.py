@@ -72,9 +72,8 @@ class Collector:
         on_keepalive: Callable[[int], None] = lambda _: None,
         on_status: Callable[[], None] = lambda: None,
         queue_changes: int = 20_000,
-        tracker: FlushTracker | None = None,
     ) -> None:
-        self.tracker = tracker or FlushTracker()
+        self.tracker = FlushTracker()
         self.status = status
         self._clock = clock
         self._on_keepalive = on_keepalive

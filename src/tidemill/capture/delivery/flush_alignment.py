@@ -29,11 +29,7 @@ from tidemill.base.lsn import ChangePosition
 class FlushAlignment:
     """State of one consumer between its storage and the tracker. Methods return the position to report, or None."""
 
-    def __init__(self, *, defer: bool = True) -> None:
-        """`defer=False` plants the race of the module docstring (raw notices before the commit), for tests that must
-        find it.
-        """
-        self._defer = defer
+    def __init__(self) -> None:
         self._open_lsn: int | None = None
         self._open_written: ChangePosition | None = None
         self._deferred: ChangePosition | None = None
@@ -70,7 +66,7 @@ class FlushAlignment:
 
     def record_flush(self, position: ChangePosition) -> ChangePosition | None:
         """Note that storage has flushed everything written up to `position`."""
-        if self._defer and self._open_lsn is not None and position.commit_lsn >= self._open_lsn:
+        if self._open_lsn is not None and position.commit_lsn >= self._open_lsn:
             self._deferred = position if self._deferred is None else max(self._deferred, position)
             return None
         return self.align_to_boundary(position)

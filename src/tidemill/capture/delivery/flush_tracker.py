@@ -65,13 +65,11 @@ class FlushTracker:
     is known.
     """
 
-    def __init__(self, *, exact_completion: bool = False) -> None:
-        """`exact_completion` plants the fault of electric #4744 (== instead of ≥), for tests that must find it."""
+    def __init__(self) -> None:
         self.global_flushed = BEFORE_ALL
         self.last_seen = BEFORE_ALL
         self._pending: dict[str, _PendingConsumer] = {}
         self._ordered: list[tuple[int, int, str]] = []
-        self._exact_completion = exact_completion
 
     def commit(self, fragment: Fragment, consumers: Iterable[str], now_ms: int) -> int | None:
         """Register the consumers that received the transaction that `fragment` commits. Raises InvalidError for a
@@ -95,8 +93,7 @@ class FlushTracker:
         entry = self._pending.get(consumer)
         if entry is None:
             return None
-        complete = position == entry.sent if self._exact_completion else position >= entry.sent
-        if complete:
+        if position >= entry.sent:
             del self._pending[consumer]
         elif position > entry.flushed:
             entry.flushed = position

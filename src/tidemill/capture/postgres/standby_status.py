@@ -64,8 +64,7 @@ def encode_status(received: int, flushed: int, now_ms: int, *, ask: bool = False
 class ReplicationStatus:
     """The table of the module docstring as an object. `start` is the slot's confirmed position, inclusive."""
 
-    def __init__(self, start: int, *, recompute_at_commit: bool = True) -> None:
-        """`recompute_at_commit=False` plants electric #4731, for tests that must find it."""
+    def __init__(self, start: int) -> None:
         self.received = start
         self.flushed = start
         self.confirmed = start
@@ -77,7 +76,6 @@ class ReplicationStatus:
         """Limit of the position that is reported as flushed, while a table is copied concurrently with the stream."""
         self.bound: int | None = None
         """Second limit, the position of the newest binding. None = nothing is bound."""
-        self._recompute_at_commit = recompute_at_commit
 
     @property
     def reported_flush(self) -> int:
@@ -88,8 +86,7 @@ class ReplicationStatus:
         """Note that every sink has received the transaction (not: has flushed it)."""
         self.received = max(self.received, commit_lsn)
         self.last_seen_txn = max(self.last_seen_txn, commit_lsn)
-        if self._recompute_at_commit:
-            self._recompute_up_to_date()
+        self._recompute_up_to_date()
 
     def record_keepalive(self, wal_end: int, *, inside_txn: bool) -> None:
         if inside_txn:

@@ -96,7 +96,7 @@ FIRST_LOCK_ATTEMPTS = 3
 async def prepare_session(context: SetUpContext) -> PreparedSession:
     """Prepare a session: decide which tables continue, which start over, and which are new.
 
-    Raises InvalidError (nothing can be captured, or a privilege is missing), SlotLost, SqlError, UnavailableError.
+    Raises InvalidError (nothing can be captured, or a privilege is missing), SlotLostError, SqlError, UnavailableError.
     """
     row = await context.own.read()
     if row is not None and row.system_id != context.facts.system_id:

@@ -25,7 +25,7 @@ TABLES_PER_QUERY = 200
 async def find_continuing_streams(
     control: ControlConnection, config: CaptureConfig, desk: TableStates, prepared: PreparedSession
 ) -> dict[int, frozenset[str]]:
-    """Return the unaffected columns of followed tables, as Following.begin does, for a prepared session."""
+    """Return the unaffected columns of followed tables for a prepared session, see `FollowedTables.begin_session`."""
     following = desk.following
     rows = [*desk.rows.values()]
     published: dict[int, tuple[int, ...]] = {}

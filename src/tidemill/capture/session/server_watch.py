@@ -142,8 +142,8 @@ async def watch_slot(
     on_state: Callable[[SlotState, Blocker | None], None],
     idle: Callable[[], bool],
 ) -> None:
-    """Report the slot periodically: retained WAL, the session that pins it, WAL end. Raises SlotLost as soon as the
-    slot is lost.
+    """Report the slot periodically: retained WAL, the session that pins it, WAL end. Raises SlotLostError as soon as
+    the slot is lost.
     """
     while True:
         state = check_slot(config, await control.run(lambda wire: read_slot_state(wire, config.slot)))

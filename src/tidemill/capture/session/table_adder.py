@@ -303,8 +303,8 @@ class TableAdder:
         return row is not None and row.aside is not None and bool(row.aside.ends)
 
     async def _append_side_topic(self, name: str) -> bool:
-        """Append the side topic until the next session can append the little that is left (side_topic.join_ended).
-        Returns False if the table's copy was abandoned in the meantime.
+        """Append the side topic until the next session can append the little that is left
+        (`side_topic.join_completed_copies`). Returns False if the table's copy was abandoned in the meantime.
         """
         row = self._desk.rows[name]
         topic = await self._catalogue.get(TopicRow, row.topic)

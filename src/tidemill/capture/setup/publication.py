@@ -10,9 +10,9 @@ does not get it.
 
 Invariant (wait for writers): a lock is acquired first and waits for writers that began before the table was published,
 because their rows would be in neither snapshot nor stream (electric #4773). It is immediately the strongest lock that
-is needed: ACCESS EXCLUSIVE if an identity is altered, otherwise SHARE. A session that has SHARE and waits for more is
-in a deadlock with each transaction that has read the table and now wants to write it, and PostgreSQL ends that one
-immediately, however short our wait is. A fixed order, and ADD before ALTER, prevent deadlocks of two configurators.
+is needed: ACCESS EXCLUSIVE if an identity is altered, otherwise SHARE. A session that upgrades from SHARE deadlocks
+with each transaction that has read the table and now wants to write it. PostgreSQL ends that transaction immediately,
+however short our wait is. A fixed order, and ADD before ALTER, prevent deadlocks of two configurators.
 
 Writers of a table that is already published are waited for as well when the table is copied (`settle`), but without a
 lock, which a read-only role cannot acquire. An administrator may have published the table recently. In a re-snapshot, a

@@ -27,7 +27,7 @@ SELECT DISTINCT n.nspname, c.relname, has_schema_privilege(n.oid, 'USAGE'), has_
    AND NOT (has_schema_privilege(n.oid, 'USAGE') AND has_table_privilege(c.oid, 'SELECT'))
  ORDER BY 1, 2
 """
-"""Partitions that the role may not read directly, as it has to for a new one (table_discovery.came_with_rows)."""
+"""Partitions that the role may not read directly, as it has to for a new one (`find_rows_before_attachment`)."""
 
 _PARTIAL_IDENTITIES_SQL = """
 SELECT DISTINCT n.nspname, c.relname

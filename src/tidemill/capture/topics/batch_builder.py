@@ -5,7 +5,7 @@ record   length │ 0 │ time delta │ offset delta │ key length, key, value
                                                   └─ a range's middles (columnar_encoder.py) ──┘
 event                                             └ its middles ─┘                head, tail (debezium_json.py)
 headers  tm.pos = <commit_lsn>_<ordinal>   tm.op   tm.xid   tm.version, from the second description of the table on
-         (a record that was encoded alone may have more: topic_writer.py)
+         (a record that was encoded alone may have more: record_writer.py)
 
 Invariant (same bytes): a batch has the same bytes and is cut at the same records, whichever way its records were
 encoded.

@@ -2,8 +2,8 @@
 once.
 
 While few rounds are in flight, a new one is sent at the end of the current turn of the event loop, but a small one not
-before GAP_S after the last; records that arrive in between wait and are sent together. A round is durable when it and
-all rounds before it are.
+before MIN_ROUND_GAP_S after the last; records that arrive in between wait and are sent together. A round is durable
+when it and all rounds before it are.
 
 If a batch fails, the later ones in its partition fail too. Its partition writer is repaired: wait until nothing of it
 is in flight, check what the log contains after all, and send the rest again with the same sequences
@@ -88,12 +88,12 @@ class BatchSender:
 
     # synchronous calls ----------------------------------------------------------------------------
     def add(self, lane: PartitionWriter, record: Record) -> None:
-        """Queue the record that `lane.take` has just assigned an offset to."""
+        """Queue the record that `lane.assign_offset` has just assigned an offset to."""
         self._open_bytes += lane.add(record) + RECORD_MEMORY_BYTES
         self._dirty[lane] = None
 
     def add_rows(self, lane: PartitionWriter, rows: RowRange) -> None:
-        """Queue rows that `lane.take_rows` has just assigned offsets to."""
+        """Queue rows that `lane.assign_offsets` has just assigned offsets to."""
         self._open_bytes += lane.add_rows(rows) + ROW_MEMORY_BYTES * len(rows)
         self._dirty[lane] = None
 

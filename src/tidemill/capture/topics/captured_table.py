@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
+from tidemill.base.errors import InvalidError
 from tidemill.base.limits import KAFKA_REQUEST_BYTES
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.capture.changes import LSN_NEVER, Fragment, Relation
@@ -106,6 +107,17 @@ class CapturedTable:
 
     def partition_of(self, key: bytes) -> PartitionWriter:
         return self.lanes[zlib.crc32(key) % len(self.lanes)] if len(self.lanes) > 1 else self.lanes[0]
+
+    def check_size(self, key: bytes, value: bytes) -> None:
+        """Raise InvalidError if a record of this key and value would be larger than MAX_ROW_BYTES."""
+        if len(key) + len(value) > MAX_ROW_BYTES:
+            of_avro = self.source is not None and self.source.schemas
+            said = key[:200].hex() if of_avro else key[:200].decode(errors="replace")
+            raise InvalidError(
+                f"a row is too large for a record: table={self.name} key={said} bytes={len(key) + len(value)}"
+                f" limit={MAX_ROW_BYTES}.",
+                fix="Shorten it, then re-snapshot the table.",
+            )
 
     def needs_no_writing(self, fragment: Fragment) -> bool:
         """Return whether the transaction needs no writing: it is already bound, part of the table's snapshot, or at or

@@ -15,7 +15,7 @@ import typer
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, ProgressBars, open_stores, print_json
 from tidemill.cli.table.show import Name, format_time
-from tidemill.shards.read.time_parsing import LATEST, as_of_ms
+from tidemill.shards.read.holds import LATEST, as_of_ms
 
 if TYPE_CHECKING:
     from tidemill.shards.api import ShardSchema

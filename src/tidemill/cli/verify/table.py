@@ -77,7 +77,7 @@ async def verify_captured(
     async with open_source_point(dsn, [name for name, _ in tables], nonce) as point:
         binding = await wait_for_marked_binding(remap, nonce, before.time_ms if before else -1)
         if not point.lsns[0] <= binding.lsn <= point.lsns[1]:
-            # While the snapshot of a table is being joined to the stream, capture carries markers on to where it ends.
+            # While a copied table joins the stream, capture moves markers to the position at which the copy ends.
             raise UnavailableError(
                 f"capture bound the marker at another commit: remap={remap.name} lsn={Lsn(binding.lsn)}.",
                 fix="Verify again once the capture's snapshot is done.",

@@ -1,7 +1,7 @@
 """Verification of tables by their source in the catalogue: a captured table, a topic, or a function of other tables.
 
 A captured table may have dead letters. A poisoned row is neither present nor equal: it is counted separately and named.
-A later repair shows by its key being in the shard again, so an old dead letter explains only a row that is missing.
+After a later repair the key is in the shard again, so an old dead letter explains only a missing row.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class StatusBoard:
             return None
 
     async def reports_or_raise(self, trouble: Callable[[], str]) -> list[StatusReport]:
-        """Return `reports` within LOOK_S, for a caller that must answer in time.
+        """Return `reports` within READ_TIMEOUT_S, for a caller that must answer in time.
 
         Raises UnavailableError with `trouble()`, or with the fact that consensus does not answer.
         """

@@ -45,7 +45,7 @@ _KEY_BYTES_MAX: Final = 900
 
 
 class NodeAddress(Protocol):
-    """One live node as `topics.leadership` lists it."""
+    """One live node as the cluster view lists it."""
 
     @property
     def name(self) -> str: ...

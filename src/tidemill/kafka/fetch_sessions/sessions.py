@@ -9,10 +9,10 @@
 Invariant (owner): a session belongs to one principal at one host, with topics by name or by id, not both. For other
 clients it does not exist.
 
-Invariant (bounded): there are at most `count_max` sessions, and their memory, estimated per session and partition, is
-at most `bytes_max`. A new session evicts sessions in this order: those unused for EVICT_AFTER_S, longest unused first,
-then those that were created that long ago and are smaller than it, smallest first. If that is not enough, the client
-continues without a session. A session that outgrows its room ends.
+Invariant (bounded): there are at most `fetch_sessions_max` sessions, and their memory, estimated per session and
+partition, is at most `fetch_sessions_bytes_max`. A new session evicts sessions in this order: those unused for
+EVICT_AFTER_S, longest unused first, then those that were created that long ago and are smaller than it, smallest first.
+If that is not enough, the client continues without a session. A session that outgrows its room ends.
 
 Invariant (one request at a time): another request of a session whose request is still running gets
 INVALID_FETCH_SESSION_EPOCH. Its client has abandoned the first request and creates a new session.

@@ -80,7 +80,7 @@ async def topics_view(
 ) -> TopicView:
     """Return the topics as this node sees them, refreshed if one of `names` is missing.
 
-    Raises what `Subscribable.seen` raises.
+    Raises the errors of `context.subscribable.topics_view`.
     """
 
     def patterns() -> set[str]:

@@ -2,8 +2,8 @@
 
 A rejected connection is accepted and closed immediately: in the backlog it would only delay the next one.
 
-Kafka clients may use only a share of the files that this process may open (`base.descriptors`), because the sequencer,
-the bucket and HTTP need theirs.
+Kafka clients may use only a share of the files that this process may open (`base.runtime.file_descriptors`), because
+the sequencer, the bucket and HTTP need theirs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Security of a listener, and the identity of a client that connects through it.
 
     plaintext        every client, as User:ANONYMOUS
-    ssl              clients that complete TLS; with a certificate, as the principal that `tls.principal_rules` derive
+    ssl              clients that complete TLS; with a certificate, as the principal by `principals.principal_rules`
     sasl_plaintext   clients that authenticate by one of the listener's mechanisms
     sasl_ssl         the same within TLS; the principal is the mechanism's, not the certificate's
 

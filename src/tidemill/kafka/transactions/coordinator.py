@@ -191,7 +191,7 @@ class TransactionCoordinator:
     async def confirm(
         self, within: ProduceTransaction, producer_id: int, epoch: int, topic_id: str, partition: int
     ) -> None:
-        """Confirm that a batch may be written: the `topics.api.Confirm` of this coordinator."""
+        """Confirm that a batch may be written: the `topics.api.ConfirmTransaction` of this coordinator."""
         if within.adds:
             code = await self._add_written((within.transactional_id, producer_id, epoch), topic_id, partition)
         else:

@@ -193,7 +193,7 @@ def _check_batch(data: memoryview, where: str, byte: int) -> int:
 
 
 async def _check_concurrently(items: Iterable[T], check: Callable[[T], Awaitable[None]]) -> None:
-    """Check all items, AT_ONCE at a time."""
+    """Check all items, CONCURRENT_READS at a time."""
     left = iter(items)
 
     async def some() -> None:

@@ -1,4 +1,4 @@
-"""The job `bindings`: truncate the log of a source's bindings behind everything that still reads it.
+"""The job `bindings`: truncate the log of a source's bindings below the least time that a reader needs.
 
     reader              reads from
     a pipeline's table  its since: every time at which it can be read has its binding, and it continues from its upper
@@ -12,10 +12,9 @@ forgets few at a time.
 A shard that retains a source's bindings for PINNED_MS longer than the history is reported under
 `keeper:bindings:SOURCE`, with the number of bindings and the way to release them: a pipeline that was stopped for good
 is no longer in the status reports, and would retain them silently. The age of the oldest binding that the shard has not
-passed counts, not the distance between two bindings: a source that was idle for a day and then is not is retained by no
-shard.
+passed counts, not the distance between two bindings, which is large after an idle day of the source.
 
-A source with bindings to forget is visited soon after it changed, and ever more seldom while it does not. A source
+A source with bindings to forget is visited soon after it changed, and less and less often while it does not. A source
 without any is visited only when it changed: an idle topic costs nothing.
 """
 
@@ -47,7 +46,7 @@ PINNED_MS = 3_600_000
 """Time beyond the history after which retained bindings are reported. A process that is gone is shown as blind for
 as long; from then on only this report mentions it."""
 STALLED_AFTER_MS = 300_000
-"""Time after which a shard that needs one and the same time counts as stuck. A moving since is seen here after a
+"""Time after which a shard that still needs the same time counts as stuck. A moving since is seen here after a
 visit of the shard, a checkpoint and a manifest, so a pipeline that catches up has minutes for them."""
 
 

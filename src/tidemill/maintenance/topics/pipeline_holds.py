@@ -27,7 +27,7 @@ from tidemill.shards.state.state_machine import shard_replica
 
 
 class PipelineHolds:
-    """Holds of pipelines; implements `topics.retention.Holds`."""
+    """Holds of pipelines; implements `topics.lifecycle.retention.RetentionHolds`."""
 
     def __init__(
         self, consensus: Consensus, catalogue: Catalogue, persisted: RestoreHorizon, clock: Clock, rand: Rand

@@ -1,7 +1,6 @@
 """Checkpoint and restore of the metastore.
 
-    consensus state ─► checkpoint.py ─► rows ─► files in the bucket ─► restore_source.py ─► restore.py ─► empty
-    consensus
+    consensus ─► checkpoint.py ─► rows ─► bucket ─► restore_source.py ─► restore.py ─► empty consensus
 
 Owns rows and domains. Logs of topics and shards are restored by their own packages.
 """

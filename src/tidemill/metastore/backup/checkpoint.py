@@ -74,8 +74,8 @@ class Stage(Protocol):
         ...
 
     async def gather(self) -> dict[str, Unit]:
-        """Return the changes since the stored rows, as of some moment during this call, by thing. Raises Unavailable,
-        ClosedError."""
+        """Return the changes since the stored rows, as of some moment during this call, by thing. Raises
+        UnavailableError, ClosedError."""
         ...
 
     unreadable: dict[str, TidemillError]
@@ -152,8 +152,9 @@ class Checkpointer:
     async def round(self) -> int:
         """Gather and write; return the number of rows written.
 
-        Raises FencedError if another process took over the checkpoint, Unavailable, Unknown: the next round then starts
-        from the stored rows. The error of a log that cannot be read is raised after all other rows were written.
+        Raises FencedError if another process took over the checkpoint, UnavailableError, UnknownOutcomeError: the next
+        round then starts from the stored rows. The error of a log that cannot be read is raised after all other rows
+        were written.
         """
         self._late = set()
         try:

@@ -124,7 +124,7 @@ async def has_claimed_bucket(consensus: Consensus, objects: ObjectStore) -> bool
 async def claim_for_restore(consensus: Consensus, objects: ObjectStore, clock: Clock) -> Cluster:
     """Claim the bucket: the remains of the old cluster stop, and every other restore of this bucket fails. Idempotent.
 
-    Raises Replaced if another restore was first, Unavailable, UnknownOutcomeError.
+    Raises ClusterReplacedError if another restore was first, UnavailableError, UnknownOutcomeError.
     """
     cluster, _ = await _read_existing_cluster(consensus)
     await claim_bucket(objects, clock, cluster)

@@ -68,7 +68,7 @@ async def find_source(
     `cluster_key`: likewise.
 
     Raises MissingError (no cluster in the bucket, or a chosen object does not exist), CorruptError naming the damaged
-    object, InvalidError (a newer format, or a chosen key that is not a manifest of this cluster), Unavailable.
+    object, InvalidError (a newer format, or a chosen key that is not a manifest of this cluster), UnavailableError.
     """
     found = await (
         cluster_manifest.load_manifest(objects, cluster_key)
@@ -153,7 +153,10 @@ async def _signs_of(objects: ObjectStore, incarnation: int) -> AsyncIterator[str
 
 
 class BucketRows:
-    """Rows of a source, read from the bucket. Reads raise MissingError, CorruptError, InvalidError, Unavailable."""
+    """Rows of a source, read from the bucket.
+
+    Reads raise MissingError, CorruptError, InvalidError, UnavailableError.
+    """
 
     def __init__(self, databases: Sequence[Database]) -> None:
         self._databases = list(databases)

@@ -78,7 +78,7 @@ class Checker:
         """Time of the oldest completed checkpoint over all domains; 0 = never."""
 
     async def run(self) -> None:
-        """Check everything. Raises Unavailable; every other problem is a finding."""
+        """Check everything. Raises UnavailableError; every other problem is a finding."""
         await self._check_tags()
         await self._check_topics()
         await self._check_partitions()

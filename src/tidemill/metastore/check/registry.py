@@ -26,7 +26,7 @@ class RegistryRowReader(Protocol):
 
 
 async def check_registry(each: RegistryRowReader, findings: Findings) -> None:
-    """Check the registry's rows. Raises Unavailable; every other problem is a finding."""
+    """Check the registry's rows. Raises UnavailableError; every other problem is a finding."""
     digests: dict[int, str] = {}
     referring: set[tuple[str, int, int]] = set()
     async for schema in each(SCHEMAS):

@@ -25,14 +25,14 @@ class UnreadableRecordError(Exception):
     """The log contains a record that this version cannot decode.
 
     Deliberately not a TidemillError, which would reject the record: a process that skipped a record which others
-    applied would have a different state. The state log stops at the record and reports Corrupt from then on.
+    applied would have a different state. The state log stops at the record and reports CorruptError from then on.
     """
 
 
 def apply(state: DomainState, data: bytes, position: int, term: int) -> DomainState:
     """Apply the update in `data`, the record at `position` and `term`; return the same, changed object.
 
-    Raises ConflictError or Invalid, having changed nothing; UnreadableRecordError if the bytes are not an update.
+    Raises ConflictError or InvalidError, having changed nothing; UnreadableRecordError if the bytes are not an update.
     """
     try:
         command = decode_command(data)

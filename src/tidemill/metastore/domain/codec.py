@@ -1,6 +1,6 @@
 """Encoding of a domain's log records and rollups: msgpack arrays, positional, with append-only tags.
 
-    record   = [tag, field…]                 one update; unknown tags are Corrupt, extra fields are ignored
+    record   = [tag, field…]                 one update; unknown tags are corrupt, extra fields are ignored
       1 set uuid    [1, domain_uuid]
       2 write       [2, domain_uuid, [key…], [value…]]     as many keys as values; "" as a value deletes
       3 persist     [3, domain_uuid, manifest]

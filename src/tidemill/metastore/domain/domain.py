@@ -60,7 +60,7 @@ FAILURE_CONFIRMED_AFTER_S = 2.0
 
 
 class Domain(DomainReads):
-    """One domain. Created by `factory`. Every method may raise UnavailableError, ClosedError, Corrupt."""
+    """One domain. Created by `factory`. Every method may raise UnavailableError, ClosedError, CorruptError."""
 
     def __init__(self, context: DomainContext, own_earlier_life: Callable[[str], bool]) -> None:
         self.marks = context.tracker
@@ -183,9 +183,9 @@ class Domain(DomainReads):
         """Write all rows (an empty value deletes) if every expected key has the given seqno (0 = no live row).
 
         Returns the batch's seqno. Concurrent commits of different keys may share one seqno; of a key that occurs twice
-        the last row counts. Raises Conflict(current={expected key: Row | None}, or None if that is too large to be sent
-        to this process); if leadership ended during the commit, Fenced (it did not happen: retry) or Unknown (it may
-        have happened); Unavailable; Invalid.
+        the last row counts. Raises ConflictError(current={expected key: Row | None}, or None if that is too large to be
+        sent to this process); if leadership ended during the commit, FencedError (it did not happen: retry) or
+        UnknownOutcomeError (it may have happened); UnavailableError; InvalidError.
         """
         leader = self._leader
         if leader is not None and not leader.has_ended:
@@ -213,8 +213,8 @@ class Domain(DomainReads):
         """Let this empty domain continue from a manifest of its bucket, or start without rows; return when it is
         reopened.
 
-        Raises Conflict if the domain holds rows; Unavailable if this process does not become the leader; Unknown if the
-        domain was reset but this process could not reopen it.
+        Raises ConflictError if the domain holds rows; UnavailableError if this process does not become the leader;
+        UnknownOutcomeError if the domain was reset but this process could not reopen it.
         """
         if manifest is not None and manifest.domain_uuid != domain_uuid:
             raise InvalidError(
@@ -233,7 +233,7 @@ class Domain(DomainReads):
         try:
             await self.wait_until_leading(timeout_s)
         except UnavailableError as error:
-            # The reset is done, so Unavailable would be wrong. If another process opened the domain, all is well.
+            # The reset is done, so UnavailableError would be wrong. If another process opened the domain, all is well.
             if self.failed is not None:
                 raise UnknownOutcomeError(
                     f"the domain was reset but could not be opened: domain={self.name} uuid={domain_uuid} "

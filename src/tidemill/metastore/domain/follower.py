@@ -37,7 +37,7 @@ class Follower:
 
     async def advance(self, *, reopen: bool = True) -> Database | None:
         """Bring the database up to the replica's state; return it. Returns None while the domain has no uuid, or if it
-        was released and `reopen` is False. Raises Unavailable, Corrupt, Missing, Invalid.
+        was released and `reopen` is False. Raises UnavailableError, CorruptError, MissingError, InvalidError.
         """
         async with self._lock:
             state = self._log.state

@@ -67,7 +67,7 @@ class Leader:
     @classmethod
     async def open(cls, context: DomainContext, log: StateLog[DomainState], term: int) -> Leader:
         """Open the database as the log describes it when this term fences it. Raises FencedError (a newer term exists),
-        UnavailableError, UnknownOutcomeError, Corrupt, InvalidError (a newer format)."""
+        UnavailableError, UnknownOutcomeError, CorruptError, InvalidError (a newer format)."""
         state = await log.lead(term)
         if not state.domain_uuid:
             await _assign_uuid(context, log)

@@ -43,7 +43,7 @@ class Barrier:
         self._tasks = Tasks(on_failure)
 
     async def wait(self) -> None:
-        """Wait for a round. Raises what the round raised, to each of its callers; Closed."""
+        """Wait for a round. Raises what the round raised, to each of its callers; ClosedError."""
         if self._closed is not None:
             raise self._closed
         if self._joinable is None:
@@ -122,7 +122,7 @@ class DomainReads:
         return await self._read(lambda database: database.get_many(keys), [None] * len(keys))
 
     async def change_stamp(self, first: bytes) -> object:
-        """Return a change stamp, see `api.Rows`."""
+        """Return a change stamp, see `api.DomainRows`."""
         database = await self._serving_database()
         return None if database is None else database.change_stamp(first)
 
@@ -131,7 +131,7 @@ class DomainReads:
     ) -> AsyncIterator[Chunk]:
         """Yield chunks of live rows in [lower, upper), all from one snapshot.
 
-        Raises Unavailable if leadership changed, or a file was deleted, after the first chunk.
+        Raises UnavailableError if leadership changed, or a file was deleted, after the first chunk.
         """
         given, met = False, None
         for _ in range(READ_ATTEMPTS):

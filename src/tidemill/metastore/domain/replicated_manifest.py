@@ -26,8 +26,8 @@ ANY_EPOCH = 10**20 - 1
 
 
 def read_manifest(state: DomainState, domain_uuid: str, max_epoch: int) -> Manifest | None:
-    """Return the replicated manifest. Raises FencedError if the domain's uuid changed or a newer epoch exists; Corrupt;
-    Invalid."""
+    """Return the replicated manifest. Raises FencedError if the domain's uuid changed or a newer epoch exists;
+    CorruptError; InvalidError."""
     if state.domain_uuid != domain_uuid:
         raise FencedError(
             f"the domain's uuid changed: opened={domain_uuid} current={state.domain_uuid}.",
@@ -56,7 +56,7 @@ class ReplicatedManifests:
     """The leader's manifest storage, for one opening of the database in one term.
 
     `persisted()` is called after every manifest that the log accepted. `failed(error)` is called after one that it did
-    not accept, unless it certainly never got there (Unavailable): the leader must stop then.
+    not accept, unless it certainly never got there (UnavailableError): the leader must stop then.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ class DomainSettings(msgspec.Struct, frozen=True):
     """Timeout of one attempt to persist."""
 
     request_timeout_s: float = 30.0
-    """A commit through the request log that gets no reply ends with Unknown after this time."""
+    """A commit through the request log that gets no reply ends with UnknownOutcomeError after this time."""
 
     follow_pause_s: float = 0.05
     """Minimum pause between a follower's reads of the log; `sync` does not wait for it."""

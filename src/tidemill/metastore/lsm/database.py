@@ -11,7 +11,7 @@ A database is opened in one of three modes:
     read_only    files only; `refresh` switches to a newer manifest
     follower     read-only files, and batches from the replicated log on top of them; never flushes
 
-After Unknown or Fenced from a manifest write, and after `aclose`, every call raises.
+After UnknownOutcomeError or FencedError from a manifest write, and after `aclose`, every call raises.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class DatabaseContext:
 class Database:
     """One database, bound to one event loop. Created by `open`.
 
-    Reads raise Missing, Corrupt, InvalidError (a file of a newer format) and Unavailable; after the database has ended
-    Closed, Unknown or Fenced.
+    Reads raise MissingError, CorruptError, InvalidError (a file of a newer format) and UnavailableError; after the
+    database has ended ClosedError, UnknownOutcomeError or FencedError.
     """
 
     def __init__(
@@ -322,8 +322,8 @@ class Database:
     async def commit_edit(self, edit: Edit, installed: Callable[[], None] | None = None) -> None:
         """Write a manifest with this edit, swap the version and call `installed` in one step, after earlier commits.
 
-        Continues if the caller is cancelled. Raises Conflict if the edit no longer fits; Unavailable and what else
-        `Manifests.write` raises; after Unknown and Fenced the database has ended.
+        Continues if the caller is cancelled. Raises ConflictError if the edit no longer fits; UnavailableError and what
+        else `Manifests.write` raises; after UnknownOutcomeError and FencedError the database has ended.
         """
         self._check_writable()
         committing = self._tasks.spawn(self._commit(edit, installed), name="metastore manifest")
@@ -380,7 +380,9 @@ class Database:
 
     @property
     def end_reason(self) -> TidemillError | None:
-        """Reason why every call raises: Closed, Unknown or Fenced; None while the database is open."""
+        """Reason why every call raises: ClosedError, UnknownOutcomeError or FencedError; None while the database is
+        open.
+        """
         return self._ended
 
     def check_open(self) -> None:

@@ -48,7 +48,10 @@ class SstFiles:
         return f"{self._sst}{file.epoch:020d}-{file.number:012d}-{file.nonce}.sst"
 
     async def put(self, name: FileMeta | FileName, data: Buffer | Sequence[Buffer]) -> None:
-        """Store a file; it is durable on return. Raises Conflict if the name exists, Unavailable, Unknown."""
+        """Store a file; it is durable on return.
+
+        Raises ConflictError if the name exists, UnavailableError, UnknownOutcomeError.
+        """
         await self.objects.put(self.key(name), data)
 
     async def read(self, file: FileMeta, start: int, end: int) -> bytes:

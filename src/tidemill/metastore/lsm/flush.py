@@ -43,8 +43,8 @@ class Flusher:
     # callers ---------------------------------------------------------------------------------------
 
     async def flush(self, timeout_s: float | None) -> None:
-        """Wait until everything applied before the call is persisted. Raises the error of a failed flush; Unavailable
-        after `timeout_s` seconds.
+        """Wait until everything applied before the call is persisted. Raises the error of a failed flush;
+        UnavailableError after `timeout_s` seconds.
         """
         target = self._database.max_applied_seqno
         if self._database.max_persisted_seqno >= target:

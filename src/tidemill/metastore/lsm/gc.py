@@ -129,8 +129,8 @@ class GarbageCollector:
     ) -> CollectionResult:
         """Run one round. `may_go_on` is checked before every delete: a broken database deletes nothing more.
 
-        Raises Corrupt or Invalid if a retained manifest cannot be read: then the needed files are unknown and nothing
-        is deleted. Unavailable if the bucket cannot be listed; Closed if `may_go_on` ended it.
+        Raises CorruptError or InvalidError if a retained manifest cannot be read: then the needed files are unknown and
+        nothing is deleted. UnavailableError if the bucket cannot be listed; ClosedError if `may_go_on` ended it.
         """
         async with self._lock:
             done = await self._run_round(roots(), may_go_on)

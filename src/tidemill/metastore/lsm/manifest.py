@@ -63,7 +63,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, name: str = "") -> Manifest:
-    """Decode a manifest. `name` is for messages only. Raises CorruptError; Invalid if its format is newer than
+    """Decode a manifest. `name` is for messages only. Raises CorruptError; InvalidError if its format is newer than
     supported."""
     where = f"manifest={name or 'unnamed'} size_bytes={len(data)}"
     if len(data) < _HEAD_BYTES + _CRC_BYTES or not data.startswith(MAGIC):

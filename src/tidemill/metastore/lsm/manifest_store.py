@@ -24,21 +24,25 @@ from tidemill.objects.store import ObjectStore
 _NAME = re.compile(r"(\d{20})-(\d{20})-([0-9a-zA-Z]+)")
 
 _SINGLE_WRITER_NONCE = "alone"
-"""Nonce of manifests that `write` stores: one name per (epoch, number), so that one of two writers gets Conflict."""
+"""Nonce of manifests that `write` stores: one name per (epoch, number), so that one of two writers gets ConflictError.
+"""
 
 
 class Manifests(Protocol):
     """Manifest persistence of one domain."""
 
     async def read(self, max_epoch: int) -> Manifest | None:
-        """Return the newest manifest whose epoch is at most `max_epoch`, or None. Raises CorruptError, Unavailable."""
+        """Return the newest manifest whose epoch is at most `max_epoch`, or None.
+
+        Raises CorruptError, UnavailableError.
+        """
         ...
 
     async def write(self, manifest: Manifest) -> None:
         """Make the manifest the newest one, atomically.
 
         Raises FencedError if a newer epoch has written, ConflictError if it was rejected for another reason,
-        Unavailable, Unknown (the database is broken then).
+        UnavailableError, UnknownOutcomeError (the database is broken then).
         """
         ...
 
@@ -65,7 +69,10 @@ class BucketManifests:
         self._folder = f"{prefix}manifest/"
 
     async def upload(self, manifest: Manifest) -> str:
-        """Upload under a new name; return the key, which is durable then. Raises Unavailable, Unknown."""
+        """Upload under a new name; return the key, which is durable then.
+
+        Raises UnavailableError, UnknownOutcomeError.
+        """
         return await self._put(manifest, self._rand.nonce())
 
     async def list(self) -> AsyncIterator[ManifestName]:
@@ -109,13 +116,13 @@ class BucketManifests:
         await self._objects.delete(key)
 
     async def read(self, max_epoch: int) -> Manifest | None:
-        """Read as the protocol defines. If the newest manifest is damaged, raises Corrupt; never falls back to an older
-        one."""
+        """Read as the protocol defines. If the newest manifest is damaged, raises CorruptError; never falls back to
+        an older one."""
         name = await self.newest(max_epoch)
         return None if name is None else await self.load(name.key)
 
     async def write(self, manifest: Manifest) -> None:
-        """Write as the protocol defines, for one writer. Fenced and Conflict carry the stored manifest."""
+        """Write as the protocol defines, for one writer. FencedError and ConflictError carry the stored manifest."""
         newest = await self.newest(_ANY_EPOCH)
         current = None if newest is None else await self.load(newest.key)
         if current is not None:

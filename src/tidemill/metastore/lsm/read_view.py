@@ -45,7 +45,7 @@ class Row(NamedTuple):
 
 class View:
     """View of the database. `layers` are newest first. Asynchronous reads pin the version, so that its files are not
-    deleted after a compaction. They raise Missing, Corrupt, Invalid (newer format), Unavailable.
+    deleted after a compaction. They raise MissingError, CorruptError, InvalidError (newer format), UnavailableError.
     """
 
     __slots__ = ("_deep", "_dicts", "_entries", "_level0", "_versions", "layers", "tables", "version")

@@ -49,7 +49,10 @@ class Scan:
         return self
 
     async def __anext__(self) -> Rows:
-        """Return the next chunk. Raises Missing, Corrupt, Invalid, Unavailable; after an error the scan has ended."""
+        """Return the next chunk.
+
+        Raises MissingError, CorruptError, InvalidError, UnavailableError; after an error the scan has ended.
+        """
         runs = self._runs
         if not runs:
             raise StopAsyncIteration

@@ -65,7 +65,10 @@ def encode_footer(footer: Footer) -> bytes:
 
 
 def decode_footer(data: bytes, end: int, name: str) -> Footer:
-    """Decode the footer from the last bytes of a file of size `end`. Raises Corrupt; Invalid for a newer format."""
+    """Decode the footer from the last bytes of a file of size `end`.
+
+    Raises CorruptError; InvalidError for a newer format.
+    """
     if len(data) < _TAIL.size:
         raise corrupt_error(name, "footer", end - len(data), f"it ends after {len(data)} bytes")
     size, found, magic, stored = _TAIL.unpack_from(data, len(data) - _TAIL.size)
@@ -295,7 +298,7 @@ class TableMeta:
 def decode_meta(data: bytes, file: FileMeta, name: str) -> TableMeta:
     """Decode filter, index and footer from the bytes [meta_start, size_bytes) of the file.
 
-    Raises Corrupt, naming section and offset; Invalid if the file's format is newer than this program's.
+    Raises CorruptError, naming section and offset; InvalidError if the file's format is newer than this program's.
     """
     footer = decode_footer(data, file.meta_start + len(data), name)
     filter_start, index_start, footer_start, blocks, rows, min_seqno, max_seqno = footer

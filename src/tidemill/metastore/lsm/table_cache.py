@@ -52,8 +52,8 @@ class TableCache:
         return found
 
     async def meta(self, file: FileMeta) -> TableMeta:
-        """Return filter and index, by one ranged read. Raises Missing, CorruptError, Unavailable, Invalid (newer
-        format)."""
+        """Return filter and index, by one ranged read. Raises MissingError, CorruptError, UnavailableError,
+        InvalidError (newer format)."""
         while True:
             found = self.cached_meta(file)
             if found is not None:

@@ -51,7 +51,7 @@ class VersionSet:
         self.manifest = manifest
         self.current = Version(manifest.levels or ((),), manifest.last_seqno) if manifest else EMPTY_VERSION
         self.halted: TidemillError | None = None
-        """Set once, after Unknown or Fenced. Then nothing is written or collected any more."""
+        """Set once, after UnknownOutcomeError or FencedError. Then nothing is written or collected any more."""
 
     # pins --------------------------------------------------------------------------------------------
 
@@ -106,8 +106,8 @@ class VersionSet:
     async def commit(self, edit: Edit, installed: Callable[[], None]) -> None:
         """Write the manifest with `edit`, then swap the version and call `installed` in one step.
 
-        Must not be cancelled unless the database is being closed: the caller shields it. Raises Conflict if the edit
-        does not fit the newest version, and what `Manifests.write` raises.
+        Must not be cancelled unless the database is being closed: the caller shields it. Raises ConflictError if the
+        edit does not fit the newest version, and what `Manifests.write` raises.
         """
         async with self._lock:
             if self.halted is not None:

@@ -3,8 +3,8 @@
 - Failing: a capture has neither streamed nor copied for NEVER_WORKED_LIMIT_S, or for LOST_LIMIT_S if it worked
   since this node acquired it. The node stops offering it, even while it holds it, and hands it over once another node
   offers it.
-- Handed over: the node does not offer the capture for FIRST_PAUSE_S, and twice as long each time, at most LONGEST_S.
-  It still takes a free capture that no other node takes (balancer.py).
+- Handed over: the node does not offer the capture for FIRST_PAUSE_S, and twice as long each time, at most
+  LONGEST_PAUSE_S. It still takes a free capture that no other node takes (balancer.py).
 - Working: all of that is forgotten.
 
 Nodes learn from each other's offers who can run a capture. A capture that this node cannot run and another node can is

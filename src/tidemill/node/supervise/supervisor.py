@@ -3,7 +3,7 @@
 A child is a unit of failure: it ends alone. Its last words are reported under its stages (`pipeline:NAME`,
 `node:NAME`), with an age that survives its restarts, until it has run steadily again. A child that exits with code 2
 has printed in one sentence what is wrong with its configuration: it is paused, and tried again when its file changes or
-after PARKED_PAUSE_S.
+after CONFIGURATION_RETRY_S.
 
 Two events end everything: a node that refuses its configuration before it ever ran, because nothing works yet, and a
 child that exits with code 5, because the bucket now belongs to another cluster.

@@ -193,7 +193,7 @@ def _checked_strings(value: Any, what: str) -> Sequence[str]:
 
 
 def _canonical(node: Any, space: str, normalize: bool, bare: Set[str]) -> Any:
-    """Return the canonical form of a node. `bare` is that of `_Builder`."""
+    """Return the canonical form of a node. `bare` is that of `_AvroModelBuilder`."""
     if isinstance(node, list):
         return [_canonical(branch, space, normalize, bare) for branch in node]
     if isinstance(node, str):

@@ -24,7 +24,7 @@ from tidemill.shapes.where import Type, Where, WhereError, combine, compile_wher
 if TYPE_CHECKING:
     from tidemill.shapes.definition.subset import Subset, SubsetMetadata, SubsetRequest, SubsetScope
     from tidemill.shapes.live_shape import LiveShape
-    from tidemill.shapes.response_memory import ResponseMemory
+    from tidemill.shapes.log.chunks import ResponseMemory
 
 SHARD_SCHEMA = "shard"
 """Schema in keys and definitions of shapes over shards: stored in shape logs, and part of handles and signatures."""

@@ -18,7 +18,7 @@ import msgspec
 
 from tidemill.shapes.definition.planner import MAX_PARAMS, FieldError
 from tidemill.shapes.where import Ordering, Type, Where, WhereError, combined_sql, compile_order_by, compile_where
-from tidemill.shapes.where.sql_printer import identifier
+from tidemill.shapes.where.sql_tree import identifier
 
 
 class SubsetRequest(msgspec.Struct, frozen=True):

@@ -35,7 +35,8 @@ SELECT a.attname::text,
             ELSE 'simple' END AS folding,
        (SELECT relkind = 'p' FROM pg_class WHERE oid = a.attrelid) AS partitioned,
        (SELECT array_agg(enumlabel::text ORDER BY enumsortorder)
-        FROM pg_enum WHERE enumtypid = coalesce(et.oid, bt.oid)) AS labels
+        FROM pg_enum WHERE enumtypid = coalesce(et.oid, bt.oid)) AS labels,
+       CASE WHEN c.collname <> 'default' THEN a.attcollation::regcollation::text ELSE '' END AS collation
 FROM pg_attribute a
 JOIN pg_type t ON t.oid = a.atttypid
 JOIN pg_type bt ON bt.oid = CASE WHEN t.typtype = 'd' THEN t.typbasetype ELSE t.oid END
@@ -56,7 +57,8 @@ _INTERVAL_FIELDS = (("YEAR", 2), ("MONTH", 1), ("DAY", 3), ("HOUR", 10), ("MINUT
 
 
 class ColumnInfo(msgspec.Struct, frozen=True):
-    """One row of DESCRIBE_SQL. `partitioned`: whether its table is. `labels`: those of an enum, in order."""
+    """One row of DESCRIBE_SQL. `partitioned`: whether its table is. `labels`: those of an enum, in order. `collation`:
+    as in Type."""
 
     name: str
     type_name: str
@@ -69,13 +71,15 @@ class ColumnInfo(msgspec.Struct, frozen=True):
     folding: Folding = "simple"
     partitioned: bool = False
     labels: list[str] | None = None
+    collation: str = ""
 
     @property
     def where_type(self) -> Type:
         if not self.deterministic:
             return Type(f"{self.type_name} with a nondeterministic collation", self.dimensions > 0)
         name = "enum" if self.type_kind == "e" else self.type_name
-        return Type(name, self.dimensions > 0, self.ordered, self.folding, tuple(self.labels or ()))
+        labels = tuple(self.labels or ())
+        return Type(name, self.dimensions > 0, self.ordered, self.folding, labels, collation=self.collation)
 
 
 class TableColumns(msgspec.Struct, frozen=True):

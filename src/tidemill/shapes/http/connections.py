@@ -50,8 +50,8 @@ _log = structlog.get_logger()
 
 
 class DisconnectWatcher:
-    """Watches for a disconnect: in `async with Disconnect(request) as d`, `d.future` is done and `d.happened` is true
-    after it."""
+    """Watches for a disconnect: in `async with DisconnectWatcher(request) as d`, `d.future` is done and
+    `d.has_happened` is true after it."""
 
     def __init__(self, request: Request) -> None:
         self._request = request

@@ -36,8 +36,8 @@ from tidemill import __version__
 from tidemill.base.clock import Clock, Rand
 from tidemill.shapes.http.params import ShapeParams
 from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.chunks import SEPARATOR
 from tidemill.shapes.log.items import MUST_REFETCH
-from tidemill.shapes.log.log import SEPARATOR
 from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.settings import CacheAges, ShapeSettings
 

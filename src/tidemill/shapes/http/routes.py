@@ -43,11 +43,10 @@ from tidemill.shapes.http.responses import (
 )
 from tidemill.shapes.http.subset_params import MAX_BODY_BYTES
 from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.chunks import Chunk, ResponseMemory
 from tidemill.shapes.log.items import up_to_date_item
-from tidemill.shapes.log.log import Chunk
 from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.memory_budget import OverBudgetError
-from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.service import ShapeService
 
 _log = structlog.get_logger()
@@ -107,7 +106,7 @@ class _HandlerApp:
         return given if _REQUEST_ID.fullmatch(given) else f"{self._rand.below(1 << 64):016x}"
 
 
-_RESOURCES_KEY = "tidemill.shapes.response_memory"
+_RESOURCES_KEY = "tidemill.shapes.resources"
 _CHUNK_KEY = "tidemill.shapes.chunk"
 """Keeps the chunk of a response referenced, and so counted as memory, until its last byte is sent."""
 _HEADER_NAMES = re.compile(r"[A-Za-z0-9-]+( *, *[A-Za-z0-9-]+){0,63}")

@@ -18,8 +18,8 @@ from tidemill.shapes.definition.permissions import Grant
 from tidemill.shapes.http.params import ShapeParams
 from tidemill.shapes.http.responses import PIECE_BYTES, STALL_TIMEOUT_S, StalledReaderError, build_shape_headers
 from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.chunks import split_chunk
 from tidemill.shapes.log.items import up_to_date_item
-from tidemill.shapes.log.log import split_chunk
 from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.memory_budget import OverBudgetError
 from tidemill.shapes.service import ShapeService

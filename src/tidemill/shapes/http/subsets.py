@@ -28,8 +28,8 @@ from tidemill.shapes.http.connections import DisconnectWatcher, wait_any
 from tidemill.shapes.http.params import BadRequestError, ShapeParams
 from tidemill.shapes.http.responses import BASE_HEADERS, ItemsResponse, must_refetch
 from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.chunks import ResponseMemory
 from tidemill.shapes.log.log_offset import LogOffset
-from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.service import ShapeService
 
 MARK_LIMIT = 1 << 31

@@ -1,7 +1,7 @@
-"""Schedules the flushes of the shape logs of one captured database, and reports the positions that are durable.
+"""Schedule the flushes of the shape logs of one captured database, and report the durable positions.
 
     changed ─┐                       ┌── thread ──┐
-    recorded ─┼► due ─ FLUSH_S or    │  one       │   logs: cool, mark_saved
+    recorded ─┼► due ─ FLUSH_S or    │  one       │   logs: mark_saved
     ended ───┘        FLUSH_BYTES ──►│ transaction│──► durable(position)
                                      └────────────┘
 
@@ -15,10 +15,10 @@ of changes belongs to the tap, which provides `position` and receives `durable`.
 - Invariant (row with its items): only a shape with a row exists after a restart, and its row is written together with
   everything that its readers were shown.
 - Invariant (named files are complete): a file whose name is in the capture's row is complete, except for what the
-  stream repeats. So a file that cannot be written for PATIENCE_S is abandoned before anything is confirmed without it:
-  `name` writes a name into the row that no file has. Shapes are still served from memory. When the disk works again,
-  the file gets a new name with a flush that contains everything, while commits wait for it again, and the row gets that
-  name afterwards.
+  stream repeats. So a file that cannot be written for ABANDON_AFTER_S is abandoned before anything is confirmed without
+  it: `name` writes a name into the row that no file has. Shapes are still served from memory. When the disk works
+  again, the file gets a new name with a flush that contains everything, while commits wait for it again, and the row
+  gets that name afterwards.
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.base.status.status import StatusTracker
+from tidemill.shapes.log.chunks import ReadLease
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.log import LogLimits, ReadLease
+from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, StoredItem, StoredShape
 from tidemill.shapes.memory_budget import Budget, reserve_in_all
@@ -375,7 +376,6 @@ class ShapeStore:
     @staticmethod
     def _shape_write(log: DiskLog, taken: _FlushQueue) -> ShapeWrite:
         chunks, items = log.unsaved()
-        made = [StoredItem(item.offset.tx, item.offset.op, item.json) for item in items]
         row = taken.records.get(log)
         if row is not None:
             # Items that were visible before the row was due are in an earlier flush.
@@ -383,7 +383,7 @@ class ShapeStore:
             row = StoredShape(
                 row.id, row.handle, row.record, row.snapshot, row.chunks, end, row.base_bytes, log.log_bytes,
             )  # fmt: skip
-        return ShapeWrite(log.key, chunks, made, log.log_bytes, row)
+        return ShapeWrite(log.key, chunks, items, log.log_bytes, row)
 
     def _requeue(self, taken: _FlushQueue) -> None:
         known = self._known

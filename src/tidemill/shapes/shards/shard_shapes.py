@@ -32,15 +32,15 @@ from tidemill.shapes.definition.planner import (
 )
 from tidemill.shapes.definition.subset import SubsetMetadata, SubsetRequest, SubsetScope
 from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.chunks import ResponseMemory
 from tidemill.shapes.log.disk_log import DiskLog
-from tidemill.shapes.log.log import LogLimits, LogStorage, MemoryLog
+from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.log.saved_shape import SavedShardShape
 from tidemill.shapes.log.sqlite_file import StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget, OverBudgetError
-from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.shards.feed import ShardFeed, read_contents, shard_schema_json, shard_where_types
 from tidemill.shapes.shards.subsets import SubsetRowReader
 from tidemill.shapes.where import Where
@@ -98,9 +98,9 @@ class ShardShapes:
         self._store = store
         self._restored = store is None
 
-    def log(self, limits: LogLimits, budget: Budget) -> LogStorage:
+    def log(self, limits: LogLimits, budget: Budget) -> ShapeLog:
         """Create the log of a new shape."""
-        return MemoryLog(limits, budget) if self._store is None else self._store.create_log()
+        return ShapeLog(limits, budget) if self._store is None else self._store.create_log()
 
     def save_progress(self) -> None:
         """Store the progress of each shape with the next flush."""

@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from tidemill.base.errors import InvalidError
 from tidemill.shapes.definition.planner import FieldError
 from tidemill.shapes.definition.subset import Subset
+from tidemill.shapes.log.chunks import ResponseMemory
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
 from tidemill.shapes.memory_budget import Budget
-from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.shards.pg_text import table_rows
 from tidemill.shapes.where import EvaluationError, Where
 

@@ -1,7 +1,7 @@
 """Shapes over captured tables, stage 2: turns changes into log items.
 
     capture ─► capture_tap ─► filter_index (candidate shapes) ─► table_consumer ─► log
-    initial_snapshot ─► snapshot_filter: initial rows joined to the stream
+    initial_snapshot: initial rows, joined to the stream
     backlog: what is not evaluated yet;  restore: shapes of an earlier run
 
 Owns evaluation and its limits. Does not own logs or HTTP.

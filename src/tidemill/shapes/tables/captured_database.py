@@ -204,8 +204,9 @@ class CapturedDatabase:
             return look.columns
 
     async def reread_columns(self, connection: Connection, oid: int, now_s: float) -> TableColumns | None:
-        """Return the catalog entry of a table, read again at most every LOOK_S. None if the table is not captured.
-        Raises TableReplacedError.
+        """Return the catalog entry of a table, read again at most every CATALOG_INTERVAL_S.
+
+        Return None if the table is not captured. Raises TableReplacedError.
 
         Used when PostgreSQL has to evaluate a row: an enum may have new labels while its relation is unchanged.
         """

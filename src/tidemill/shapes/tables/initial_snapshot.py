@@ -40,9 +40,9 @@ from tidemill.shapes.definition.planner import Compiler, SubsetReader
 from tidemill.shapes.definition.subset import SubsetMetadata, SubsetRequest, SubsetScope, build_subset_sql
 from tidemill.shapes.definition.table_columns import DESCRIBE_SQL, ColumnInfo, TableColumns, build_table_columns
 from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.chunks import ResponseMemory
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
-from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.where import Where
 
 if TYPE_CHECKING:
@@ -77,6 +77,34 @@ class TransientTableError(UnavailableError):
 
 class TableReplacedError(TransientTableError):
     """The name refers to another table than the captured one, or to none. The capture will detect this."""
+
+
+class SnapshotFilter:
+    """Decides for each transaction, in commit order, whether to apply it to a shape, or to skip it because the initial
+    rows contain it. `snapshot` has its LSN. The visibility rule itself is in `capture/postgres/pg_snapshot.py`; this
+    class decides until when to apply it.
+
+    A transaction with xid ≥ xmax may be streamed before one that the snapshot sees: of two that commit at the same
+    time, the first one in the WAL need not be the first to become visible. But nothing that the snapshot sees is at or
+    after the end of the WAL at that time. From that LSN on nothing is skipped. The LSN decides even if the shape was
+    quiet until the next xid is outside the 2³¹ window in which xids can be compared.
+
+    `passed` is valid within one session and never stored. After a restart the stream begins at an earlier position. It
+    repeats transactions that the snapshot contains and that left no item in the log of the shape.
+    """
+
+    def __init__(self, snapshot: PgSnapshot) -> None:
+        self._snapshot = snapshot
+        self.passed = False
+        """True if all further transactions are later than the snapshot."""
+
+    def admits(self, xid: int, commit_lsn: int) -> bool:
+        if self.passed:
+            return True
+        if commit_lsn >= self._snapshot.lsn:
+            self.passed = True
+            return True
+        return not self._snapshot.is_visible(xid)
 
 
 class PostgresSource:
@@ -152,7 +180,7 @@ class PostgresSource:
 
     @asynccontextmanager
     async def evaluation_connection(self) -> AsyncIterator[psycopg.AsyncConnection[tuple[object, ...]]]:
-        """Open a connection for `judge`. Raises UnavailableError or InvalidError, also for queries on the
+        """Open a connection for `remote_evaluation`. Raises UnavailableError or InvalidError, also for queries on the
         connection."""
         async with self._connection(self._questions) as connection:
             yield connection

@@ -35,8 +35,8 @@ from tidemill.shapes.log.row_writer import Headers, RowWriter
 from tidemill.shapes.loop_share import Turn
 from tidemill.shapes.memory_budget import OverBudgetError
 from tidemill.shapes.tables.backlog import InboxEntry, Transaction
+from tidemill.shapes.tables.initial_snapshot import SnapshotFilter
 from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, Verdict, WhereWithVerdicts
-from tidemill.shapes.tables.snapshot_filter import SnapshotFilter
 from tidemill.shapes.where import Equality, EvaluationError, Where
 
 
@@ -321,11 +321,13 @@ class TableConsumer:
             self._where = where
 
     def _add_waiting_item(self, current: _Delivery, item: LogItem) -> None:
-        try:
-            self.shape.log.budget.reserve(item.size_bytes)
-        except OverBudgetError as error:
-            self.shape.drop(str(error))
-            return
+        while True:
+            try:
+                self.shape.log.budget.reserve(item.size_bytes)
+                break
+            except OverBudgetError as error:
+                if not self.shape.make_room(error):
+                    return
         self.pending_bytes += item.size_bytes
         if current.items is None:
             current.items = deque()

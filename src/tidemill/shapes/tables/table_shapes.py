@@ -31,14 +31,14 @@ from tidemill.shapes.definition.planner import (
 from tidemill.shapes.definition.subset import SubsetMetadata, SubsetRequest
 from tidemill.shapes.definition.table_columns import TableColumns
 from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log.chunks import ResponseMemory
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.items import snapshot_end_item
-from tidemill.shapes.log.log import LogLimits, LogStorage, MemoryLog
+from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.saved_shape import SavedTableShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget
-from tidemill.shapes.response_memory import ResponseMemory
 from tidemill.shapes.tables.backlog import BacklogLimits
 from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.captured_database import CapturedDatabase, Relations, TableFinder, needs_old_rows
@@ -116,10 +116,10 @@ class TableShapes:
         self._databases[name] = CapturedDatabase(dsn, relations, sink, store, seeker)
         return sink
 
-    def log(self, database: str, limits: LogLimits, budget: Budget) -> LogStorage:
+    def log(self, database: str, limits: LogLimits, budget: Budget) -> ShapeLog:
         """Create the log of a new shape of this database."""
         store = self._databases[database].store
-        return MemoryLog(limits, budget) if store is None else store.create_log()
+        return ShapeLog(limits, budget) if store is None else store.create_log()
 
     def suspend_database(self, name: str) -> None:
         """Treat the database as not captured for now, as if its capture were starting."""

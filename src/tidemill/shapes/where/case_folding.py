@@ -13,8 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
-from tidemill.shapes.where.expressions import Expression
-from tidemill.shapes.where.types import Folding, WhereError
+from tidemill.shapes.where.collations import undecided_error
+from tidemill.shapes.where.types import Folding
 
 _DOTLESS = "i"
 """Lower case of İ, the only letter whose lower case has several characters: the i without the dot above."""
@@ -74,18 +74,5 @@ def upper_function(folding: Folding, location: str) -> Callable[[str], str]:
 
 def _require_decided(folding: Folding, location: str) -> Folding:
     if folding == "undecided":
-        raise WhereError(
-            f"{location}these texts have different collations.", fix='Write COLLATE "C" after one of them.'
-        )
+        raise undecided_error(location)
     return folding
-
-
-def common_folding(*operands: Expression) -> Folding:
-    """Return the folding of several operands together.
-
-    An explicit collation takes precedence over those of columns, and these over the database's, which constants have.
-    "undecided" if columns differ. PostgreSQL rejects that too, unless one of the columns has the database's collation.
-    """
-    some = [each for each in operands if each.collated] or [each for each in operands if not each.constant]
-    found = {each.type.folding for each in some if each.type.name in ("text", "bpchar")}
-    return "simple" if not found else found.pop() if len(found) == 1 else "undecided"

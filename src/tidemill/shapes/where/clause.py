@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shapes.where.expressions import BOOL, Evaluate, Expression, Row, fewest_values
-from tidemill.shapes.where.parser import parse_clause
+from tidemill.shapes.where.sql_tree import parse_clause
 from tidemill.shapes.where.types import EvaluationError, Value
 
 WHERE_PREFIX = "SELECT 1 WHERE "
@@ -37,7 +37,7 @@ class Where:
     given     values of the $n as the client numbers them
     columns   names of the columns that it reads
     equality  a condition on one column without which no row matches, if the clause has one; see `Equality`
-    may_fail  evaluation may fail on a row (a division, an overflow, a cast, two collations), which would reveal
+    may_fail  evaluation may fail on a row (a division, an overflow, a cast), which would reveal
               something of the row
     """
 

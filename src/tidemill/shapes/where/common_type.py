@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tidemill.shapes.where import casts
-from tidemill.shapes.where.case_folding import common_folding
+from tidemill.shapes.where.collations import with_common_collation
 from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, resolve_unknown, strict
 from tidemill.shapes.where.types import MOMENTS, NAME_BYTES, NUMBERS, Type, WhereError, truncate
 
@@ -63,10 +63,7 @@ def find_common_type(parts: Sequence[Expression]) -> Type | None:
                 chosen = type_
     if chosen is None:
         chosen = TEXT
-    typed = [part for part in parts if part.type != UNKNOWN]
-    ordered = all(part.type.ordered for part in typed)
-    collated = any(part.collated for part in typed)
-    return msgspec.structs.replace(chosen, ordered=ordered or collated, folding=common_folding(*parts))
+    return with_common_collation(chosen, *parts)
 
 
 def convert_to_common_type(parts: Sequence[Expression], what: str, location: str) -> tuple[Type, list[Expression]]:

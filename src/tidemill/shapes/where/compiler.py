@@ -23,6 +23,7 @@ import msgspec
 from tidemill.base.pgtypes.text import INTEGER_DIGITS, INTEGERS, read_numeric
 from tidemill.shapes.where import casts, operators
 from tidemill.shapes.where.clause import WHERE_PREFIX, Where
+from tidemill.shapes.where.collations import with_common_collation, without_strength
 from tidemill.shapes.where.common_type import convert_to_common_type
 from tidemill.shapes.where.expressions import (
     BOOL,
@@ -46,8 +47,7 @@ from tidemill.shapes.where.functions import (
     numeric_functions,
     strings,
 )
-from tidemill.shapes.where.parser import compile_guarded, parse_clause
-from tidemill.shapes.where.sql_printer import print_sql
+from tidemill.shapes.where.sql_tree import compile_guarded, parse_clause, print_sql
 from tidemill.shapes.where.types import (
     CHAR_BYTES,
     TRUNCATED_BYTES,
@@ -220,7 +220,7 @@ class TreeCompiler:
             raise WhereError(f"{_location(node)}collations are not supported by type {operand.type}")
         if operand.type.most_bytes == CHAR_BYTES:
             raise WhereError(f'{_location(node)}collations are not supported by type "char"')
-        type_ = msgspec.structs.replace(operand.type, ordered=True, folding="ascii")
+        type_ = msgspec.structs.replace(operand.type, ordered=True, folding="ascii", collation=f'"{name}"')
         return Expression(type_, operand.evaluate, constant=operand.constant, collated=True)
 
     def _visit_bool_expr(self, node: Any, depth: int) -> Expression:
@@ -266,7 +266,9 @@ class TreeCompiler:
 
     def _visit_case_expr(self, node: Any, depth: int) -> Expression:
         location = _location(node)
-        asked = resolve_unknown(self.visit(node.arg, depth), TEXT, location) if node.HasField("arg") else None
+        asked = None
+        if node.HasField("arg"):
+            asked = without_strength(resolve_unknown(self.visit(node.arg, depth), TEXT, location))
         conditions: list[Evaluate] = []
         for when in node.args:
             found = self.visit(when.case_when.expr, depth)
@@ -398,10 +400,12 @@ for _room in (strings, numeric_functions, datetimes, array_functions):
 
 def _array_expression(type_: Type, items: Sequence[Expression]) -> Expression:
     tests = [item.evaluate for item in items]
-    array = type_.with_name(type_.name, array=True)
+    array = with_common_collation(type_.with_name(type_.name, array=True), *items)
+    collated = any(item.collated for item in items)
     if all(item.constant for item in items):
-        return constant(array, [test({}) for test in tests])
-    return Expression(array, lambda row: [test(row) for test in tests])
+        values = [test({}) for test in tests]
+        return Expression(array, lambda row: values, constant=True, collated=collated)
+    return Expression(array, lambda row: [test(row) for test in tests], collated=collated)
 
 
 def _location(node: Any) -> str:

@@ -40,7 +40,7 @@ class Expression(msgspec.Struct, frozen=True):
     literal    text of an unresolved literal, for type unknown
     constant   evaluate does not depend on the row
     column     name, if this is a bare column reference
-    collated   has an explicit COLLATE "C"
+    collated   has an explicit COLLATE
     equality   for conditions: a necessary condition on one column, if there is one
     """
 

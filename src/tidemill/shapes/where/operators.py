@@ -13,6 +13,7 @@ from decimal import Decimal
 
 from tidemill.base.pgtypes.intervals import interval_span
 from tidemill.base.pgtypes.text import DAY_US, INTEGERS
+from tidemill.shapes.where.collations import decided_collation
 from tidemill.shapes.where.common_type import coerce, find_common_type
 from tidemill.shapes.where.expressions import (
     BOOL,
@@ -143,13 +144,17 @@ def comparator(name: str, left: Expression, right: Expression, location: str) ->
     """Return the function that compares two non-NULL values of unified sides."""
     function = COMPARISONS[name]
     kind = left.type.name
+    collation = decided_collation(left, right, location=location)
     if left.type.array:
         same = array_comparison.array_equality(kind)
         return same if name == "=" else lambda a, b: not same(a, b)
     if kind == "enum" and name not in _EQUALITIES:
         return _by_label(function, left.type.labels or right.type.labels)
-    if kind in TEXTS and name not in _EQUALITIES:
-        _check_order(name, left, right, location)
+    if kind in TEXTS and name not in _EQUALITIES and not collation.ordered:
+        raise WhereError(
+            f"{location}ordering text depends on the collation of the database: operator={name}.",
+            fix='Write COLLATE "C" after one side.',
+        )
     if kind in ("float4", "float8", "numeric"):
         return _with_nan(function)
     if kind == "interval":
@@ -167,19 +172,6 @@ def _by_label(function: Callable[[Value, Value], bool], labels: tuple[str, ...])
             raise EvaluationError(f"the enum had no such label when the clause was compiled: {error}") from error
 
     return call
-
-
-def _check_order(name: str, left: Expression, right: Expression, location: str) -> None:
-    """Check that text can be ordered. A constant takes the order of the column that it is compared with; two constants
-    have the database's collation."""
-    if left.collated or right.collated:
-        return
-    sides = [side for side in (left, right) if not side.constant]
-    if not sides or not all(side.type.ordered for side in sides):
-        raise WhereError(
-            f"{location}ordering text depends on the collation of the database: operator={name}.",
-            fix='Write COLLATE "C" after one side.',
-        )
 
 
 def _with_nan(function: Callable[[Value, Value], bool]) -> Callable[[Value, Value], bool]:
@@ -214,7 +206,7 @@ def compile_quantified(name: str, left: Expression, right: Expression, every: bo
     right = resolve_unknown(right, left.type.with_name(left.type.name, array=True), location)
     if not right.type.array:
         raise WhereError(f"{location}op ANY/ALL (array) requires array on right side")
-    probe = Expression(right.type.element, lambda element: element)
+    probe = Expression(right.type.element, lambda element: element, constant=right.constant, collated=right.collated)
     unified_left, unified_right = unify_operands(name, left, probe, location)
     test = comparator(name, unified_left, unified_right, location)
     lift = unified_right.evaluate
@@ -313,11 +305,15 @@ def compile_in(left: Expression, items: Sequence[Expression], fixed: Sequence[bo
     """
     together = [item for item, reads_none in zip(items, fixed, strict=True) if reads_none]
     common = find_common_type([left, *together]) if len(together) > 1 else None
+    if together:
+        decided_collation(left, *together, location=location)
     pairs: list[tuple[Expression, Expression]] = []
     for item, reads_none in zip(items, fixed, strict=True):
         if common is not None and not common.array and reads_none:
             item = coerce(item, common, location)
         pairs.append(unify_operands("=", left, item, location))
+        if not reads_none:
+            decided_collation(left, item, location=location)
     values = [right.evaluate({}) for _, right in pairs if right.constant]
     first = pairs[0][0]
     alike = all(a.type.name == first.type.name and _hashes_alike(a.type.name, b.type.name) for a, b in pairs)

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidemill.shapes.where.clause import evaluate_checked
+from tidemill.shapes.where.collations import decided_collation
 from tidemill.shapes.where.compiler import TreeCompiler, table_qualifiers
 from tidemill.shapes.where.expressions import Expression, Row, column
 from tidemill.shapes.where.operators import comparator
-from tidemill.shapes.where.parser import compile_guarded, parse_clause
-from tidemill.shapes.where.sql_printer import identifier, print_sql
+from tidemill.shapes.where.sql_tree import compile_guarded, identifier, parse_clause, print_sql
 from tidemill.shapes.where.types import Type, Value, WhereError
 
 ORDER_BY_PREFIX = "SELECT 1 ORDER BY "
@@ -100,6 +100,7 @@ def _compile(text: str, columns: Mapping[str, Type], schema: str, table: str) ->
             expression = compiler.visit(sort.node, 0)
             if not compiler.used_columns:
                 raise WhereError("each item of an order by list must read a column.")
+            decided_collation(expression)
             used |= compiler.used_columns
             printed = print_sql(sort.node)
             keys.append(_sort_key(expression, sort))

@@ -54,6 +54,7 @@ class Type(msgspec.Struct, frozen=True):
     labels      enum only: its labels in order, if known
     varying     text only: the type is varchar, which ignores padding when compared with character
     most_bytes  text only: the type is name or "char", and longer text is truncated when read
+    collation   text only: the collation's name, "" = the database's own (collations.py)
     """
 
     name: str
@@ -63,6 +64,7 @@ class Type(msgspec.Struct, frozen=True):
     labels: tuple[str, ...] = ()
     varying: bool = False
     most_bytes: int = 0
+    collation: str = ""
 
     def __str__(self) -> str:
         return DISPLAY.get(self.name, self.name) + ("[]" if self.array else "")

@@ -6,7 +6,7 @@ assumptions:
     newest   the newest update of each key decides. Only for shards with a key whose updates are ±1 and complete from
              the beginning. Returns None if something is off (a hash shared by two keys, a sum other than 0 or 1).
     cancel   an insertion and a later retraction of the same row cancel. After that, the only row of its hash, or a
-             retraction before an insertion of another row, is already a sum. All other rows are summed by `general`.
+             retraction before an insertion of another row, is already a sum. The third way sums all other rows.
     general  Arrow's group-by over whole rows
 
 Rows are equal bit by bit: NaN equals NaN, 0.0 differs from -0.0, null equals null.

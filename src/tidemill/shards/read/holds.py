@@ -1,4 +1,5 @@
-"""Leased holds: renewed while they are used, and expired soon after their owner died.
+"""The time of a read, and the leased hold that keeps it readable: renewed while it is used, and expired soon after its
+owner died.
 
     a short read            no hold: replaced objects stay readable for the delay of garbage collection
     `hold_during`               one long read at one time (verify, an export, a large snapshot): hold, then choose
@@ -14,12 +15,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
+from numbers import Integral
 from typing import Protocol
 
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import TidemillError, UnavailableError, UnknownOutcomeError
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.shards.api import HistoryLostError
 from tidemill.shards.state.state import ShardState
@@ -32,7 +35,39 @@ HOLD_ABOVE_BYTES = 16 << 20
 
 RELEASE_TIMEOUT_S = 2.0
 
+LATEST = "latest"
+
 log = structlog.get_logger()
+
+
+def as_of_ms(value: str | int | datetime | None) -> int | None:
+    """Parse a time as people write it: ms (also numpy's integers), ISO 8601 text or a datetime (UTC without a zone).
+
+    Returns None, which means the newest, for `latest` and None. Fractions of a ms are truncated. Raises InvalidError.
+    """
+    if value is None or (isinstance(value, str) and value.strip().lower() == LATEST):
+        return None
+    if isinstance(value, bool) or not isinstance(value, Integral | str | datetime):
+        raise InvalidError(
+            f"as_of is not a time: as_of={value!r}.",
+            fix="Use ms since 1970 as an integer, ISO 8601 text or a datetime.",
+        )
+    if not isinstance(value, str | datetime):
+        return int(value)
+    if isinstance(value, str):
+        text = value.strip()
+        try:
+            if text.removeprefix("-").isascii() and text.removeprefix("-").isdigit():
+                return int(text)
+            value = datetime.fromisoformat(text)
+        except ValueError as error:
+            raise InvalidError(
+                f"as_of is not a time: as_of={text[:100]!r}.",
+                fix="Write ms since 1970, 2026-11-22T12:00:00Z, or latest.",
+            ) from error
+    moment = value.replace(tzinfo=UTC) if value.tzinfo is None else value
+    since_epoch = moment - datetime(1970, 1, 1, tzinfo=UTC)
+    return (since_epoch.days * 86_400 + since_epoch.seconds) * 1000 + since_epoch.microseconds // 1000
 
 
 class HoldableShard(Protocol):

@@ -1,7 +1,7 @@
 """Partial rows: records of a captured table that omit columns whose values did not change, identified by their headers.
 
 tm.unchanged   JSON array of the columns: TOASTed values that an UPDATE left unchanged, under an identity that does not
-               include the old row (capture/topics/topic_writer.py)
+               include the old row (capture/topics/record_writer.py)
 tm.was         the key of the row before, if it changed as well
 
 Only records with more headers than their version has are checked; those that omit the same columns are decoded

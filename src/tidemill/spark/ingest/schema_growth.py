@@ -1,7 +1,7 @@
 """Growth of a captured table's schema while its pipeline runs: its shard evolves, and its unit reopens it.
 
 a record has a version unknown to the reader       →  the table advances to the time before it, and is reopened
-the catalogue has a newer version, without records →  noticed within LOOK_S seconds, and the table is reopened
+the catalogue has a newer version, without records →  noticed every GROWTH_CHECK_S, and the table is reopened
 a re-snapshot would lose something of the shard    →  rejected with the difference, until an operator accepts it for
                                                       this very shard: then columns are retired, or the shard is
                                                       re-created

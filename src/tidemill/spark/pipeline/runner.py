@@ -2,8 +2,8 @@
 
 Threads: the caller waits for the end; one opens the JVM; one runs the streaming query (streaming_query.py); one per
 feed (feed.py); one per table (table_unit.py); one per derived table; one publishes statuses; one watches the executors
-of a cluster. An exception of a unit is reported under its stage status, and the unit is restarted (keep_thread). The
-run ends when `stopping` is set, or when Spark's JVM is gone, because only a new process gets another JVM.
+of a cluster. An exception of a unit is reported under its stage status, and the unit is restarted (`run_unit_thread`).
+The run ends when `stopping` is set, or when Spark's JVM is gone, because only a new process gets another JVM.
 
 A Spark job without an executor waits indefinitely. So when a cluster has no executor left, the jobs are cancelled, and
 the driver computes their steps. A cancelled step is not lost: the feed computes it inline (distributed_step.py), and a

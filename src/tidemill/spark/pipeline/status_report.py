@@ -173,7 +173,7 @@ class StatusReporter:
         self._tracker.set_foundation(name, store.trouble(), now_ms=self._runner.stores.clock.now_ms(), notice=notice)
 
     def _read_feeds(self, feeds: Sequence[Feed]) -> list[FeedProgress]:
-        """Return the progress of each feed; all bindings are read concurrently, for at most LOOK_S."""
+        """Return the progress of each feed; all bindings are read concurrently, within BINDINGS_TIMEOUT_S."""
 
         async def newest(feed: Feed) -> int:
             async with asyncio.timeout(BINDINGS_TIMEOUT_S):

@@ -51,7 +51,7 @@ class SessionOpener:
             return self._spark.newSession() if self._shared else self._spark
 
     def prepare_executors(self) -> None:
-        """Block until executors can run our tasks. Called after `session`. Raises as `ship`."""
+        """Block until executors can run our tasks. Called after `session`. Raises the errors of `ship_code`."""
         with self._lock:
             if self._works or self._spark is None:
                 return

@@ -1,8 +1,8 @@
 """Options of `format("tidemill")`: text with case-insensitive keys, all of which must be known.
 
-Spark 4.3 passes a Python data source the options of a table of a catalogue (`CREATE TABLE … USING tidemill OPTIONS
-(…)`) when it is created, but when it is read only the schema that the catalogue stores. So the options are stored in
-that schema, as metadata of its first column.
+A table of a Spark catalogue has options, too (`CREATE TABLE … USING tidemill OPTIONS (…)`). Spark 4.3 passes them to a
+Python data source when the table is created. When it is read, Spark passes only the schema that the catalogue stores.
+So the options are stored in that schema, as metadata of its first column.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import InvalidError, unknown_name_fix
-from tidemill.shards.read.time_parsing import LATEST, as_of_ms
+from tidemill.shards.read.holds import LATEST, as_of_ms
 from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.settings import OBJECTS_VARIABLE, StoreUrls
 

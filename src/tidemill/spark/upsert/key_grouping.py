@@ -26,9 +26,9 @@ def exact_keys(table: pa.Table, at: Index, key: Sequence[str]) -> list[tuple[Any
 def group_by_key(table: pa.Table, hashes: U64, key: Sequence[str], *minor: npt.NDArray[Any]) -> tuple[Index, Mask]:
     """Sort rows by (hash, key, minor…), the most significant minor first; without minors they keep their order.
 
-    Return (order, starts): row numbers in sorted order, and a mask of the places in that order where a new key starts.
-    An equal hash only nominates: neighbours of equal hash are compared by their real keys. Rows of different keys
-    that share a hash, and only those, are numbered through a dictionary.
+    Return (order, starts): row numbers in sorted order, and a mask of the sorted places at which a new key starts.
+    Equal hashes only select candidates: neighbours of equal hash are compared by their real keys. Only rows of
+    different keys that share a hash are numbered through a dictionary.
     """
     n = len(hashes)
     lesser = tuple(reversed(minor))
@@ -57,7 +57,7 @@ def group_by_key(table: pa.Table, hashes: U64, key: Sequence[str], *minor: npt.N
 
 
 def _order_ties(order: Index, hashes: U64, same: Mask, lesser: Sequence[npt.NDArray[Any]]) -> None:
-    """Sort rows of equal hash by their minors, then by their places. They are few where keys are many."""
+    """Sort rows of equal hash by their minors, then by their places. They are few if there are many keys."""
     tied = np.zeros(len(order), dtype=bool)
     tied[1:] = same
     tied[:-1] |= same

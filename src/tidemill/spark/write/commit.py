@@ -113,8 +113,9 @@ class WriteCommit:
     def run(self, staged: Sequence[Staged]) -> int:
         """Publish the staged rows and return the shard's upper after the append.
 
-        Raises InvalidError (rejected by `required_schema` or `updates_of`, or a pipeline's shard), UnavailableError
-        (nothing was written), UnknownOutcomeError (it may have been written: run again, or write the same rows again).
+        Raises InvalidError (rejected by `required_schema` or `compute_updates`, or a pipeline's shard),
+        UnavailableError (nothing was written), UnknownOutcomeError (it may have been written: run again, or write the
+        same rows again).
         """
         self._rows = sum(one.rows for one in staged)
         for _ in range(ATTEMPTS):

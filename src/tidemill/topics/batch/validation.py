@@ -102,7 +102,7 @@ def check_body(header: BatchHeader, buffer: Buffer, *, keyed: bool = False) -> i
 
     `keyed`: every record must have a key, as in a compacted topic.
 
-    Raises CorruptBatchError (checksum), BatchTooLarge, InvalidRecordsError with the first bad record. Plain work
+    Raises CorruptBatchError (checksum), BatchTooLargeError, InvalidRecordsError with the first bad record. Plain work
     without waiting: 0.02 µs per record of one layout, otherwise 0.2 to 0.7, plus 0.03 ms per MiB and decompression.
     """
     return check_records(header, buffer, keyed=keyed)[0]

@@ -63,7 +63,7 @@ class CleanedBatch(msgspec.Struct, frozen=True):
 
 
 PLAIN_HEADERS, UNCHANGED_HEADER = 3, "tm.unchanged"
-"""Header count and marker header of a captured table's records (capture/topics/topic_writer.py)."""
+"""Header count and marker header of a captured table's records (capture/topics/record_writer.py)."""
 
 
 class CompactedBatches(msgspec.Struct, frozen=True):

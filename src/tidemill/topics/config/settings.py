@@ -18,7 +18,8 @@ class TopicSettings(msgspec.Struct, frozen=True):
     idempotent producers.
     """
     staged_bytes: int = 256 * MIB
-    """Limit of batches accepted but not yet uploaded; beyond it, produce fails as Unavailable (clients retry)."""
+    """Limit of batches accepted but not yet uploaded; beyond it, produce fails with UnavailableError (clients retry).
+    """
     staged_expiry_s: float = 30.0
     """Time after which a batch that waits for its upload fails and enters no object."""
     cache_bytes: int = 128 * MIB

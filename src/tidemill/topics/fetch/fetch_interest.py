@@ -80,7 +80,7 @@ class _SubscribedPartition:
 
 
 class LocalFetchSubscription:
-    """Partitions followed by one reader of this process. Implements `api.Following`."""
+    """Partitions followed by one reader of this process. Implements `api.FetchSubscription`."""
 
     def __init__(self, serving: FetchDeps) -> None:
         self._serving = serving

@@ -120,7 +120,7 @@ async def _choose_from_l1(
     """Choose batches of L1; return them and their bytes.
 
     Returns ([], −1) if the offset is in the hot state, or nothing is left below the hot state when this returns. Raises
-    the errors of `_choose_hot`; Corrupt, Unavailable.
+    the errors of `_choose_hot`; CorruptError, UnavailableError.
     """
     state, offset, most = led.state, read.offset, min(read.max_bytes, max_bytes)
     while led.closed_error is None and state.log_start <= offset < state.reconciled:

@@ -13,7 +13,8 @@ every group and every partition in it, while producers wait for the same store. 
 - Memory: cached and in-flight bytes stay within `limit_bytes`; the object that was read first is evicted first.
 - Errors: a failed read fails for all its waiters and is dropped: the next call asks the store again.
 - Cancellation: a waiter that is cancelled does not affect the others.
-- Concurrency: at most AT_ONCE requests are in flight, so that other readers of the store do not queue behind thousands.
+- Concurrency: at most READS_IN_FLIGHT_MAX requests are in flight, so that other readers of the store do not queue
+  behind thousands.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ class _Piece:
 
 
 class SharedReads:
-    """Shared reads of L0 objects. Implements `batch_reads.Ranges` and `batch_reads.SharedRanges`."""
+    """Shared reads of L0 objects. Implements `batch_reads.SharedRangeReader`."""
 
     def __init__(self, objects: ObjectStore, tasks: Tasks, *, limit_bytes: int = LIMIT_BYTES) -> None:
         self._objects = objects

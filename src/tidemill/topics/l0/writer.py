@@ -257,7 +257,7 @@ class L0Writer:
         try:
             await self._objects.put(upload.key, upload.data)
         except TidemillError as failure:
-            # Also a Conflict: an earlier attempt of this upload may have succeeded, but its durability was never
+            # Also a ConflictError: an earlier attempt of this upload may have succeeded, but its durability was never
             # confirmed.
             error = UnavailableError(
                 f"the upload of an L0 object failed: key={upload.key} cause={failure}", fix="Retry."
@@ -328,7 +328,7 @@ class L0Writer:
             _fail_batch(item, error)
 
     async def aclose(self) -> None:
-        """Fail the batches that are pending or being uploaded as Unavailable (none is in a log), and stop."""
+        """Fail the batches that are pending or being uploaded with UnavailableError (none is in a log), and stop."""
         self._closed = True
         if self._flush_due is not None:
             self._flush_due.cancel()

@@ -56,7 +56,7 @@ class ExtentCache:
     async def extent_at(
         self, topic_id: str, partition: int, offset: int, *, fresh: bool, passed: int = 0
     ) -> L1ExtentRow | None:
-        """Return the extent that holds `offset`, or the first one after it. Raises Unavailable.
+        """Return the extent that holds `offset`, or the first one after it. Raises UnavailableError.
 
         `passed`: number of extents that the caller has read so far. As many more are read in one look-up, so that
         thousands of small ones take few look-ups.

@@ -197,10 +197,10 @@ class ExtentStore:
     async def add(self, request: AddRequest) -> dict[int, int]:
         """Commit a reference to an object that was registered and uploaded.
 
-        Return the next offset of each of its partitions (`row_transitions.Added`).
+        Return the next offset of each of its partitions (`row_transitions.AddResult`).
 
-        Raises Invalid if its registration has expired, Unavailable if the commit did not happen, Unknown if that cannot
-        be determined yet.
+        Raises InvalidError if its registration has expired, UnavailableError if the commit did not happen,
+        UnknownOutcomeError if that cannot be determined yet.
         """
         partitions = sorted({region.partition for region in request.regions})
         doubtful: UnknownOutcomeError | None = None

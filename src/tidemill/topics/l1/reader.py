@@ -32,7 +32,7 @@ UNLIMITED = 1 << 62
 
 
 class L1Reader:
-    """L1 reader of one process. Raises CorruptError for data that must exist and does not, Unavailable."""
+    """L1 reader of one process. Raises CorruptError for data that must exist and does not, UnavailableError."""
 
     def __init__(
         self,

@@ -225,7 +225,8 @@ class Reconciler:
     async def _upload(self, topic_id: str, taken: Sequence[PieceBatches]) -> int:
         """Upload and add an object; return its size.
 
-        Raises Unavailable, Unknown, Invalid: L1 does not refer to the object, or the next round finds that it does.
+        Raises UnavailableError, UnknownOutcomeError, InvalidError: L1 does not refer to the object, or the next round
+        finds that it does.
         """
         parts, footer = await _run_in_thread_if_large(partial(_build_object, topic_id), taken)
         name = object_id(self._clock.now_ms(), self._rand.nonce())

@@ -29,7 +29,7 @@ RowWrites = list[tuple[bytes, bytes]]
 
 
 class AddRequest(msgspec.Struct, frozen=True):
-    """Request to refer to an object, with offsets and sizes as in `format.Region`.
+    """Request to refer to an object, with offsets and sizes as in `format.L1Region`.
 
     `terms`: by partition, (term, its first offset) of all terms that placed the offsets of its extents, ascending.
     """

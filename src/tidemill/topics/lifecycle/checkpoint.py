@@ -83,7 +83,7 @@ class PartitionsStage:
     async def gather(self) -> dict[str, Unit]:
         """Return the rows to write, by `<topic id>/<partition>`, and by topic id for deleted topics.
 
-        Raises Unavailable.
+        Raises UnavailableError.
         """
         self._round += 1
         counts = {row.topic_id: row.partitions for row in await self._metastore.rows(TOPICS)}
@@ -195,7 +195,7 @@ class PartitionFollower:
         `mark_written`.
 
         Reads only what was appended to the log. Raises CorruptError (also if the log holds less than the rows),
-        Unavailable.
+        UnavailableError.
         """
         pace = self._pace
         self._state, _ = await catch_up(self._consensus, self._objects, self._log, self._state, pace=pace)

@@ -19,7 +19,7 @@ async def find_topic_users(catalogue: Catalogue, topic: TopicRow) -> list[str]:
     """List the users by name: `capture:<name>` if the topic is one of its tables, `pipeline:<name>` if it reads the
     topic.
 
-    Raises Unavailable.
+    Raises UnavailableError.
     """
     tables = [table for table in await catalogue.all_tables() if table.topic == topic.name]
     found = sorted({f"capture:{table.capture}" for table in tables})
@@ -39,7 +39,7 @@ async def settle_partition(
 ) -> None:
     """Append an Advance in a new term: batches that another writer has made so far and not placed can never be placed.
 
-    A leader steps down and opens the partition again; its clients retry. Raises UnavailableError, Corrupt.
+    A leader steps down and opens the partition again; its clients retry. Raises UnavailableError, CorruptError.
     """
     log = partition_log(topic_id, partition)
     appender = Appender(consensus, log, clock, rand, TopicSettings())
@@ -55,7 +55,7 @@ async def settle_partition(
 async def truncate_deleted_log(consensus: Consensus, topic_id: str, partition: int) -> None:
     """Truncate the log of a deleted topic's partition. Its head (some 100 bytes) remains and fences late writers.
 
-    Raises UnavailableError, Unknown, Fenced: call again.
+    Raises UnavailableError, UnknownOutcomeError, FencedError: call again.
     """
     log = partition_log(topic_id, partition)
     head = await consensus.log_head(log)

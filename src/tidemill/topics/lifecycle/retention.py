@@ -112,7 +112,7 @@ class RetentionRunner:
     async def run_round(self, topics: Mapping[str, TopicRow]) -> None:
         """Run one round. `topics`: a recent catalogue; a new mapping if it changed.
 
-        A topic that fails is retried in the next round and does not affect the others. Raises Unavailable.
+        A topic that fails is retried in the next round and does not affect the others. Raises UnavailableError.
         """
         for led in list(self._led.values()):
             led.settle_if_due(self._settings.settle_after_s)

@@ -38,7 +38,7 @@ class BatchOwner(Protocol):
 
 
 class PendingBatch:
-    """A batch that ends exactly once. Implements `l0.writer.Staged`.
+    """A batch that ends exactly once. Implements `l0.writer.StagedBatch`.
 
     `futures`: one entry per caller that shares the result.
     `checked`: validation has passed. Only then may the batch be staged, and only then is `max_timestamp_ms` known.

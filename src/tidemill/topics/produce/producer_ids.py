@@ -25,7 +25,7 @@ class ProducerIds:
         self._lock = asyncio.Lock()
 
     async def allocate(self) -> int:
-        """Allocate a producer id that is never allocated again. Raises Unavailable."""
+        """Allocate a producer id that is never allocated again. Raises UnavailableError."""
         async with self._lock:
             while self._next >= self._end:
                 await self._reserve()

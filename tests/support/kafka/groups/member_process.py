@@ -1,11 +1,11 @@
-"""One consumer of a group in a process of its own, to be killed or to leave: prints what it is assigned and reads.
+"""One consumer of a group in a separate process, which a test kills or stops: prints its assignments and reads.
 
 usage: member_process.py CLIENT STRATEGY ADDRESSES GROUP TOPIC [INSTANCE]
 
 STRATEGY `consumer` is the consumer protocol (KIP-848), in which a topic that begins with ^ is a pattern.
 `SESSION_MS` in the environment: the session of a member of the classic protocol.
 One JSON object a line: {"assigned": [partitions]} after every change, {"got": [partition, offset]} once the record's
-offset is committed, or {"unsure": …} where nobody knows. SIGTERM makes it leave.
+offset is committed, or {"unsure": …} if the outcome is unknown. SIGTERM makes it leave.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def with_confluent(strategy: str, addresses: str, group: str, topic: str, instan
         except ck.KafkaException:
             say(unsure=[message.partition(), message.offset()])
             if message.partition() in held:
-                # Once more, as long as it is this member's to read.
+                # Read it again, while it is assigned to this member.
                 consumer.seek(ck.TopicPartition(message.topic(), message.partition(), message.offset()))
             continue
         say(got=[message.partition(), message.offset()], topic=message.topic())

@@ -47,7 +47,7 @@ class Member:
         self, client: str, strategy: str, addresses: str, group: str, topic: str, instance: str = "", *,
         patient: bool = False,
     ) -> None:  # fmt: skip
-        """`patient`: nobody is to take it for dead in this test, however busy the machine is."""
+        """`patient`: no other member may consider it dead in this test, however busy the machine is."""
         words = [client, strategy, addresses, group, topic, *([instance] if instance else [])]
         environment = {**os.environ, **({"SESSION_MS": str(PATIENT_MS)} if patient else {})}
         self._process = subprocess.Popen(

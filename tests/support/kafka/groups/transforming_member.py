@@ -1,4 +1,4 @@
-"""One worker that reads, writes and commits in transactions, in a process of its own, to be killed or to leave.
+"""One worker that reads, writes and commits in transactions, in a separate process that a test kills or stops.
 
 usage: transforming_member.py CLIENT ADDRESSES GROUP SOURCE TARGET NAME
 
@@ -28,10 +28,10 @@ READING = {
     "session_timeout_ms": SESSION_MS,
     "heartbeat_interval_ms": HEARTBEAT_MS,
 }
-"""What kafka-python's and aiokafka's consumers call alike."""
+"""Options with the same name in kafka-python's and aiokafka's consumers."""
 WAIT_S = 30
 OVERDUE_S = 5
-"""kafka-python drops a request whose node refuses the connection, and then waits for its answer for ever."""
+"""kafka-python drops a request whose node refuses the connection, and then waits for its answer without end."""
 
 
 def with_confluent(addresses: str, group: str, source: str, target: str, name: str) -> None:
@@ -66,9 +66,9 @@ def with_confluent(addresses: str, group: str, source: str, target: str, name: s
         say(did=len(found))
 
     def rewind() -> None:
-        """To what is committed, of what it still has."""
+        """Seek to the committed offsets of the partitions that are still assigned."""
         for place in consumer.committed(consumer.assignment(), WAIT_S):
-            with contextlib.suppress(ck.KafkaException):  # taken away meanwhile
+            with contextlib.suppress(ck.KafkaException):  # revoked in the meantime
                 consumer.seek(ck.TopicPartition(source, place.partition, max(0, place.offset)))
 
     consumer.subscribe([source], on_assign=told, on_revoke=told, on_lost=told)
@@ -173,7 +173,9 @@ def with_kafka_python(addresses: str, group: str, source: str, target: str, name
 
 
 def with_aiokafka(addresses: str, group: str, source: str, target: str, name: str) -> None:
-    """It tells no generation: as before KIP-447, a producer for each partition read, whose id fences the one before."""
+    """Run with one producer per partition, without a group generation, as before KIP-447: its id fences its
+    predecessor.
+    """
     from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, ConsumerRebalanceListener, TopicPartition
     from aiokafka.errors import KafkaError
 
@@ -197,7 +199,9 @@ def with_aiokafka(addresses: str, group: str, source: str, target: str, name: st
             say(assigned=[])
 
     async def producer_of(place: TopicPartition) -> AIOKafkaProducer | None:
-        """None where it has just begun: what was fetched before may have been done by the one before it."""
+        """Return the producer of a partition, or None if it was just created: its predecessor may have committed
+        the fetched records.
+        """
         if place.partition in producers:
             return producers[place.partition]
         producer = AIOKafkaProducer(

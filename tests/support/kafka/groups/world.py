@@ -40,7 +40,7 @@ SESSION_MS, REBALANCE_MS = 1_000, 700
 
 
 def subscription(owned: frozenset[int] = frozenset(), topic: str = TOPIC, version: int = 3) -> bytes:
-    """As a Java client writes it."""
+    """Encode a subscription as a Java client does."""
     name = I16.pack(len(topic)) + topic.encode()
     listed = [I32.pack(1), name, I32.pack(len(owned)), *map(I32.pack, sorted(owned))] if owned else [I32.pack(0)]
     whole = [I16.pack(version), I32.pack(1), name, I32.pack(-1), *listed, I32.pack(1), I16.pack(-1)]
@@ -165,12 +165,12 @@ class Member:
         raise NotImplementedError
 
     def lose(self) -> None:
-        """Whatever it waits for does not come: it goes on as somebody else, for what it asked may still be done."""
+        """Continue as another member after a lost answer, because the request may still take effect."""
         raise NotImplementedError
 
 
 class ClassicMember(Member):
-    """Of the classic protocol, eager or cooperative, as clients are."""
+    """A member of the classic protocol, eager or cooperative."""
 
     def __init__(self, world: World, name: str, protocol: str, instance: str | None = None) -> None:
         self.world, self.protocol, self.instance = world, protocol, instance
@@ -255,7 +255,7 @@ class ClassicMember(Member):
 
 
 class ModernMember(Member):
-    """Of the consumer protocol."""
+    """A member of the consumer protocol."""
 
     def __init__(self, world: World, name: str, instance: str | None = None) -> None:
         self.world, self.instance = world, instance
@@ -300,7 +300,7 @@ class ModernMember(Member):
 
 
 def settled(world: World, members: list[Member], rounds: int = 60) -> None:
-    """Everybody goes on until nothing is to be done."""
+    """Let all members continue until no work is left."""
     for _ in range(rounds):
         for member in members:
             member.step()

@@ -60,7 +60,7 @@ def main(objects: str, consensus: str, scratch: Path) -> None:
 
 
 def peak_memory_kb() -> int:
-    """Of this program: getrusage's figure is inherited from whoever forked it."""
+    """Return the peak of this program; getrusage's figure is inherited from its parent."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM"))
 

@@ -1,4 +1,4 @@
-"""A program of Spark Connect, with a server of its own: `python connect_child.py DIRECTORY` prints what it saw."""
+"""A program of Spark Connect with a separate server: `python connect_child.py DIRECTORY` prints what it saw."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ held = holds(harbour, "t")
 
 
 async def collected() -> list[str]:
-    """What the keeper does once history has moved on, as far as holds let it."""
+    """Collect as the maintenance job does once history has advanced, as far as holds permit."""
     shard = await harbour.stores.shard("t")
     await shard.downgrade_since("keeper", 1, 19)
     await compact_once(shard, harbour.stores.objects, harbour.stores.rand)

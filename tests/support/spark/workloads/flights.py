@@ -81,14 +81,16 @@ class World:
             order by told_at, {KEYS[name]}) as n, told_at, gone, {_columns(name)} from ({tells})""")
 
     def until(self, at: str) -> None:
-        """The tables as what was told before this time makes them, by a batch query over all of that."""
+        """Create views of the tables at this time, by a batch query over all earlier events."""
         for name, key in KEYS.items():
             self.connection.execute(f"""create or replace temp view {name} as select {_columns(name)} from (
                 select * from {name}_events where told_at < timestamptz '{at}' qualify row_number()
                 over (partition by {key} order by n desc) = 1) where not gone""")
 
     def records(self, name: str, start: str, end: str) -> list[tuple[bytes, bytes | None]]:
-        """Told at `start` or later and before `end`, as records of a topic: (key, JSON or None), in their order."""
+        """Return the events from `start` until before `end` as records of a topic: (key, JSON or None), in their
+        order.
+        """
         keys = [key.strip() for key in KEYS[name].split(",")]
         key = keys[0] if len(keys) == 1 else _json(keys)
         value = _json(_columns(name).split(", "))

@@ -1,8 +1,8 @@
 """Nexmark (Tucker, Tufte, Papadimos, Maier: NEXMark, a benchmark for queries over data streams) as keyed topics and
-derived tables: q0 to q5, q7 and q8, each as a PySpark function and, for whoever checks it, as SQL on the same tables.
+derived tables: q0 to q5, q7 and q8, each as a PySpark function and, for comparison, as SQL on the same tables.
 
-Persons, auctions and bids come in the benchmark's proportions 1 : 3 : 46, in the order of their times. Unlike there,
-rows also change and go: a person moves, an auction is extended, a bid is withdrawn. Windows are taken of `at_ms`.
+Persons, auctions and bids have the benchmark's proportions 1 : 3 : 46, in the order of their times. Unlike there, rows
+also change and disappear: a person moves, an auction is extended, a bid is withdrawn. Windows use `at_ms`.
 """
 
 from __future__ import annotations

@@ -20,7 +20,10 @@ Records = Sequence[tuple[bytes, Any]]
 
 
 class Replay:
-    """Every table is a topic of its own name. Derived tables are computed in the order of their declaration."""
+    """A replay in which every table has a topic of its name.
+
+    Derived tables are computed in the order of their declaration.
+    """
 
     def __init__(self, harbour: Any, spark: Any, build: Callable[[Pipeline], None], scratch: Path) -> None:
         self._harbour = harbour
@@ -61,7 +64,7 @@ class Replay:
         return sorted(map(row_values, self._harbour.contents(name, time_ms)), key=repr)
 
     def columns(self, name: str) -> list[str]:
-        """Of a derived table, as its shard has them."""
+        """Return the columns of a derived table, in the order of its shard."""
         found = self.derived[name].writer
         assert found is not None
         return [column.name for column in found.schema.columns]

@@ -1,12 +1,13 @@
 """TPC-H (specification 3.0.1) as keyed topics and derived tables: its data by tpchgen-cli, its refresh functions, and
-three of its queries, each as a PySpark function and, for whoever checks it, as SQL on the same tables.
+three of its queries, each as a PySpark function and, for comparison, as SQL on the same tables.
 
 tpchgen-cli makes no refresh sets, so they are made here by the rules of the specification (2.5, 2.26, 2.27, 4.2.3):
 
-RF1  inserts SF · 1,500 orders and their lines. Keys are sparse, only the first 8 of every 32 are populated; new orders
+`RF1`  inserts SF · 1,500 orders and their lines. Keys are sparse, only the first 8 of every 32 are populated; new
+orders
      take the next 8, as dbgen's do. Their rows are rows that the generator made, evenly taken out of the initial ones
      (which are fewer by them).
-RF2  deletes as many of the initial orders, in the order of their keys, and their lines.
+`RF2`  deletes as many of the initial orders, in the order of their keys, and their lines.
 
 Without the limits of Q3 and the order of results, which no keyed table has: `q3` has every order, `q3_top` its ten.
 """
@@ -32,7 +33,7 @@ SCHEMAS = {
         l_discount decimal(15,2), l_tax decimal(15,2), l_returnflag string, l_linestatus string, l_shipdate date""",
 }
 GAP = 8
-"""From a populated key to the one beside it that refreshes may take."""
+"""Distance from a populated key to the next one that refreshes may use."""
 
 
 def generate(directory: Path, scale: float) -> None:
@@ -71,7 +72,7 @@ class World:
             run(f"create table {name} as from initial_{name}")
 
     def insert(self, sets: int) -> dict[str, str]:
-        """RF1, so many times over. Table → SQL of the rows that are new."""
+        """Apply RF1 `sets` times. Return table → SQL of the new rows."""
         chosen = f"where number >= {self._done} and number < {self._done + sets}"
         new = {name: f"select * exclude (number) from new_{name} {chosen}" for name in ("orders", "lineitem")}
         for name, rows in new.items():

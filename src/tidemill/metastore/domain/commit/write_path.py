@@ -35,7 +35,7 @@ VOLATILE_BYTES = 32 * MIB
 """Limit of a domain's rows that no persisted manifest holds. Further commits wait for a flush."""
 
 ROOM_WAIT_S = 30.0
-"""Time after which a commit that waits for room ends with Unavailable."""
+"""Time after which a commit that waits for room ends with UnavailableError."""
 
 NO_EXPECTATIONS: Mapping[bytes, int] = {}
 

@@ -79,7 +79,7 @@ class ForwardingClient:
         return bool(self._waiting)
 
     async def commit(self, rows: Sequence[tuple[bytes, bytes]], expects: Mapping[bytes, int]) -> int:
-        """Commit as `Domain.commit`. Raises Unknown if no reply came in time: it may still be executed."""
+        """Commit as `Domain.commit`. Raises UnknownOutcomeError if no reply came in time: it may still be executed."""
         checked_size(rows)
         return await self._send_and_wait(list(rows), dict(expects), self._timeout_s)
 
@@ -238,7 +238,7 @@ class ForwardingClient:
                 future.set_exception(UnknownOutcomeError(f"the reply was not read: task={name!r} reason={error!r}."))
 
     async def aclose(self) -> None:
-        """Close. Waiting callers get Unknown: a request that was sent may still be executed."""
+        """Close. Waiting callers get UnknownOutcomeError: a request that was sent may still be executed."""
         self._closed = ClosedError(f"the domain is closed: log={self._requests!r}.")
         await self._tasks.aclose()
         for future in self._waiting.values():

@@ -10,14 +10,15 @@
                                        request log that accompanies the log with these deltas
 
 - Invariant (at most once): a request is executed at most once. The row with the next position is written in the same
-  batch that executes it, or in a separate batch if it was rejected. It is executed unless it expires
-  before a leader exists.
+  batch that executes it, or in a separate batch if it was rejected. It is executed unless it expires before a leader
+  exists.
 - Invariant (durable replies): a reply is written only when the outcome that it reports is durable.
 - Invariant (expiry): a request that was not executed by `expires_ms` (the requester's wall clock) is rejected, never
-  executed. So a requester that got Unknown knows after that time that it did not happen, and no later leader executes
-  old requests.
+  executed. So a requester that got UnknownOutcomeError knows after that time that it did not happen, and no later
+  leader executes old requests.
 - Invariant (unanswered requests): a request below the position that is still in the log may have no reply, since its
-  leader may have ended in between. The next leader immediately replies Unknown; an earlier reply is read first.
+  leader may have ended in between. The next leader immediately replies UnknownOutcomeError; an earlier reply is read
+  first.
 - Untrusted requesters: undecodable requests are skipped; a requester that died gets a reply that no process reads.
 - Requests below the position are truncated. The newest REPLIES_KEPT replies are retained.
 
@@ -151,7 +152,7 @@ def outcome_of_reply(reply: Reply) -> int | TidemillError:
 
 
 async def append_at_end(consensus: Consensus, rand: Rand, log: str, records: Sequence[bytes], at: int) -> LogHead:
-    """Append at the log's end, `at` being a guess of it; return the head, whose `next` is where the records end.
+    """Append at the log's end, which `at` guesses; return the head, whose `next` is where the records end.
 
     Raises UnavailableError (it did not happen), UnknownOutcomeError.
     """

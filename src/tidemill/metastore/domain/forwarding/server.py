@@ -108,8 +108,8 @@ class ForwardingServer:
         self._truncated = head.start
 
     async def _reply_for_previous_leader(self, start: int, position: int) -> None:
-        """Reply Unknown to the requests from `start` up to `position`: the previous leader may have ended before
-        replying."""
+        """Reply UnknownOutcomeError to the requests from `start` up to `position`: the previous leader may have
+        ended before replying."""
         while start < position:
             try:
                 found = await self._consensus.read(self._requests, start, min(READ_REQUESTS, position - start))
@@ -131,7 +131,7 @@ class ForwardingServer:
         try:
             found = await self._consensus.read(self._requests, self._position, READ_REQUESTS)
         except MissingError:
-            # Another leader executed and truncated them. `stands` raises if it has superseded this one.
+            # Another leader executed and truncated them. The check raises if it has superseded this one.
             await self._leader.check_still_leading()
             raise
         started: list[tuple[Request | None, Reply | None, asyncio.Future[int]]] = []
@@ -224,7 +224,7 @@ class ForwardingServer:
                 head = await append_at_end(self._consensus, self._rand, self._replies, replies, self._replies_at)
                 break
             except (UnavailableError, UnknownOutcomeError) as error:
-                # A duplicate reply is harmless. Without any reply the requester ends with Unknown.
+                # A duplicate reply is harmless. Without any reply the requester ends with UnknownOutcomeError.
                 _log.warning("cannot reply to requests", log=self._replies, count=len(replies), cause=error.message)
                 await asyncio.sleep(RETRY_PAUSE_S * attempt)
         else:

@@ -80,8 +80,8 @@ def names_needed(job: Job, options: Options) -> int:
 def merge_steps(job: Job, options: Options) -> Steps:
     """Merge `job`: keep the newest row of each key, without the tombstones that no file below needs.
 
-    The outputs take `job.names` in order; without remaining rows there is no output. Raises Corrupt, naming the file,
-    if an input is damaged, and InvalidError without names.
+    The outputs take `job.names` in order; without remaining rows there is no output. Raises CorruptError, naming the
+    file, if an input is damaged, and InvalidError without names.
     """
     if not job.names:
         raise InvalidError(f"a compaction needs names for its outputs: level={job.level} target={job.target}.")

@@ -4,8 +4,8 @@
   files are still live when the job's edit is committed, however long the job took.
 - Invariant (commit decides): nothing has an effect before the commit. A job that is interrupted, fails, or loses its
   process leaves orphans and is picked again, under new names.
-- Invariant (no lost work): a commit that failed with Unavailable is retried with the same outputs, whose names stay in
-  flight. After Unknown or Fenced the database is broken and the loop ends.
+- Invariant (no lost work): a commit that failed with UnavailableError is retried with the same outputs, whose names
+  stay in flight. After UnknownOutcomeError or FencedError the database is broken and the loop ends.
 - Invariant (reads never wait): a read pins its version, whose files stay until no reader pins them.
 """
 
@@ -117,8 +117,8 @@ class Compactor:
             except ClosedError:
                 raise
             except Exception:
-                # Corrupt and Missing are retried too: an operator may restore the object. So are unexpected errors: if
-                # this loop ended, writers would stop eventually.
+                # CorruptError and MissingError are retried too: an operator may restore the object. So are unexpected
+                # errors: if this loop ended, writers would stop eventually.
                 delay_s = min(BACKOFF_MAX_S, 2 * delay_s or BACKOFF_FIRST_S)
                 await asyncio.sleep(delay_s)
                 continue
@@ -187,7 +187,7 @@ class Compactor:
         return await self._merger.merge(job, progress)
 
     async def _commit_with_retries(self, edit: Edit) -> None:
-        """Commit, and retry after Unavailable: the outputs are complete, only the manifest is missing."""
+        """Commit, and retry after UnavailableError: the outputs are complete, only the manifest is missing."""
         delay_s = BACKOFF_FIRST_S
         while True:
             try:

@@ -25,8 +25,8 @@ class CompactionExecutor(Protocol):
     async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
         """Execute a job; return its outputs by key, durable. `job` carries names for them and the files' prefix.
 
-        An error leaves orphans at most: Unavailable and Unknown (retry, with new names), Missing and Corrupt (an input
-        is gone or damaged).
+        An error leaves orphans at most: UnavailableError and UnknownOutcomeError (retry, with new names), MissingError
+        and CorruptError (an input is gone or damaged).
         """
         ...
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 
 from tidemill.base.pgtypes.arrays import BoundedArray
+from tidemill.shapes.where.collations import decided_collation
 from tidemill.shapes.where.expressions import BOOL, UNKNOWN, Expression, resolve_unknown, strict
 from tidemill.shapes.where.types import Type, Value, WhereError, canonical_form
 
@@ -54,6 +55,7 @@ def compile_set_operator(name: str, left: Expression, right: Expression, locatio
             f"{location}operator does not exist: {left.type} {name} {right.type}",
             fix="Cast one side to the other's type.",
         )
+    decided_collation(left, right, location=location)
     if name == "<@":
         left, right = right, left
     members = partial(_member_set, left.type)

@@ -14,7 +14,7 @@ from functools import partial
 
 from tidemill.base.pgtypes.arrays import ARRAY_CHARS, DIMENSIONS_MAX, BoundedArray
 from tidemill.base.pgtypes.text import INTEGERS
-from tidemill.shapes.where.case_folding import common_folding
+from tidemill.shapes.where.collations import decided_collation, with_common_collation
 from tidemill.shapes.where.common_type import coerce, find_common_type
 from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, Row, resolve_unknown, strict
 from tidemill.shapes.where.functions.array_comparison import flatten
@@ -49,9 +49,12 @@ def compile_call(name: str, operands: Sequence[Expression], location: str) -> Ex
     for operand, kind in zip(operands, signature, strict=True):
         if not _accepts(kind, operand.type):
             raise refused
-    element = find_common_type([_as_element(operands[place]) for place in shared])
+    elements = [_as_element(operands[place]) for place in shared]
+    element = find_common_type(elements)
     if element is None or any(not _same_labels(operands[place].type, element) for place in shared):
         raise refused
+    if name in _COMPARING:
+        decided_collation(*elements, location=location)
     operands = [
         _convert_operand(operand, kind, element, location)
         if kind in _POLYMORPHIC
@@ -313,9 +316,7 @@ def _make_to_string(element: Type, operands: Sequence[Expression], refused: Wher
     if write is None:  # the text of other types is specific to PostgreSQL
         raise WhereError(f"{refused.args[0].partition('function')[0]}array_to_string on {element} is not supported.")
     texts = [_as_element(operand) for operand in operands if operand.type.name in ("text", "bpchar")]
-    own = element.name in ("text", "bpchar")
-    ordered = own and all(text.type.ordered for text in texts)
-    return Type("text", False, ordered, common_folding(*texts)), partial(_to_string, write)
+    return with_common_collation(TEXT, *texts), partial(_to_string, write)
 
 
 _FUNCTIONS: dict[str, FunctionMaker] = {
@@ -335,6 +336,7 @@ _FUNCTIONS: dict[str, FunctionMaker] = {
     "array_replace": _comparing_elements(_replace),
     "array_to_string": _make_to_string,
 }
+_COMPARING = ("array_position", "array_positions", "array_remove", "array_replace")
 _SIGNATURES: dict[str, tuple[tuple[str, ...], ...]] = {
     "array_length": (("array", "int"),),
     "array_lower": (("array", "int"),),
@@ -360,7 +362,8 @@ def _string_to_array(operands: Sequence[Expression], refused: WhereError) -> Exp
     textual = all(operand.type.name in ("text", "bpchar") and not operand.type.array for operand in operands)
     if not 2 <= len(operands) <= 3 or not textual:
         raise refused
-    ordered, folding = all(operand.type.ordered for operand in operands), common_folding(*operands)
+    decided_collation(*operands)
+    result = with_common_collation(Type("text", True), *operands)
     tests = [coerce(operand, TEXT, "").evaluate for operand in operands]
 
     def evaluate(row: Row) -> Value:
@@ -372,6 +375,6 @@ def _string_to_array(operands: Sequence[Expression], refused: WhereError) -> Exp
         return _with_bounds(found, (1,))
 
     return Expression(
-        Type("text", True, ordered, folding), evaluate, constant=all(operand.constant for operand in operands),
+        result, evaluate, constant=all(operand.constant for operand in operands),
         collated=any(operand.collated for operand in operands),
     )  # fmt: skip

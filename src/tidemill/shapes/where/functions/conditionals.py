@@ -8,6 +8,7 @@ import msgspec
 
 from tidemill.base.pgtypes.text import INTEGERS
 from tidemill.shapes.where import operators
+from tidemill.shapes.where.collations import with_common_collation
 from tidemill.shapes.where.common_type import coerce, convert_to_common_type
 from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Evaluate, Expression, Row, resolve_unknown
 from tidemill.shapes.where.types import CHAR_BYTES, NUMBERS, TEXTS, Type, Value, WhereError, canonical_form
@@ -48,8 +49,11 @@ def compile_case(
 def compile_nullif(left: Expression, right: Expression, location: str) -> Expression:
     equal = operators.compile_comparison("=", left, right, location).evaluate
     left = resolve_unknown(left, TEXT if right.type == UNKNOWN else right.type, location)
-    left = coerce(left, _comparison_type(left.type, right.type), location)
-    type_ = msgspec.structs.replace(left.type, varying=False)  # varchar has no operators, and uses those of text
+    collated = with_common_collation(left.type, left, right, location=location)
+    left = coerce(left, _comparison_type(collated, right.type), location)
+    type_ = msgspec.structs.replace(  # varchar has no operators, and uses those of text
+        left.type, varying=False, collation=collated.collation, ordered=collated.ordered, folding=collated.folding
+    )
     value_of = left.evaluate
 
     def evaluate(row: Row) -> Value:

@@ -9,10 +9,11 @@ from functools import lru_cache
 
 import msgspec
 
-from tidemill.shapes.where.case_folding import common_folding, lower_function, upper_function
+from tidemill.shapes.where.case_folding import lower_function, upper_function
+from tidemill.shapes.where.collations import decided_collation, with_common_collation
 from tidemill.shapes.where.expressions import BOOL, TEXT, Expression, Row, resolve_unknown, strict
 from tidemill.shapes.where.operators import operator_error
-from tidemill.shapes.where.types import EvaluationError, Type, Value, WhereError
+from tidemill.shapes.where.types import CHAR_BYTES, EvaluationError, Type, Value, WhereError
 
 
 def compile_concatenation(left: Expression, right: Expression, location: str) -> Expression:
@@ -21,7 +22,9 @@ def compile_concatenation(left: Expression, right: Expression, location: str) ->
         raise WhereError(
             f"{location}only text can be concatenated: {left.type} || {right.type}", fix="Cast both to text."
         )
-    type_ = Type("text", False, left.type.ordered and right.type.ordered, common_folding(left, right))
+    if CHAR_BYTES in (left.type.most_bytes, right.type.most_bytes):
+        raise WhereError(f'{location}operator is not unique: || of "char"', fix="Cast both to text.")
+    type_ = with_common_collation(TEXT, left, right, location=location)
     return Expression(
         type_, strict(operator.add, left, right), constant=left.constant and right.constant,
         collated=left.collated or right.collated,
@@ -173,7 +176,8 @@ def compile_like(name: str, left: Expression, right: Expression, location: str) 
             raise operator_error(name, left.type, right.type, location)
     right = _as_text(right)
     wanted = not name.startswith("!")
-    fold = lower_function(common_folding(left, right), location) if name.endswith("*") else str
+    folding = decided_collation(left, right, location=location).folding
+    fold = lower_function(folding, location) if name.endswith("*") else str
     known = right.evaluate({}) if right.constant else None
     if known is not None:
         fixed = LikePattern(fold(known))
@@ -220,7 +224,7 @@ def compile_call(name: str, operands: Sequence[Expression], location: str) -> Ex
     if name in _ENDS:
         part = strict(_prefix if name == "left" else _suffix, *operands)
         return Expression(type_, part, constant=constant, collated=first.collated)
-    type_ = Type("text", False, all(each.type.ordered for each in operands), common_folding(*operands))
+    type_ = with_common_collation(TEXT, *operands, location=location)
     collated = any(each.collated for each in operands)
     if name in _TRIMS:
         trim = _TRIMS[name]

@@ -54,7 +54,10 @@ class WorkerExecutor:
         return None if self._process is None or self._process.returncode is not None else self._process.pid
 
     async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
-        """Execute a job, see `Merger`. Also raises UnavailableError if the process cannot be started or dies."""
+        """Execute a job, see `CompactionExecutor`.
+
+        Also raises UnavailableError if the process cannot be started or dies.
+        """
         async with self._turn:
             if self._closed:
                 raise ClosedError("the compaction worker is closed.")
@@ -76,7 +79,7 @@ class WorkerExecutor:
                 raise
 
     async def aclose(self) -> None:
-        """Kill the process. A running job ends with Closed. Idempotent."""
+        """Kill the process. A running job ends with ClosedError. Idempotent."""
         self._closed = True
         await self._kill_process()
 
