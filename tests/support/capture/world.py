@@ -278,7 +278,7 @@ async def plain(world: World, table: str) -> dict[str, dict[str, object]]:
 
 
 def is_reported(world: World, table: str) -> bool:
-    """Whether the table has a stage status of its own."""
+    """True if a stage status of this table is reported."""
     name = f"table:{world.name}/public.{table}"
     return any(mark.name == name for mark in world.tracker.report("p", world.clock.now_ms()).marks)
 

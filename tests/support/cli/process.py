@@ -1,4 +1,4 @@
-"""A command line of tidemill in this process, in a directory of its own, with the exit code of a real one."""
+"""Run a command line of tidemill in this process, in a given directory, with the exit code of a real process."""
 
 from __future__ import annotations
 

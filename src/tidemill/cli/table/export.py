@@ -15,7 +15,6 @@ import typer
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, ProgressBars, open_stores, print_json
 from tidemill.cli.table.show import Name, format_time
-from tidemill.shards.read.holds import LATEST, as_of_ms
 
 if TYPE_CHECKING:
     from tidemill.shards.api import ShardSchema
@@ -30,7 +29,7 @@ def export(
     to: Annotated[Path, typer.Argument(help="Output directory; it must not exist yet.")],
     as_of: Annotated[
         str, typer.Option(help="Time to export: ms, or as in 2026-11-22T12:00:00Z. Default: the newest.")
-    ] = LATEST,
+    ] = "latest",
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -39,6 +38,8 @@ def export(
     The directory appears when it is complete. An interrupted export leaves TO.partial behind, which the next one
     replaces.
     """
+    from tidemill.shards.read.holds import as_of_ms
+
     at = as_of_ms(as_of)
     if to.exists():
         raise InvalidError(
