@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import psycopg
@@ -79,6 +81,7 @@ def test_a_captured_table_without_a_pipeline_shows_its_capture_and_the_line_to_w
 ) -> None:
     with psycopg.connect(postgres_dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE orders (id int PRIMARY KEY)")
+        connection.execute("INSERT INTO orders VALUES (7)")
     line = 'p.table("orders", p.capture("shop").table("public.orders"))'
     with cluster(tmp_path, f'[capture.shop]\ndsn = "{postgres_dsn}"\n') as made:
         made.ready()
@@ -87,6 +90,13 @@ def test_a_captured_table_without_a_pipeline_shows_its_capture_and_the_line_to_w
             code, why = made.why(name)
             assert code == 0 and why["chain"][0]["name"] == "capture:shop/topics", why
             assert "no pipeline maintains it" in why["note"] and line in why["note"]
+        until(lambda: "ready after" in made.said, lambda: made.said)
+        assert not [each for each in made.said.splitlines() if each.startswith("{")], "log lines are in a file"
+        for name in ("curl", "shell"):
+            (shown,) = [each.strip() for each in made.said.splitlines() if each.strip().startswith(name)]
+            pasted = shown.removeprefix(name).strip().replace("tidemill ", f"{sys.executable} -m tidemill ", 1)
+            done = subprocess.run(pasted, shell=True, capture_output=True, text=True, timeout=60, env=made.environ)
+            assert done.returncode == 0 and '"id"' in done.stdout, (pasted, done)
         code, verified = made.command("verify", "orders")
         assert code == 2 and "no pipeline maintains this table: table=orders" in verified["error"], verified
         assert line in verified["error"]

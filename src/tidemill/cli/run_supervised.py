@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config
-from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
+from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.runtime.tasks import Tasks
+from tidemill.base.status.logging import configure_logs
+from tidemill.base.status.status import StatusReport
 from tidemill.node.supervise.processes import make_supervisor
 from tidemill.node.supervise.status import SupervisorStatus
 from tidemill.node.supervise.supervisor import Supervisor
@@ -40,12 +45,16 @@ def run_supervised(
     *,
     pipelines: Collection[str],
     label: str = "",
+    ready: Callable[[Sequence[StatusReport], int, float], str] | None = None,
 ) -> None:
     """Run children until SIGINT or SIGTERM. Raises the error with which a child ends everything.
 
     `name` is the process that reports children that fail to start. `start` adds the children: all drivers of
-    `pipelines` that exist with `label`.
+    `pipelines` that exist with `label`. `ready` returns what to print once, from the reports of all processes, the time
+    and the seconds since the start; "" = not yet.
     """
+
+    _log_to_file(Path(config.node.data) / "logs" / f"up-{name}.log")
 
     async def run() -> None:
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -69,6 +78,15 @@ def run_supervised(
                 name, config.consensus_url, tracker, clock, Rand(), _print_message, pipelines=pipelines, label=label
             )
             stack.push_async_callback(telling.aclose)
+            began_s = clock.monotonic_s()
+
+            def announce(reports: Sequence[StatusReport]) -> bool:
+                text = ready(reports, clock.now_ms(), clock.monotonic_s() - began_s) if ready is not None else ""
+                if text:
+                    _print_message(text)
+                return bool(text)
+
+            telling.announce = announce if ready is not None else None
             await telling.adopt()
             tasks = await stack.enter_async_context(Tasks(lambda _, error: fail(error)))
             tasks.spawn(telling.run(), name="telling")
@@ -78,6 +96,13 @@ def run_supervised(
             await failed
 
     asyncio.run(run())
+
+
+def _log_to_file(path: Path) -> None:
+    """Keep the terminal for sentences: log lines of this process go to a file, as those of its children do."""
+    with contextlib.suppress(OSError, TidemillError):  # the node reports a directory that cannot be used
+        make_private_directory(path.parent)
+        configure_logs(file=path)
 
 
 async def _stop_children(supervisor: Supervisor, telling: SupervisorStatus) -> None:

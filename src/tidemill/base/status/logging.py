@@ -9,8 +9,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import sys
+from pathlib import Path
 
 import structlog
+
+FILE_BYTES = 32 << 20
+"""Size at which a log file is rotated; one older file is retained."""
 
 
 class _Stderr:
@@ -23,10 +27,26 @@ class _Stderr:
     log = debug = info = warn = warning = error = critical = fatal = exception = msg
 
 
-def configure_logs(level: str = "info") -> None:
-    """Configure the logs of this process, from its next line on."""
+class _File(_Stderr):
+    """A structlog logger that appends to a file, which is opened for each line: a foreground command logs little."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def msg(self, message: str) -> None:
+        with contextlib.suppress(OSError):
+            if self._path.exists() and self._path.stat().st_size > FILE_BYTES:
+                self._path.replace(self._path.with_suffix(".log.1"))
+            with self._path.open("a") as file:
+                print(message, file=file)
+
+    log = debug = info = warn = warning = error = critical = fatal = exception = msg
+
+
+def configure_logs(level: str = "info", file: Path | None = None) -> None:
+    """Configure the logs of this process, from its next line on: on stderr, or JSON lines in a file."""
     renderer: structlog.typing.Processor = (
-        structlog.dev.ConsoleRenderer() if sys.stderr.isatty() else structlog.processors.JSONRenderer()
+        structlog.dev.ConsoleRenderer() if file is None and sys.stderr.isatty() else structlog.processors.JSONRenderer()
     )
     structlog.configure(
         processors=[
@@ -36,5 +56,5 @@ def configure_logs(level: str = "info") -> None:
             renderer,
         ],
         wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=lambda *_: _Stderr(),
+        logger_factory=lambda *_: _Stderr() if file is None else _File(file),
     )

@@ -203,6 +203,7 @@ class Capture:
             "snapshot_chunks_done": copy.chunks_done,
             "snapshot_table": copy.table,
             "snapshot_done": session.streaming or session.progress.done,
+            "first_table": next((row.table for row in self._desk.rows.values() if row.is_streaming), ""),
             "recopied": session.last_recopy[0],
             "recopied_ms": session.last_recopy[1],
             **self._side_topic_facts(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.config.config import Config, exposed_servers, load
@@ -12,6 +13,7 @@ from tidemill.base.config.sections import CaptureSection
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import error_sentence
+from tidemill.cli.cluster.ready_block import ready_block
 from tidemill.cli.context import ConfigOption
 from tidemill.cli.run_supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
 from tidemill.node.supervise.processes import start_all, supervised_pipelines, with_overrides
@@ -39,7 +41,8 @@ def up(
     def start(supervisor: Supervisor, fail: Callable[[BaseException], None]) -> None:
         start_all(loaded, SystemClock(), fail, supervisor=supervisor)
 
-    run_supervised(loaded, loaded.node.name, start, pipelines=supervised_pipelines(loaded))
+    ready = partial(ready_block, loaded, str(config or ""))
+    run_supervised(loaded, loaded.node.name, start, pipelines=supervised_pipelines(loaded), ready=ready)
 
 
 CAPTURE_CHECK_TIMEOUT_S = 5.0

@@ -108,7 +108,7 @@ class Verifier:
     async def _not_maintained(self, name: str, maintained: Collection[str]) -> MissingError:
         for row in matching_tables(await self._catalogue.all_tables(), name):
             return MissingError(
-                f"no pipeline maintains this table: table={name}; it is {shown_state(row)} by capture {row.capture}.",
+                f"no pipeline maintains this table: table={name}; it is {shown_state(row)} by {row.capture}.",
                 fix=f"To maintain it, add to a pipeline: {maintain_line(row)}",
             )
         return MissingError(

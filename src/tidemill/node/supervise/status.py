@@ -8,7 +8,7 @@ deleted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 
 import structlog
 
@@ -60,6 +60,8 @@ class SupervisorStatus:
         self._label = label
         self.started: Collection[str] | None = None
         """Processes that were started; None while not known."""
+        self.announce: Callable[[Sequence[StatusReport]], bool] | None = None
+        """Called with all reports every few seconds, until it returns True."""
         self._consensus: Consensus | None = None
         self._told = False
         self._said: dict[str, str] = {}
@@ -95,6 +97,8 @@ class SupervisorStatus:
     async def _read_driver_reports(self, board: StatusBoard) -> None:
         reports = await board.reports()
         self._print_errors(reports)
+        if self.announce is not None and self.announce(reports):
+            self.announce = None
         if self.started is not None:
             now_ms = self._clock.now_ms()
             gone = stale_drivers(reports, self._pipelines, self._label, self.started, now_ms)
