@@ -20,7 +20,7 @@ from tidemill.capture.postgres.errors import is_transient, translate_connect_err
 from tidemill.capture.session import table_adder
 from tidemill.capture.snapshot import copier, exported_snapshot
 from tidemill.capture.snapshot.copier import SnapshotCopy
-from tidemill.capture.tables import table_states
+from tidemill.capture.tables import copy_progress
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics import captured_table
@@ -221,7 +221,7 @@ def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
 def test_a_copy_that_is_cut_off_again_and_again_without_one_more_chunk_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(table_states, "MAX_FRUITLESS_ATTEMPTS", 3)
+    monkeypatch.setattr(copy_progress, "MAX_FRUITLESS_ATTEMPTS", 3)
 
     async def scenario() -> None:
         async with stores() as world:

@@ -15,7 +15,7 @@ from tidemill.capture.decode.undecodable import UndecodableMessageError
 from tidemill.capture.delivery.consumers import TapRegistry
 from tidemill.capture.postgres.replication_stream import FramedMessage
 from tidemill.capture.snapshot.side_topic import first_snapshot_of
-from tidemill.capture.tables.table_reasons import recopy_instruction
+from tidemill.capture.tables.table_reasons import PauseCause, recopy_instruction
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics.captured_table import CapturedTable, is_in_snapshot
 
@@ -56,7 +56,8 @@ class BadRowPolicy:
             await self._desk.end_side_topic(aside.table, lsn, error.message)
             self._keep_wal()
         elif row is not None:
-            await self._desk.pause_table(row.table, lsn, error.message, _suggest_fix(error, row.table), again=again)
+            cause = PauseCause(error.message, _suggest_fix(error, row.table), again=again)
+            await self._desk.pause_table(row.table, lsn, cause)
         else:
             # No topic needs it, or the topic has it already; only followers of the stream lack it.
             self._desk.following.end(oid)
@@ -69,7 +70,7 @@ class BadRowPolicy:
             await self._desk.end_side_topic(aside.table, lsn, reason)
             self._keep_wal()
         else:
-            await self._desk.pause_table(table.name, lsn, reason, _suggest_fix(error, table.name))
+            await self._desk.pause_table(table.name, lsn, PauseCause(reason, _suggest_fix(error, table.name)))
 
 
 def _suggest_fix(error: BaseException, table: str) -> str:

@@ -46,6 +46,7 @@ from tidemill.capture.session.continuity_check import (
     validate_rows,
 )
 from tidemill.capture.session.set_up_context import PreparedSession, ServerState, SetUpContext
+from tidemill.capture.setup.identity_withdrawal import find_unwanted_full_identities, withdraw_identity
 from tidemill.capture.setup.publication import (
     PublishRequest,
     PublishResult,
@@ -66,8 +67,7 @@ from tidemill.capture.snapshot.copier import CopyContext, copy_tables
 from tidemill.capture.snapshot.side_topic import delete_unused_side_topics, join_completed_copies, prepare_side_topic
 from tidemill.capture.tables.auto_recopy import can_copy_resolve
 from tidemill.capture.tables.copy_progress import SnapshotProgress
-from tidemill.capture.tables.identity_withdrawal import find_unwanted_full_identities, withdraw_identity
-from tidemill.capture.tables.table_reasons import accept_instruction, explain_missing_table, refusal_for
+from tidemill.capture.tables.table_reasons import PauseCause, accept_instruction, explain_missing_table, refusal_for
 from tidemill.capture.tables.table_setup import (
     create_copy_target,
     event_source_of,
@@ -186,7 +186,7 @@ def _report_history(context: SetUpContext, moved: ContinuityResult, reason: str)
             context.clock.now_ms(),
         )
     if fork_lsn is not None:
-        states.clear_capture_failures()
+        states.statuses.clear_capture_failures()
 
 
 async def _join_copies(context: SetUpContext, server: ServerState) -> SlotState:
@@ -383,11 +383,10 @@ async def _pause_unwanted(context: SetUpContext, server: ServerState, row: Captu
     """Pause a table that was dropped, or must not be captured in its present form."""
     why = server.choice.refused.get(row.table)
     if why is not None and any((table.name, table.oid) == (row.table, row.oid) for table in server.found):
-        first = why.fix if why.again else ""
-        await context.states.pause_table(row.table, wal_end, why.reason, again=why.again, first=first)
+        cause = PauseCause.of_refusal(why)
     else:
-        missing = explain_missing_table(row, server.found)
-        await context.states.pause_table(row.table, wal_end, *missing, state="dropped")
+        cause = PauseCause(*explain_missing_table(row, server.found), state="dropped")
+    await context.states.pause_table(row.table, wal_end, cause)
 
 
 async def _pause_if_changed(
@@ -402,14 +401,13 @@ async def _pause_if_changed(
         step = plan_next_version(row, targets_of_attributes(attributes), attributes)
     if not isinstance(step, str):
         return
-    await context.states.pause_table(
-        row.table,
-        wal_end,
+    cause = PauseCause(
         f"its description changed: {difference}; {step}" if step else f"its description changed: {difference}",
         accept_instruction(row.table),
         again=can_copy_resolve(row, attributes),
         found=attributes,
     )
+    await context.states.pause_table(row.table, wal_end, cause)
 
 
 def _is_resumable(row: CaptureTableRow, slot: SlotState) -> bool:
@@ -428,7 +426,8 @@ async def _resume_tables(context: SetUpContext, slot: SlotState) -> list[Capture
             continue
         topic = await catalogue.get(TopicRow, row.topic)
         if topic is None:
-            await states.pause_table(row.table, slot.confirmed_lsn, f"its topic is missing: topic={row.topic}")
+            cause = PauseCause(f"its topic is missing: topic={row.topic}")
+            await states.pause_table(row.table, slot.confirmed_lsn, cause)
             continue
         topic = await update_topic_config(config, catalogue, topic)
         if row.envelope != config.envelope:

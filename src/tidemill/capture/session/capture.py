@@ -298,7 +298,7 @@ class Capture:
         if running is not None and running is not asyncio.current_task():
             running.cancel()
             await asyncio.wait([running])
-        self._desk.close()
+        self._desk.statuses.close()
         for name in (self.config.mark, f"{self.config.mark}/topics", f"{self.config.mark}/history"):
             self._tracker.clear_failure(name)
             self._tracker.remove(name)

@@ -26,7 +26,7 @@ from tidemill.capture.postgres.control_connection import ControlConnection
 from tidemill.capture.postgres.pgoutput import RelationMessage
 from tidemill.capture.snapshot.side_topic import first_snapshot_of, matches_copy
 from tidemill.capture.tables.schema_change import follow_description
-from tidemill.capture.tables.table_reasons import recopy_instruction
+from tidemill.capture.tables.table_reasons import PauseCause, recopy_instruction
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.capture.topics.captured_table import is_in_snapshot
 
@@ -68,7 +68,7 @@ class RelationTracker:
             version = await follow_description(self._desk, control, message, now, xid, lsn)
         if self._desk.following.get(message.oid) is not None:
             found = await control.run(lambda wire: read_attributes(wire, [message.oid]))
-            self._desk.update_unaffected_columns(message.oid, found.get(message.oid))
+            self._desk.following.update_columns(message.oid, found.get(message.oid))
         known = self._converter.relations.get(message.oid)
         described = replace(merge_relation(message, now or known, gone=now is None), version=version)
         if not self.requires_whole_rows(message.oid):
@@ -130,10 +130,11 @@ class RelationTracker:
             row = self._desk.find_receiving(oid, self._converter.xid, lsn)
             if row is not None:
                 async with self._parking:
-                    await self._desk.pause_table(
-                        row.table, lsn, f"the replica identity of {relation.name} does not include its primary key",
+                    cause = PauseCause(
+                        f"the replica identity of {relation.name} does not include its primary key",
                         f"Set an identity that does (DEFAULT, FULL). {recopy_instruction(row.table)}",
-                    )  # fmt: skip
+                    )
+                    await self._desk.pause_table(row.table, lsn, cause)
         return replace(relation, old_rows="lacking")
 
     def _set_root_old_rows(self, oids: Sequence[int]) -> None:

@@ -391,7 +391,8 @@ class Session:
         tasks.spawn(self.writer.failed(), name="capture topic writer")
         tasks.spawn(self._reports.run(stream, status, interval_s), name="capture status")
         tasks.spawn(send_heartbeats(self._control, config, lambda: collector.last_commit_lsn), name="capture heartbeat")
-        self.states.connect(self._pause_relation, self._taps.lose_relation)
+        self.states.on_park = self._pause_relation
+        self.states.following.on_narrow = self._taps.lose_relation
         context = SideLoopContext(config, self._control, self.states, self._catalogue, self._parking)
         adder = self.adder = TableAdder(
             self._copies, context, self._wal, self.writer, self._descriptions, prepared.aside

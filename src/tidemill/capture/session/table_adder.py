@@ -55,7 +55,7 @@ from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 from tidemill.capture.tables.publication_repair import PublicationRepair
 from tidemill.capture.tables.schema_change import PendingSchema
-from tidemill.capture.tables.table_reasons import refusal_for
+from tidemill.capture.tables.table_reasons import PauseCause, refusal_for
 from tidemill.capture.tables.table_setup import create_copy_target, event_source_of, resume_copy, start_table
 from tidemill.capture.tables.table_states import TableStateUnknownError
 from tidemill.capture.topics.captured_table import CapturedTable
@@ -255,7 +255,7 @@ class TableAdder:
         _, until_s, oid = self._pauses.get(table.name, (None, 0.0, table.oid))
         if oid != table.oid or self._clock.monotonic_s() >= until_s:
             return True
-        held_by = self._desk.blocker_of(table.name)
+        held_by = self._desk.statuses.blocker_of(table.name)
         if not held_by:
             return False
         holder = await self._control.run(lambda wire: find_table_blocker(wire, table.oid))
@@ -360,7 +360,7 @@ class TableAdder:
                 if row is not None and row.is_streaming:
                     # Re-created, or recopy was requested while it flows: this session carries nothing more of the old
                     # one.
-                    await self._context.pause_at_wal_end(table.name, "it is being re-snapshotted")
+                    await self._context.pause_at_wal_end(table.name, PauseCause("it is being re-snapshotted"))
                 place = (self._config, self._catalogue, self._desk, table, relations[table.oid])
                 topic = None
                 if table.oid in cut_off:

@@ -26,7 +26,7 @@ from tidemill.capture.tables.auto_recopy import can_copy_resolve
 from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.publication_repair import PublicationRepair
 from tidemill.capture.tables.schema_change import PendingSchema
-from tidemill.capture.tables.table_reasons import accept_instruction, explain_missing_table
+from tidemill.capture.tables.table_reasons import PauseCause, accept_instruction, explain_missing_table
 from tidemill.capture.tables.table_setup import delete_topics
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 
@@ -71,9 +71,10 @@ class CatalogWatcher:
             if table is None:
                 why = choice.refused.get(row.table)
                 if why is not None and any((t.name, t.oid) == (row.table, row.oid) for t in found):
-                    await self._context.pause_refused(row.table, why)
+                    cause = PauseCause.of_refusal(why)
                 else:
-                    await self._context.pause_at_wal_end(row.table, *explain_missing_table(row, found), state="dropped")
+                    cause = PauseCause(*explain_missing_table(row, found), state="dropped")
+                await self._context.pause_at_wal_end(row.table, cause)
             elif table.oid == row.oid and self._digests.get(row.oid) != table.digest:
                 await self._check_description(row.table, table)
         for row in [row for row in self._desk.rows.values() if not row.is_streaming and row.state != "dropped"]:
@@ -117,15 +118,15 @@ class CatalogWatcher:
             if followed is None:
                 continue
             if table is None or table.name != followed.table:
-                self._desk.update_unaffected_columns(oid, None)
+                self._desk.following.update_columns(oid, None)
             elif entry is None or entry.rows != followed.publication:
-                self._desk.update_unaffected_columns(oid, None, "the publication of its table was altered")
+                self._desk.following.update_columns(oid, None, "the publication of its table was altered")
             elif self._digests.get(oid) != table.digest:
                 now = (await self._control.run(lambda wire, oid=oid: read_attributes(wire, [oid]))).get(oid)  # type: ignore[misc]
-                self._desk.update_unaffected_columns(oid, now)
+                self._desk.following.update_columns(oid, now)
                 self._digests[oid] = table.digest
             else:
-                self._desk.end_if_unfollowed(oid)
+                self._desk.following.end_if_unfollowed(oid)
 
     async def _find_unpublished(self, oids: list[int]) -> set[int]:
         if not oids:
@@ -156,7 +157,8 @@ class CatalogWatcher:
             self._pending.forget(name)
             found = (await self._control.run(lambda wire: read_attributes(wire, [table.oid]))).get(table.oid)
             said, again = f"its description changed: {why}", can_copy_resolve(row, found)
-            await self._context.pause_at_wal_end(name, said, accept_instruction(name), again=again, found=found)
+            cause = PauseCause(said, accept_instruction(name), again=again, found=found)
+            await self._context.pause_at_wal_end(name, cause)
         elif why is not None and (table.kind != "p" or await self._check_partitions(name, table)):
             self._digests[table.oid] = table.digest
 
@@ -194,7 +196,7 @@ class CatalogWatcher:
                 said = f"a partition was attached with rows that are not in the stream: partition={full}"
                 break
         if said:
-            await self._context.pause_at_wal_end(name, said, again=True, first=first)
+            await self._context.pause_at_wal_end(name, PauseCause(said, again=True, first=first))
             return False
         if later:
             self._looks[table.oid] = later

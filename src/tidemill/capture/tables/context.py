@@ -14,14 +14,14 @@ import asyncio
 from tidemill.base.errors import MissingError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.catalog.catalog_cache import CachedQuery, TableList
-from tidemill.capture.catalog.columns import TableAttributes
 from tidemill.capture.catalog.foreign_publications import Objections, find_objections
-from tidemill.capture.catalog.table_choice import Refusal, TableChoice, choose_tables
+from tidemill.capture.catalog.table_choice import TableChoice, choose_tables
 from tidemill.capture.catalog.table_discovery import TableInfo
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.postgres.control_connection import ControlConnection
 from tidemill.capture.setup.publication import PublishedTable, read_published_tables
+from tidemill.capture.tables.table_reasons import PauseCause
 from tidemill.capture.tables.table_setup import refuse_taken_topics
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.metastore.catalogue import Catalogue
@@ -82,25 +82,10 @@ class SideLoopContext:
         taken = set(checked.refused) - set(choice.refused)
         return TableChoice(tuple(t for t in choice.tables if t.name not in taken), checked.refused)
 
-    async def pause_at_wal_end(
-        self,
-        name: str,
-        reason: str,
-        fix: str = "",
-        *,
-        state: str = "parked",
-        again: bool = False,
-        first: str = "",
-        found: TableAttributes | None = None,
-    ) -> None:
+    async def pause_at_wal_end(self, name: str, cause: PauseCause) -> None:
         """Pause a table at the WAL end while the stream's reader is paused."""
         async with self.parking:
-            lsn = await self.read_wal_end()
-            await self.desk.pause_table(name, lsn, reason, fix, state=state, again=again, first=first, found=found)
-
-    async def pause_refused(self, name: str, why: Refusal) -> None:
-        """Pause a table that flows and must not be captured in its present form."""
-        await self.pause_at_wal_end(name, why.reason, again=why.again, first=why.fix if why.again else "")
+            await self.desk.pause_table(name, await self.read_wal_end(), cause)
 
     async def read_wal_end(self) -> int:
         """Return an LSN that is above everything received so far."""

@@ -1,11 +1,14 @@
-"""Progress and cost of a copy: rows, rate, what is left, and the WAL that its slot retains."""
+"""Progress and cost of a copy: rows, rate, what is left, the WAL that its slot retains, and attempts to resume it."""
 
 from __future__ import annotations
 
 from tidemill.base.clock import Clock
 from tidemill.base.limits import MIB
 from tidemill.base.lsn import Lsn
-from tidemill.metastore.catalogue import SideTopicState
+from tidemill.metastore.catalogue import CaptureTableRow, SideTopicState
+
+MAX_FRUITLESS_ATTEMPTS = 10
+"""Limit of attempts to resume an interrupted copy without completing another chunk. Then its WAL is released."""
 
 
 class SetUpSteps:
@@ -138,3 +141,23 @@ class SnapshotProgress:
         """Estimated seconds until the end; None = it is done, or there is no estimate."""
         left, rate = self.expected - self.rows, self.rows_per_s
         return int(left / rate) if not self.done and left > 0 and rate >= 1 else None
+
+
+class CopyAttempts:
+    """Attempts to resume interrupted copies. The count of a table restarts with each chunk and each new copy."""
+
+    def __init__(self) -> None:
+        self._fruitless: dict[str, tuple[str, int, int]] = {}
+        """Table → topic of the copy, what was done at the last attempt (chunks, and records appended after them), and
+        the number of attempts since.
+        """
+
+    def count(self, row: CaptureTableRow) -> bool:
+        """Count an attempt to resume the table's copy, and return whether another one is allowed."""
+        if row.copy is None:
+            return False
+        topic_id, done, tries = self._fruitless.get(row.table, ("", 0, 0))
+        now = row.copy.done + (row.aside.appended if row.aside is not None else 0)
+        tries = tries + 1 if (topic_id, done) == (row.copy.topic_id, now) else 1
+        self._fruitless[row.table] = (row.copy.topic_id, now, tries)
+        return tries < MAX_FRUITLESS_ATTEMPTS

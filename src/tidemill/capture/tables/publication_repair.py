@@ -22,10 +22,10 @@ from tidemill.capture.catalog.table_choice import Refusal
 from tidemill.capture.catalog.table_discovery import Hazard, TableInfo, find_hazards
 from tidemill.capture.naming import has_invalid_bytes
 from tidemill.capture.postgres.connection import PgConnection, identifier
+from tidemill.capture.setup.identity_withdrawal import find_unwanted_full_identities, withdraw_identity
 from tidemill.capture.setup.publication import PublishRequest, find_partial_identities, publish_tables, unpublish_table
 from tidemill.capture.tables.context import SideLoopContext
-from tidemill.capture.tables.identity_withdrawal import find_unwanted_full_identities, withdraw_identity
-from tidemill.capture.tables.table_reasons import recopy_instruction
+from tidemill.capture.tables.table_reasons import PauseCause, recopy_instruction
 from tidemill.metastore.catalogue import CaptureTableRow
 
 log = structlog.get_logger()
@@ -75,17 +75,19 @@ class PublicationRepair:
                     continue
             if hazard.virtual or hazard.breaks:
                 await self._control.run(lambda wire, name=hazard.name: unpublish_table(wire, self._config, name))  # type: ignore[misc]
-                self._desk.update_unaffected_columns(hazard.oid, None, "its table is no longer published")
+                self._desk.following.update_columns(hazard.oid, None, "its table is no longer published")
             if row is not None and not (hazard.virtual or hazard.breaks):
                 said = "its replica identity does not include its primary key"
-                await self._context.pause_at_wal_end(row.table, said, _repair_instruction(hazard))
+                await self._context.pause_at_wal_end(row.table, PauseCause(said, _repair_instruction(hazard)))
             elif row is not None:
                 what = "a virtual generated column" if hazard.virtual else "its replica identity, which was removed,"
                 lacks = hazard.breaks and not hazard.virtual and not config.requires_full_identity
-                await self._context.pause_at_wal_end(
-                    row.table, f"{what} would make its UPDATE and DELETE fail", _repair_instruction(hazard) if lacks
-                    else "", again=not hazard.virtual and not lacks,
-                )  # fmt: skip
+                cause = PauseCause(
+                    f"{what} would make its UPDATE and DELETE fail",
+                    _repair_instruction(hazard) if lacks else "",
+                    again=not hazard.virtual and not lacks,
+                )
+                await self._context.pause_at_wal_end(row.table, cause)
         if not config.manual:
             await self._unpublish_paused()
 
@@ -115,7 +117,7 @@ class PublicationRepair:
         for row in [row for row in rows.values() if row.oid in objected and objected[row.oid].refuses]:
             why = Refusal("refused", objected[row.oid].reason, objected[row.oid].fix, again=True)
             if row.is_streaming and streams:
-                await self._context.pause_refused(row.table, why)
+                await self._context.pause_at_wal_end(row.table, PauseCause.of_refusal(why))
             elif row.snapshot is None and row.state == "captured":
                 await self._desk.refuse_table(row.table, why, row.oid)
                 if row.table in left:
@@ -133,14 +135,13 @@ class PublicationRepair:
         what = "a virtual generated column" if hazard.virtual else "its replica identity"
         if hazard.virtual or hazard.breaks:
             drop = f"ALTER PUBLICATION {identifier(self._config.publication)} DROP TABLE {hazard.name}"
-            await self._context.pause_at_wal_end(
-                row.table, f"{what} makes its UPDATE and DELETE fail while it is published",
+            cause = PauseCause(
+                f"{what} makes its UPDATE and DELETE fail while it is published",
                 f"Run {drop}; {recopy_instruction(row.table)}",
-            )  # fmt: skip
-        else:
-            await self._context.pause_at_wal_end(
-                row.table, f"{what} does not include its primary key", _repair_instruction(hazard)
             )
+        else:
+            cause = PauseCause(f"{what} does not include its primary key", _repair_instruction(hazard))
+        await self._context.pause_at_wal_end(row.table, cause)
 
     async def _set_full_identity(self, wire: PgConnection, table: TableInfo) -> bool:
         """Set a published table and its partitions to a full replica identity again. Returns False while others hold

@@ -38,7 +38,7 @@ from tidemill.capture.postgres.control_connection import ControlConnection
 from tidemill.capture.postgres.pgoutput import RelationMessage
 from tidemill.capture.setup.server_checks import emit_heartbeat
 from tidemill.capture.tables.auto_recopy import can_copy_resolve
-from tidemill.capture.tables.table_reasons import accept_instruction
+from tidemill.capture.tables.table_reasons import PauseCause, accept_instruction
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
 
@@ -91,7 +91,8 @@ async def follow_description(
         again = name == row.table and can_copy_resolve(row, found)
         said_all = "its description changed: " + "; ".join(said)
         columns = found if name == row.table else None
-        await desk.pause_table(row.table, lsn, said_all, accept_instruction(row.table), again=again, found=columns)
+        cause = PauseCause(said_all, accept_instruction(row.table), again=again, found=columns)
+        await desk.pause_table(row.table, lsn, cause)
     return version or row.version
 
 

@@ -12,10 +12,12 @@ from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import NamedTuple
 
+import msgspec
 from msgspec.structs import replace
 
 from tidemill.base.errors import TidemillError
 from tidemill.base.lsn import Lsn
+from tidemill.capture.catalog.columns import TableAttributes
 from tidemill.capture.catalog.table_choice import Refusal
 from tidemill.capture.catalog.table_discovery import TableInfo
 from tidemill.capture.naming import to_readable
@@ -29,6 +31,29 @@ MAX_RETRY_AFTER_S = 10
 
 
 MAX_REASON_CHARS = 600
+"""Length limit of a reason in a row and a stage status: a table of 1,600 columns may differ in all of them."""
+
+
+class PauseCause(msgspec.Struct, frozen=True):
+    """Cause of a pause of a table.
+
+    fix      what an operator does; "" = have it re-snapshotted
+    again    a copy resolves the cause (auto_recopy.py), after an operator has done what `first` says, if anything
+    found    the database's description of the columns, if they are the only cause (unaffected_columns.py)
+    state    of the table while it is paused: parked or dropped
+    """
+
+    reason: str
+    fix: str = ""
+    again: bool = False
+    first: str = ""
+    found: TableAttributes | None = None
+    state: str = "parked"
+
+    @classmethod
+    def of_refusal(cls, why: Refusal) -> PauseCause:
+        """Return the cause for a table that flows and must not be captured in its present form."""
+        return cls(why.reason, again=why.again, first=why.fix if why.again else "")
 
 
 def pause_reason(table: str, reason: str, lsn: int) -> str:

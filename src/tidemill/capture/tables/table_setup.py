@@ -65,7 +65,7 @@ async def start_table(
     answer, since nothing has been written then. Raises TableStateUnknownError, and the catalogue's errors.
     """
 
-    earlier, now_ms = desk.rows.get(table.name), desk.now_ms
+    earlier, now_ms = desk.rows.get(table.name), desk.clock.now_ms()
     if earlier is not None and earlier.oid != table.oid:
         await desk.move_identities(earlier)
     columns = captured_columns_of(relation)

@@ -33,7 +33,6 @@ from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.base.lsn import Lsn
 from tidemill.base.pgtypes.avro import AVRO, ColumnDescription
 from tidemill.base.status.status import StatusTracker
-from tidemill.capture.catalog.columns import TableAttributes
 from tidemill.capture.catalog.schema_versions import SchemaStep
 from tidemill.capture.catalog.table_choice import Refusal
 from tidemill.capture.catalog.table_discovery import TableInfo
@@ -42,25 +41,21 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.encode.avro_schemas import NoSchemaRegistrar, SchemaRegistrar, register_schemas
 from tidemill.capture.naming import to_readable
 from tidemill.capture.setup.publication import Identities, with_asked_identities
-from tidemill.capture.tables.copy_progress import SnapshotProgress
+from tidemill.capture.tables.copy_progress import CopyAttempts, SnapshotProgress
 from tidemill.capture.tables.table_reasons import (
     MAX_REASON_CHARS,
+    PauseCause,
     automatic_recopy_notice,
     blocked_row,
     pause_reason,
     recopy_instruction,
 )
+from tidemill.capture.tables.table_statuses import TableStatuses
 from tidemill.capture.tables.unaffected_columns import FollowedTables
 from tidemill.capture.topics.captured_table import is_in_snapshot
 from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
 
 log = structlog.get_logger()
-
-"""Length limit of a reason in a row and a stage status: a table of 1,600 columns may differ in all of them."""
-
-
-MAX_FRUITLESS_ATTEMPTS = 10
-"""Limit of attempts to resume an interrupted copy without completing another chunk. Then its WAL is released."""
 
 
 class TableStateUnknownError(UnknownOutcomeError):
@@ -75,8 +70,7 @@ class TableStates:
     """The states of a capture's tables; outlives its sessions.
 
     `on_park(oid, lsn, columns)`: nothing of this relation is carried at or above the LSN from now on, except for shapes
-    of only these columns; returns whether there are any. `on_narrow(oid, reason, columns)`: of the shapes that follow a
-    paused table, only those of these columns remain; returns whether there are any. Both are synchronous.
+    of only these columns; returns whether there are any. Synchronous; each session sets it.
     """
 
     def __init__(
@@ -85,20 +79,18 @@ class TableStates:
         catalogue: Catalogue,
         clock: Clock,
         tracker: StatusTracker,
-        on_park: Callable[[int, int, frozenset[str]], bool] = lambda *_: False,
         schemas: SchemaRegistrar | None = None,
     ) -> None:
         self._schemas = schemas or NoSchemaRegistrar()
         self._config = config
         self._catalogue = catalogue
-        self._clock = clock
-        self._tracker = tracker
+        self.clock = clock
+        self.statuses = TableStatuses(config, clock, tracker)
         self.history = ("", 0)
         """Description and time (ms) of a failover, or a return to an earlier state, that the newest session found; "" =
         none.
         """
-        self._on_park = on_park
-        self._on_narrow: Callable[[int, str, frozenset[str]], bool] = lambda *_: False
+        self.on_park: Callable[[int, int, frozenset[str]], bool] = lambda *_: False
         self.following = FollowedTables()
         self._changing = asyncio.Lock()
         self.rows: dict[str, CaptureTableRow] = {}
@@ -108,49 +100,13 @@ class TableStates:
         """Tables that are being copied concurrently with the stream, and their oids. A refused table is not among them,
         because its status does not show the progress of the copy.
         """
-        self._told: set[str] = set()
-        self._refusals: dict[str, Refusal] = {}
-        """Result of the last attempt to add a table, until the table is past it."""
-        self._fruitless: dict[str, tuple[str, int, int]] = {}
-        """Progress of an interrupted copy: its topic, what was done at the last attempt (chunks, and records appended
-        after them), and the number of attempts since.
-        """
-
-    def connect(
-        self,
-        on_park: Callable[[int, int, frozenset[str]], bool],
-        on_narrow: Callable[[int, str, frozenset[str]], bool] = lambda *_: False,
-    ) -> None:
-        self._on_park, self._on_narrow = on_park, on_narrow
-
-    def update_unaffected_columns(
-        self, oid: int, found: TableAttributes | None, reason: str = "its table's definition changed"
-    ) -> None:
-        """Update the unaffected columns of a followed, paused table from the database's description; None = the stream
-        lacks changes.
-        """
-        if self.following.get(oid) is not None:
-            self.following.narrow_columns(oid, found)
-            self.end_if_unfollowed(oid, reason)
-
-    def end_if_unfollowed(self, oid: int, reason: str = "") -> None:
-        """Stop following a table that no shape follows any more, so that it is paused like any other."""
-        if not self._on_narrow(oid, reason, self.following.columns(oid)):
-            self.following.end(oid)
-
-    @property
-    def now_ms(self) -> int:
-        return self._clock.now_ms()
+        self._attempts = CopyAttempts()
 
     def replace_rows(self, rows: dict[str, CaptureTableRow]) -> None:
         """Replace the rows by the current ones; stage statuses follow."""
         self.rows = dict(rows)
         self.changes += 1
-        for name in [*self._told]:
-            if name not in rows or rows[name].is_streaming:
-                self._remove_status(name)
-        for row in rows.values():
-            self._publish_status(row)
+        self.statuses.publish_all(rows)
 
     def find_carried(self, oid: int, lsn: int = LSN_NEVER) -> CaptureTableRow | None:
         """Return the table that is carried under this oid, as of a transaction at `lsn` (default: any future one)."""
@@ -167,43 +123,24 @@ class TableStates:
         """Return the oids of the relations that followers may treat as captured."""
         return {row.oid for row in self.rows.values() if row.state == "captured" and row.aside is None}
 
-    def blocker_of(self, name: str) -> str:
-        """Return the blocker that prevented the last attempt to add the table, "" = none."""
-        why = self._refusals.get(name)
-        return why.held_by if why is not None else ""
-
     # changes of state -----------------------------------------------------------------------------
-    async def pause_table(
-        self,
-        name: str,
-        lsn: int,
-        reason: str,
-        fix: str = "",
-        *,
-        state: str = "parked",
-        again: bool = False,
-        first: str = "",
-        found: TableAttributes | None = None,
-    ) -> None:
-        """Pause a table durably: carry none of its transactions at or above `lsn`.
-
-        `again`: a copy resolves the cause (auto_recopy.py), after an operator has done what `first` says, if it is not
-        empty. `found`: the database's description of the columns, if they are the only cause (unaffected_columns.py).
-        Raises TableStateUnknownError, RecopyRequiredError.
+    async def pause_table(self, name: str, lsn: int, cause: PauseCause) -> None:
+        """Pause a table durably: carry none of its transactions at or above `lsn`. Raises TableStateUnknownError,
+        RecopyRequiredError.
         """
         row = self.rows.get(name)
         if row is None or (row.parked_lsn and row.parked_lsn <= lsn):
             return
-        reason = pause_reason(name, reason, lsn)
-        now_ms, pause_ms = self._clock.now_ms(), int(self._config.copy_again_pause_s * 1000)
+        reason = pause_reason(name, cause.reason, lsn)
+        now_ms, pause_ms = self.clock.now_ms(), int(self._config.copy_again_pause_s * 1000)
         void = row.snapshot is not None and lsn < row.snapshot.exact_lsn
-        columns = self.following.columns_to_follow(row, found) if not void else frozenset[str]()
-        self.following.record_pause(row, columns, self._on_park(row.oid, lsn, columns))
+        columns = self.following.columns_to_follow(row, cause.found) if not void else frozenset[str]()
+        self.following.record_pause(row, columns, self.on_park(row.oid, lsn, columns))
 
         def as_paused(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or (found.parked_lsn and found.parked_lsn <= lsn) or found.generation != row.generation:
                 return found
-            since_ms = found.since_ms if found.state == state and found.since_ms else now_ms
+            since_ms = found.since_ms if found.state == cause.state and found.since_ms else now_ms
             if void:
                 return replace(
                     found, state="refused", reason=reason, fix="It is re-snapshotted automatically.", since_ms=now_ms,
@@ -211,15 +148,18 @@ class TableStates:
                 )  # fmt: skip
             # At most one pause from now: the clock may have been wrong when the last pause began.
             from_ms = now_ms + max(0, min(pause_ms, found.again_last_ms + pause_ms - now_ms))
-            again_ms = from_ms if again and self._config.copy_again else 0
-            said = automatic_recopy_notice(again_ms, again_ms > now_ms) if again_ms else fix or recopy_instruction(name)
-            said = f"{first} {said}".strip()
+            again_ms = from_ms if cause.again and self._config.copy_again else 0
+            if again_ms:
+                fix = automatic_recopy_notice(again_ms, again_ms > now_ms)
+            else:
+                fix = cause.fix or recopy_instruction(name)
             return replace(
-                found, state=state, reason=reason, fix=said, parked_lsn=lsn, since_ms=since_ms, again_ms=again_ms
-            )
+                found, state=cause.state, reason=reason, fix=f"{cause.first} {fix}".strip(), parked_lsn=lsn,
+                since_ms=since_ms, again_ms=again_ms,
+            )  # fmt: skip
 
         log.error("a table is paused", capture=self._config.name, table=name, reason=reason)
-        self._refusals.pop(name, None)
+        self.statuses.forget_refusal(name)
         await self.update_row(name, as_paused)
         if void:
             raise RecopyRequiredError(f"a table would be paused at a position before its copy is exact: table={name}.")
@@ -234,9 +174,9 @@ class TableStates:
                 return found
             parked_at = f" parked_at={Lsn(found.parked_lsn)}" if found.parked_lsn else ""
             said = f"{reason}: table={name}{parked_at}."
-            return replace(found, state="dropped", reason=said, fix=fix, since_ms=self._clock.now_ms(), again_ms=0)
+            return replace(found, state="dropped", reason=said, fix=fix, since_ms=self.clock.now_ms(), again_ms=0)
 
-        self._refusals.pop(name, None)
+        self.statuses.forget_refusal(name)
         await self.update_row(name, as_dropped)
 
     async def refuse_table(self, name: str, why: Refusal, oid: int = 0, *, going_on: bool = False) -> None:
@@ -246,14 +186,14 @@ class TableStates:
         makes progress (MAX_FRUITLESS_ATTEMPTS).
         """
         known = self.rows.get(name)
-        going_on = going_on and known is not None and self._count_attempt(known)
+        going_on = going_on and known is not None and self._attempts.count(known)
 
         def as_refused(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None:
                 found = CaptureTableRow(self._config.name, name)
             elif found.snapshot is not None or found.parked_lsn:
                 return found
-            since_ms = found.since_ms if found.state == why.state and found.since_ms else self._clock.now_ms()
+            since_ms = found.since_ms if found.state == why.state and found.since_ms else self.clock.now_ms()
             return replace(
                 found, state=why.state, reason=why.reason[:MAX_REASON_CHARS], fix=why.fix, since_ms=since_ms, oid=oid,
                 copy=found.copy if going_on else None, aside=found.aside if going_on else None,
@@ -262,31 +202,21 @@ class TableStates:
         tried = self.copying.pop(name, None) is not None
         kept = known is not None and (known.snapshot is not None or known.parked_lsn)
         if tried or not kept:
-            self._refusals[name] = why
+            self.statuses.record_refusal(name, why)
         told = (known.state, known.reason, known.fix) if known is not None else None
         given_up = known is not None and known.copy is not None and not going_on
         if not kept and (given_up or told != (why.state, why.reason[:MAX_REASON_CHARS], why.fix)):
             await self.update_row(name, as_refused)
         elif tried and known is not None:
-            self._publish_status(known)
-        elif known is not None and blocked_row(known, why, now_ms := self._clock.now_ms()).reason != known.reason:
-            self._refusals.pop(name, None)
+            self.statuses.publish(known)
+        elif known is not None and blocked_row(known, why, now_ms := self.clock.now_ms()).reason != known.reason:
+            self.statuses.forget_refusal(name)
             await self.update_row(name, lambda row: blocked_row(row, why, now_ms) if row is not None else None)
 
     async def refuse_all(self, refused: Mapping[str, Refusal]) -> None:
         """Refuse each table of a choice, by name."""
         for name, why in refused.items():
             await self.refuse_table(name, why)
-
-    def _count_attempt(self, row: CaptureTableRow) -> bool:
-        """Count an attempt to resume the table's copy, and return whether another one is allowed."""
-        if row.copy is None:
-            return False
-        topic_id, done, tries = self._fruitless.get(row.table, ("", 0, 0))
-        now = row.copy.done + (row.aside.appended if row.aside is not None else 0)
-        tries = tries + 1 if (topic_id, done) == (row.copy.topic_id, now) else 1
-        self._fruitless[row.table] = (row.copy.topic_id, now, tries)
-        return tries < MAX_FRUITLESS_ATTEMPTS
 
     async def store_identities(self, name: str, identities: Identities) -> None:
         """Store the replica identities of a table and its partitions before they become FULL (publication.py)."""
@@ -379,13 +309,13 @@ class TableStates:
         old = self.rows.get(name)
         if row is None:
             self.rows.pop(name, None)
-            self._remove_status(name)
+            self.statuses.remove(name)
         else:
             self.rows[name] = row
             # A refused table that is retried has not recovered yet; a table that was paused has.
             if row.is_streaming or (row.state == "captured" and old is not None and old.parked_lsn):
-                self._remove_status(name)
-            self._publish_status(row)
+                self.statuses.remove(name)
+            self.statuses.publish(row)
         return row
 
     @property
@@ -417,7 +347,7 @@ class TableStates:
             return
         log.warning("WAL is retained for a copy", capture=self._config.name, table=name, at=str(Lsn(lsn)), cause=reason)
         topic_id = row.aside.topic_id
-        self._on_park(row.oid, lsn, self.following.columns(row.oid))
+        self.on_park(row.oid, lsn, self.following.columns(row.oid))
 
         def with_ended_side_topic(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or found.aside is None or found.aside.topic_id != topic_id:
@@ -430,70 +360,20 @@ class TableStates:
         """Abandon an interrupted copy. Raises TableStateUnknownError."""
         await self.update_row(name, lambda found: replace(found, copy=None, aside=None) if found is not None else None)
 
-    # stage statuses -------------------------------------------------------------------------------
-    def clear_capture_failures(self) -> None:
-        """Clear the capture's failures: its positions belong to another history than those at which it failed."""
-        for name in (self._config.mark, f"{self._config.mark}/topics"):
-            self._tracker.clear_failure(name)
-            self._tracker.remove(name)
-
+    # copies ---------------------------------------------------------------------------------------
     def publish_copy_status(self, progress: SnapshotProgress) -> None:
-        """Publish the statuses of the tables that are copied concurrently with the stream: they move with the copied
-        rows. The reason of an earlier refusal is reported until they move.
-        """
+        """Publish the statuses of the tables that are copied concurrently with the stream."""
         for name in self.copying:
-            self._tracker.set(
-                self._config.table_mark(name), progress.moved, max(progress.expected, progress.moved + 1),
-                now_ms=self._clock.now_ms(), held_by=progress.held_by, reason=self._describe_copy(name, progress),
-                budget_ms=self._config.budget_ms, unit="rows",
-                progress=progress.moved + progress.chunks_done + progress.steps.count,
-            )  # fmt: skip
-            self._told.add(name)
-
-    def _describe_copy(self, name: str, progress: SnapshotProgress) -> str:
-        row = self.rows.get(name)
-        return f"{progress.sentence}; {row.reason}" if row is not None and row.reason else progress.sentence
+            row = self.rows.get(name)
+            self.statuses.publish_copy(name, row.reason if row is not None else "", progress)
 
     def finish_copy(self) -> None:
         """Clear the tables of a copy that ended, successfully or not."""
         names, self.copying = [*self.copying], {}
         for name in names:
-            self._tracker.remove(self._config.table_mark(name))
-            self._told.discard(name)
+            self.statuses.end_copy(name)
             if name in self.rows:
-                self._publish_status(self.rows[name])
-
-    def _publish_status(self, row: CaptureTableRow) -> None:
-        why = self._refusals.get(row.table)
-        if row.state == "left" or (row.state == "captured" and (why is None or not row.is_streaming)):
-            return
-        mark = self._config.table_mark(row.table)
-        failure = self._tracker.failure(mark)
-        if why is None or row.state == "refused":
-            text = f"{row.reason} {row.fix}".strip()
-        else:
-            text = f"{row.reason} {why.reason[:MAX_REASON_CHARS]} {why.fix}".strip()
-        self._tracker.set(mark, row.parked_lsn, row.parked_lsn + 1, now_ms=row.since_ms, unit="lsn",
-            upstream=f"{self._config.mark}/topics")  # fmt: skip
-        if failure is None or failure.error != text:
-            # No operator has to act on a table that resumes automatically, unless it takes too long.
-            parked = not row.is_streaming and not row.again_ms
-            self._tracker.fail(mark, text, now_ms=row.since_ms or self._clock.now_ms(), parked=parked,
-                held_by=why.held_by if why is not None else "")  # fmt: skip
-        self._told.add(row.table)
-
-    def _remove_status(self, name: str) -> None:
-        mark = self._config.table_mark(name)
-        self._refusals.pop(name, None)
-        self._fruitless.pop(name, None)
-        self._tracker.clear_failure(mark)
-        self._tracker.remove(mark)
-        self._told.discard(name)
-
-    def close(self) -> None:
-        """Remove all stage statuses, because another process may continue the capture."""
-        for name in [*self._told]:
-            self._remove_status(name)
+                self.statuses.publish(self.rows[name])
 
 
 def _is_carried(row: CaptureTableRow, lsn: int) -> bool:

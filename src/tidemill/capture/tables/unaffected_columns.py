@@ -22,7 +22,7 @@ shapes.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import msgspec
 from msgspec.structs import replace
@@ -84,9 +84,14 @@ def is_valid_baseline(row: CaptureTableRow, found: TableAttributes) -> bool:
 
 
 class FollowedTables:
-    """Paused tables of one capture that shapes follow, over all its sessions."""
+    """Paused tables of one capture that shapes follow, over all its sessions.
+
+    `on_narrow(oid, reason, columns)`: of the shapes that follow a table, only those of these columns remain; returns
+    whether there are any. Synchronous; each session sets it.
+    """
 
     def __init__(self) -> None:
+        self.on_narrow: Callable[[int, str, frozenset[str]], bool] = lambda *_: False
         self._described: dict[int, TableAttributes] = {}
         self._followed: dict[int, FollowedTable] = {}
         self._told_lsn = -1
@@ -130,6 +135,21 @@ class FollowedTables:
         columns = followed.columns & find_unaltered_columns(followed.before, found)
         self._followed[oid] = replace(followed, columns=columns)
         return columns
+
+    def update_columns(
+        self, oid: int, found: TableAttributes | None, reason: str = "its table's definition changed"
+    ) -> None:
+        """Update the unaffected columns of a followed table from the database's description; None = the stream lacks
+        changes.
+        """
+        if oid in self._followed:
+            self.narrow_columns(oid, found)
+            self.end_if_unfollowed(oid, reason)
+
+    def end_if_unfollowed(self, oid: int, reason: str = "") -> None:
+        """Stop following a table that no shape follows any more, so that it is paused like any other."""
+        if not self.on_narrow(oid, reason, self.columns(oid)):
+            self.end(oid)
 
     def end(self, oid: int) -> None:
         self._followed.pop(oid, None)
