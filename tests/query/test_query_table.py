@@ -301,7 +301,7 @@ except TidemillError as error:
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.stdout.splitlines() == [
-        "300 paid", 'polars is not installed. Install it: pip install "tidemill[polars]".',
+        "300 paid", "polars is not installed. Install it: pip install 'tidemill[polars]'",
     ], done.stderr  # fmt: skip
     assert done.returncode == 0 and world.portal.call(until_let_go(world)) == []
 

@@ -22,7 +22,8 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tidemill.base.errors import TidemillError
-from tidemill.cli.context import EXIT_GOOD, EXIT_INTERRUPTED, ConfigOption, JsonOption, exit_code_of
+from tidemill.base.extras import missing_extra
+from tidemill.cli.context import EXIT_BAD_INPUT, EXIT_GOOD, EXIT_INTERRUPTED, ConfigOption, JsonOption, exit_code_of
 from tidemill.cli.examples import add_examples
 
 RUN, WATCH, TABLES, SOURCES, CLIENTS = "Run", "Watch", "Tables", "Sources", "Kafka clients and users"
@@ -193,6 +194,12 @@ def run_application(application: Callable[[], object]) -> None:
     except TidemillError as error:
         print(f"tidemill: {error}", file=sys.stderr)
         raise SystemExit(exit_code_of(error)) from None
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        if missing is None:
+            raise
+        print(f"tidemill: {missing}", file=sys.stderr)
+        raise SystemExit(EXIT_BAD_INPUT) from None
     except KeyboardInterrupt:
         raise SystemExit(EXIT_INTERRUPTED) from None
     except BrokenPipeError:  # the reader of the output, such as `head`, has ended

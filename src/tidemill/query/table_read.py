@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import InvalidError, MissingError
+from tidemill.base.errors import MissingError
+from tidemill.base.extras import require
 from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.store import ObjectStore
@@ -122,10 +123,9 @@ async def next_delta(deltas: AsyncIterator[Delta]) -> Delta | None:
 
 def import_polars() -> Any:
     """Import Polars. Raises InvalidError if it is not installed."""
-    try:
-        import polars
-    except ImportError as error:
-        raise InvalidError("polars is not installed.", fix='Install it: pip install "tidemill[polars]".') from error
+    require("polars")
+    import polars
+
     return polars
 
 

@@ -8,6 +8,7 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -20,6 +21,7 @@ from tidemill.base.address import Address
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config, exposed_servers, load
 from tidemill.base.errors import CorruptError, MissingError, TidemillError
+from tidemill.base.extras import require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.cli.context import ConfigOption, JsonOption, ProgressBars, print_json
 from tidemill.metastore.check.findings import Findings
@@ -150,9 +152,12 @@ def _check_python(_: Config) -> str:
     return ".".join(str(part) for part in sys.version_info[:3])
 
 
-def _check_java(_: Config) -> str:
+def _check_java(config: Config) -> str:
     from tidemill.spark.session.java import find_java
 
+    if not config.pipeline and find_spec("pyspark") is None:
+        return "not needed: Spark is not installed, and no pipeline is configured"
+    require("pyspark")
     found = find_java()
     return f"{found.build or found.major} of {found.origin}, at {found.home}"
 

@@ -11,6 +11,7 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.config.config import Config, exposed_servers, load
 from tidemill.base.config.sections import CaptureSection
 from tidemill.base.errors import TidemillError
+from tidemill.base.extras import require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.cli.cluster.ready_block import ready_block
@@ -28,6 +29,7 @@ def up(
     conf: ConfOption = [],  # noqa: B006
 ) -> None:
     """Run a node (Kafka, HTTP, capture) and the Spark drivers of its pipelines."""
+    require("granian")
     loaded = load(config)
     loaded = with_overrides(
         loaded, loaded.pipeline, instances=instances, master=master, driver_memory=driver_memory, conf=conf

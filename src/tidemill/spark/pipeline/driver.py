@@ -29,6 +29,7 @@ import pyarrow as pa
 import structlog
 
 from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolledBackError
+from tidemill.base.extras import require
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
@@ -39,6 +40,7 @@ from tidemill.spark.settings import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_V
 log = structlog.get_logger()
 
 EXIT_CONFIGURATION = 2
+WITHOUT_SPARK = "Pipelines need it; captured tables and topics are served without it, over HTTP and Kafka."
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -96,6 +98,11 @@ def main(arguments: list[str] | None = None) -> int:
             budget_ms=options.budget_ms,
         )
 
+    try:
+        require("pyspark", WITHOUT_SPARK)
+    except InvalidError as error:
+        print(str(error), file=sys.stderr, flush=True)
+        return EXIT_CONFIGURATION
     pipelines = [settings(*each) for each in zip(options.name, options.pipeline, options.scratch, strict=True)]
     try:
         if options.session is None:

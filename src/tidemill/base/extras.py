@@ -1,0 +1,50 @@
+"""Optional libraries: which extra of the package installs each of them, and the error when one is missing."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from tidemill.base.errors import InvalidError
+
+EXTRA_OF = {
+    "confluent_kafka": "node",
+    "cryptography": "node",
+    "duckdb": "duckdb",
+    "fastavro": "node",
+    "fsspec": "duckdb",
+    "google": "node",
+    "granian": "node",
+    "grpc_tools": "node",
+    "joserfc": "node",
+    "jsonschema": "node",
+    "kio": "node",
+    "orjson": "node",
+    "polars": "polars",
+    "postgast": "node",
+    "pyspark": "spark",
+    "referencing": "node",
+    "starlette": "node",
+}
+"""Extra by module."""
+
+
+def missing_extra(error: ModuleNotFoundError) -> InvalidError | None:
+    """Return the error for a missing optional library; None for any other module."""
+    name = (error.name or "").partition(".")[0]
+    return _not_installed(name) if name in EXTRA_OF else None
+
+
+def require(module: str, remark: str = "") -> None:
+    """Raise InvalidError unless an optional library is installed. `remark`: what works without it, as a sentence."""
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise _not_installed(module, remark)
+
+
+def _not_installed(module: str, remark: str = "") -> InvalidError:
+    return InvalidError(
+        f"{module} is not installed. {remark}".rstrip(), fix=f"Install it: pip install 'tidemill[{EXTRA_OF[module]}]'"
+    )
