@@ -20,13 +20,16 @@ from collections.abc import Callable
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import ShardSchema
 from tidemill.spark.types import stream_schema
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
 
 Names = str | tuple[str, ...]
 DerivedFunction = Callable[..., Any]
@@ -105,8 +108,8 @@ class Pipeline:
     def capture(self, name: str) -> Capture:
         return Capture(name)
 
-    def topic(self, name: str, *, key: str | tuple[str, ...], schema: str) -> StreamTopic:
-        """Return a topic of JSON objects; `schema` in Spark's DDL, `key` one column or several ("a, b")."""
+    def topic(self, name: str, *, key: str | tuple[str, ...], schema: str | StructType) -> StreamTopic:
+        """Return a topic of JSON objects; `schema` a StructType or Spark's DDL, `key` one column or several ("a, b")."""
         return StreamTopic(name, stream_schema(schema, key))
 
     def table(self, name: str, source: Input) -> None:
