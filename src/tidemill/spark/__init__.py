@@ -25,11 +25,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tidemill.spark.definition import Pipeline as Pipeline
+    from tidemill.spark.pipeline.session_run import run as run
     from tidemill.spark.session.session import build_session as build_session
     from tidemill.spark.source import register as register
     from tidemill.spark.table_reader import read as read
 
-__all__ = ["Pipeline", "build_session", "read", "register"]
+__all__ = ["Pipeline", "build_session", "read", "register", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -46,6 +47,10 @@ def __getattr__(name: str) -> Any:
         from tidemill.spark.table_reader import read
 
         return read
+    if name == "run":
+        from tidemill.spark.pipeline.session_run import run
+
+        return run
     if name == "register":
         from tidemill.spark.source import register
 
