@@ -37,7 +37,7 @@ __all__ = ["Pipeline", "build_session", "read", "register", "run", "upsert"]
 
 
 class _Package(ModuleType):
-    """This package. Its sub-package `upsert` has the name of a function, so it can be called as that function."""
+    """Make the sub-package `upsert` callable as the function of that name."""
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "upsert" and isinstance(value, ModuleType):

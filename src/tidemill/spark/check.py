@@ -1,11 +1,10 @@
-"""Check of a pipeline file without Spark and without a cluster: every problem at once, each with its line.
+"""Check of a pipeline file without Spark and without a cluster: every problem, each with its line.
 
     file ─► build(p) with a collector in place of the pipeline ─► declarations ─► problems
                                                      catalogue, shards ─► more problems (check_cluster)
 
 A driver stops at the first wrong declaration. The collector reports it and continues with a stand-in, so that one
-mistake hides no other and causes no second report. What the functions of derived tables do is not checked: they need
-data.
+mistake hides no other and causes no second report. The functions of derived tables are not called: they need data.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
     column     name [:] type [NOT NULL] [COMMENT 'text']
     name       letters, digits and _, or any text in backquotes, where two backquotes are one
 
-A pipeline file is checked on machines that have no Spark. Whatever Spark's own parser accepts is accepted here with the
-same meaning, or its type is refused by name (tests/spark/test_spark_ddl.py). NOT NULL, COMMENT and the length of
+A pipeline file is checked on machines that have no Spark. A text that Spark's own parser accepts is accepted here with
+the same meaning, or its type is refused by name (tests/spark/test_spark_ddl.py). NOT NULL, COMMENT and the length of
 `char(n)` and `varchar(n)` have no effect, as in Spark's JSON reader. Accepted too are the types `json` and `bool`, and
 letters of any language in a name without backquotes.
 """
@@ -194,7 +194,7 @@ class _Reader:
         return TYPES["TIMESTAMP_LTZ" if local else "TIMESTAMP_NTZ"]
 
     def _parameters(self) -> tuple[int, ...]:
-        """Read `(n, n)`; () if there is none."""
+        """Read `(n, n)`; return () if nothing is in parentheses here."""
         if not self.take_mark("("):
             return ()
         found = [self._number()]

@@ -4,7 +4,7 @@
                       └► runner (a daemon thread)                              until stop(), or the end of the session
                       └► guard (a daemon thread)                               renews the lease, watches the session
 
-The pipeline uses a session of its own in the caller's Spark application (`newSession`), so the caller's settings and
+The pipeline uses a separate session of the caller's Spark application (`newSession`), so the caller's settings and
 temporary views neither change nor matter. It has no streaming query: the feeds advance the tables without it. It never
 stops the application, cancels its jobs, or installs signal handlers.
 
@@ -209,7 +209,9 @@ class RunLease:
         self._lease: Lease | None = None
         self._renewed_s = 0.0
         try:
-            self._consensus: Consensus = self._portal.call(open_consensus(urls.consensus, self._clock, self._rand, create=False))
+            self._consensus: Consensus = self._portal.call(
+                open_consensus(urls.consensus, self._clock, self._rand, create=False)
+            )
         except BaseException:
             self._portal.close()
             raise
@@ -268,7 +270,7 @@ def run(
     consensus: str = "",
     scratch: str | Path | None = None,
 ) -> PipelineRun:
-    """Run the pipeline that `build(p)` declares in this session, and return at once.
+    """Run the pipeline that `build(p)` declares in this session, and return immediately.
 
     `name`: the pipeline's; by default that of the function, or of its file if the function is called `build`.
     `instance`: distinguishes runs of one pipeline: a second one of the same instance is refused. `config`, `objects`,
