@@ -8,6 +8,7 @@ from typer.core import TyperGroup
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
     "up": ("tidemill up", "tidemill up --config shop/tidemill.toml --instances 2"),
+    "pipeline check": ("tidemill pipeline check shop.py", "tidemill pipeline check shop.py --cluster"),
     "pipeline run": ("tidemill pipeline run shop --instances 2 --master 'local[4]'",),
     "pipeline list": ("tidemill pipeline list",),
     "pipeline describe": ("tidemill pipeline describe shop",),

@@ -44,7 +44,7 @@ async def open_shard(
     Raises MissingError (absent and no schema given), InvalidError (bad name or schema, or it exists with one that
     cannot become this one: the message has the difference), ClosedError, UnavailableError, UnknownOutcomeError.
     """
-    _check_name(name)
+    check_shard_name(name)
     wanted = None if schema is None else check_schema(schema)
     found = await consensus.head(REGISTER_PREFIX + name)
     created = None if found is None else _decode_registration(name, found)
@@ -189,6 +189,6 @@ def _decode_registration(name: str, version: Versioned) -> Create | Drop:
     return command
 
 
-def _check_name(name: str) -> None:
+def check_shard_name(name: str) -> None:
     if not name or len(name) > NAME_LENGTH or not set(name) <= NAME_CHARS or name in (".", ".."):
         raise InvalidError(f"bad table name: table={name!r}.", fix="Use 1 to 200 of a-z A-Z 0-9 . _ -")

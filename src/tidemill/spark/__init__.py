@@ -21,15 +21,38 @@ Invariant (scratch checkpoint): Spark's checkpoint may be fresh, deleted, stale 
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tidemill.spark.definition import Pipeline as Pipeline
+    from tidemill.spark.pipeline.session_run import run as run
     from tidemill.spark.session.session import build_session as build_session
     from tidemill.spark.source import register as register
+    from tidemill.spark.source.batch_upsert import upsert as upsert
     from tidemill.spark.table_reader import read as read
 
-__all__ = ["Pipeline", "build_session", "read", "register"]
+__all__ = ["Pipeline", "build_session", "read", "register", "run", "upsert"]
+
+
+class _Package(ModuleType):
+    """Make the sub-package `upsert` callable as the function of that name."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "upsert" and isinstance(value, ModuleType):
+            value.__class__ = _UpsertPackage
+        super().__setattr__(name, value)
+
+
+class _UpsertPackage(ModuleType):
+    def __call__(self, *arguments: Any, **options: Any) -> None:
+        from tidemill.spark.source.batch_upsert import upsert
+
+        upsert(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:
@@ -46,6 +69,14 @@ def __getattr__(name: str) -> Any:
         from tidemill.spark.table_reader import read
 
         return read
+    if name == "run":
+        from tidemill.spark.pipeline.session_run import run
+
+        return run
+    if name == "upsert":
+        from tidemill.spark.source.batch_upsert import upsert
+
+        return upsert
     if name == "register":
         from tidemill.spark.source import register
 

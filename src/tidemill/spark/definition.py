@@ -7,30 +7,36 @@ def build(p: Pipeline) -> None:
     clicks = p.topic("clicks", key="click_id", schema="click_id string, product_id long, at timestamp")
     p.table("clicks", clicks)
 
-    @p.derived("clicks_by_product", key="product_id", inputs=("clicks",), every_s=2, by="product_id")
-    def clicks_by_product(spark, clicks):             # DataFrames, all at one time
+    @p.derived(key="product_id", every_s=2, by="product_id")
+    def clicks_by_product(spark, clicks):             # inputs by the names of their tables, all at one time
         return clicks.groupBy("product_id").count()
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import ShardSchema
-from tidemill.spark.types import stream_schema
+from tidemill.spark.types import Names, split_names, stream_schema
 
-Names = str | tuple[str, ...]
-DerivedFunction = Callable[..., Any]
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql.types import StructType
+
+DerivedFunction = Callable[..., "DataFrame"]
 """(spark, one DataFrame for each input, in the declared order) → DataFrame."""
+SESSION_NAMES = ("spark", "session")
+"""Names of a function's first parameter, if its further parameters name the inputs; also with a leading `_`."""
 
 
 class CapturedTable(msgspec.Struct, frozen=True):
@@ -52,7 +58,7 @@ class CapturedTable(msgspec.Struct, frozen=True):
 
 
 class Capture:
-    """A captured database, with its name in tidemill.toml."""
+    """A captured database, with its name in tidemill.toml. `table("public.orders")` is a source for `p.table`."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -79,7 +85,19 @@ class StreamTopic(msgspec.Struct, frozen=True):
         return f"topic:{self.topic}"
 
 
+Input = CapturedTable | StreamTopic
+
+
+class Table(msgspec.Struct, frozen=True):
+    """A declared table. Pass it, or its name, as an input of a derived table."""
+
+    name: str
+    source: Input
+
+
 class DerivedTable(msgspec.Struct, frozen=True):
+    """A declared derived table. Pass it, or its name, as an input of another; call it as the function that it is."""
+
     name: str
     key: tuple[str, ...]
     inputs: tuple[str, ...]
@@ -90,8 +108,11 @@ class DerivedTable(msgspec.Struct, frozen=True):
     by_output: tuple[str, ...] = ()
     """The same columns in the result, in the same order."""
 
+    def __call__(self, spark: SparkSession, *inputs: DataFrame) -> DataFrame:
+        return self.function(spark, *inputs)
 
-Input = CapturedTable | StreamTopic
+
+Inputs = str | Table | DerivedTable | Sequence[str | Table | DerivedTable]
 
 
 class Pipeline:
@@ -103,58 +124,61 @@ class Pipeline:
         self.derived_tables: dict[str, DerivedTable] = {}
 
     def capture(self, name: str) -> Capture:
+        """Return a captured database: `p.capture("shop").table("public.orders")` is a source for `table`."""
         return Capture(name)
 
-    def topic(self, name: str, *, key: str | tuple[str, ...], schema: str) -> StreamTopic:
-        """Return a topic of JSON objects; `schema` in Spark's DDL, `key` one column or several ("a, b")."""
+    def topic(self, name: str, *, key: Names, schema: str | StructType) -> StreamTopic:
+        """Return a topic of JSON objects as a source for `table`.
+
+        `key`: one column or several ("a, b"). `schema`: a StructType or Spark's DDL ("id long, at timestamp").
+        """
         return StreamTopic(name, stream_schema(schema, key))
 
-    def table(self, name: str, source: Input) -> None:
-        """Keep shard `name` equal to the source: one live row per key, exact at every time."""
+    def table(self, name: str, source: Input) -> Table:
+        """Keep table `name` equal to the source: one live row per key, exact at every time."""
         self._check_name_unused(name)
         if not isinstance(source, CapturedTable | StreamTopic):
             raise InvalidError(f"not a source: table={name}.", fix="Use capture(…).table(…) or topic(…).")
         self.tables[name] = source
+        return Table(name, source)
 
     def derived(
         self,
-        name: str,
+        name: str = "",
         *,
         key: Names,
-        inputs: Names,
+        inputs: Inputs | None = None,
         every_s: float = 2.0,
-        by: Names | dict[str, Names] = (),
-    ) -> Callable[[DerivedFunction], DerivedFunction]:
-        """Keep shard `name` equal to a function of other tables, recomputed at most every `every_s` seconds.
+        by: Names | Mapping[str, Names] = (),
+    ) -> Callable[[DerivedFunction], DerivedTable]:
+        """Keep table `name` equal to a function of other tables, recomputed at most every `every_s` seconds.
+
+        Without `name` it is the function's name. Without `inputs` they are the parameters after the first, which is
+        `spark`: each is named as its table.
 
         `by` names columns that group the table. The result rows of a group may depend only on the inputs' rows of that
         group; then only changed groups are recomputed. Give column names that every input and the result have, or a
         dict from input to its own columns, in the order of `key`, which then groups the result. An input that is not in
         the dict is passed whole, and a change in it recomputes all groups.
         """
-        self._check_name_unused(name)
-        keys = _names(key)
+        keys, given = split_names(key), None if inputs is None else _input_names(inputs)
+        if name:
+            self._check_name_unused(name)
         if not keys or not all(keys):
             raise InvalidError(f"derived table needs a key: table={name}.", fix="Name the key columns of its result.")
-        inputs = _names(inputs)
-        if not all(inputs) or not inputs:
-            raise InvalidError(f"derived table needs inputs: table={name}.", fix="Name the tables it is computed from.")
+        if given is not None:
+            _check_inputs(name, given)
         if every_s <= 0:
-            raise InvalidError(f"interval must be positive: table={name} every_s={every_s}.")
-        grouped = {i: _names(n) for i, n in by.items()} if isinstance(by, dict) else dict.fromkeys(inputs, _names(by))
-        output = keys if isinstance(by, dict) else _names(by)
-        for one, columns in grouped.items() if output else ():
-            if one not in inputs or len(columns) != len(output):
-                raise InvalidError(
-                    f"groups do not match: table={name} input={one} columns={','.join(columns)} of={','.join(output)}.",
-                    fix="Name inputs of the table, and for each of them as many columns as group the result.",
-                )
+            raise InvalidError(f"interval must be positive: table={name} every_s={every_s}.", fix="Give it in seconds.")
 
-        def declare(function: DerivedFunction) -> DerivedFunction:
-            self.derived_tables[name] = DerivedTable(
-                name, keys, inputs, every_s, function, grouped if output else {}, output
-            )
-            return function
+        def declare(function: DerivedFunction) -> DerivedTable:
+            called = name or function.__name__
+            self._check_name_unused(called)
+            inputs = given if given is not None else _check_inputs(called, _inputs_of(called, function))
+            grouped, output = _groups(called, keys, inputs, by)
+            table = DerivedTable(called, keys, inputs, every_s, function, grouped, output)
+            self.derived_tables[called] = table
+            return table
 
         return declare
 
@@ -197,21 +221,64 @@ class Pipeline:
             raise InvalidError(f"table is declared twice: table={name}.", fix="Use each table name once.")
 
 
-def _names(given: Names) -> tuple[str, ...]:
-    """Return one name or several, given as a tuple or as text ("a, b"), as a tuple."""
-    names = given.split(",") if isinstance(given, str) else given
-    return tuple(name.strip() for name in names)
+def _input_names(given: Inputs) -> tuple[str, ...]:
+    if isinstance(given, str):
+        return split_names(given)
+    many = (given,) if isinstance(given, Table | DerivedTable) else given
+    return tuple(one.strip() if isinstance(one, str) else one.name for one in many)
 
 
-def load_pipeline(path: Path, name: str) -> Pipeline:
-    """Run the file's `build(p)` and return the pipeline.
+def _inputs_of(table: str, function: DerivedFunction) -> tuple[str, ...]:
+    """Return the inputs that the function's parameters name."""
+    given = list(inspect.signature(function).parameters.values())
+    if not given or given[0].name.lstrip("_") not in ("", *SESSION_NAMES):
+        raise InvalidError(
+            f"the first parameter is not the session: table={table} parameter={given[0].name if given else ''}.",
+            fix=f"Write def {function.__name__}(spark, …), or name the inputs with inputs=(…).",
+        )
+    odd = [one.name for one in given if one.kind not in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    if odd:
+        raise InvalidError(
+            f"the function's parameters do not name its inputs: table={table} parameter={odd[0]}.",
+            fix="Name the inputs with inputs=(…).",
+        )
+    return tuple(one.name for one in given[1:])
+
+
+def _check_inputs(table: str, inputs: tuple[str, ...]) -> tuple[str, ...]:
+    if not inputs or not all(inputs):
+        raise InvalidError(f"derived table needs inputs: table={table}.", fix="Name the tables it is computed from.")
+    return inputs
+
+
+def _groups(
+    table: str, keys: tuple[str, ...], inputs: tuple[str, ...], by: Names | Mapping[str, Names]
+) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]]:
+    """Return (input → the columns that group it, the same columns of the result); both empty if there are no
+    groups."""
+    if isinstance(by, Mapping):
+        grouped, output = {i: split_names(n) for i, n in by.items()}, keys
+    else:
+        output = split_names(by)
+        grouped = dict.fromkeys(inputs, output)
+    for one, columns in grouped.items() if output else ():
+        if one not in inputs or len(columns) != len(output):
+            raise InvalidError(
+                f"groups do not match: table={table} input={one} columns={','.join(columns)} of={','.join(output)}.",
+                fix="Name inputs of the table, and for each of them as many columns as group the result.",
+            )
+    return (grouped, output) if output else ({}, ())
+
+
+def load_pipeline(path: Path, name: str, pipeline: Pipeline | None = None) -> Pipeline:
+    """Run the file's `build(p)` and return the pipeline: the given one, or a new one.
 
     Raises InvalidError if the file or its build is missing, if a declaration is invalid, and for any exception that the
     file raises, as one sentence with its line.
     """
     if not path.is_file():
         raise InvalidError(f"no such pipeline file: file={path}.", fix="Correct pipeline.<name>.file.")
-    pipeline = Pipeline(name)
+    pipeline = pipeline or Pipeline(name)
     try:
         build = _execute_file(path, f"tidemill_pipeline_{name}").get("build")
         if callable(build):

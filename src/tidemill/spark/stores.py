@@ -61,11 +61,13 @@ class Stores:
             consensus, objects, open_l1_reader(self.metastore, objects, clock, rand)
         )
 
-    async def shard(self, name: str, schema: ShardSchema | None = None) -> LogShard:
+    async def shard(self, name: str, schema: ShardSchema | None = None, *, writer: str = "") -> LogShard:
         """Return a shard's handle; with `schema` it is created if absent, and evolved. Raises as `open_shard`."""
         from tidemill.shards.registry import open_shard
 
-        return await open_shard(self.consensus, self.objects, self.clock, self.rand, name, schema, cpu=self.cpu)
+        return await open_shard(
+            self.consensus, self.objects, self.clock, self.rand, name, schema, writer=writer, cpu=self.cpu
+        )
 
     async def remap(self, name: str) -> Remap:
         from tidemill.shards.registry import open_remap

@@ -1,47 +1,22 @@
-"""Types of shard columns in Spark: as Spark types, so that Arrow batches of shards match DataFrames exactly; and from
-declarations in Spark's DDL (`"click_id string, product_id long, at timestamp"`).
-"""
+"""Types of shard columns in Spark: as Spark types, so that Arrow batches of shards match DataFrames exactly; and from a
+`StructType` or its DDL (ddl.py)."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.schema import canonical_type, check_schema
+from tidemill.shards.parts.schema import check_schema
+from tidemill.spark.ddl import parse_ddl
 
 if TYPE_CHECKING:
-    from pyspark.sql.types import DataType, StructType
+    from pyspark.sql.types import DataType, StructField, StructType
 
+Names = str | Sequence[str]
+"""Names of columns or tables: one, several separated by commas, or a sequence."""
 COMMAND_META = (("_time", "int64"), ("_order", "int64"), ("_partition", "int32"), ("_live", "bool"))
-
-_TYPES = {
-    "string": "string",
-    "boolean": "bool",
-    "bool": "bool",
-    "short": "int16",
-    "smallint": "int16",
-    "int": "int32",
-    "integer": "int32",
-    "long": "int64",
-    "bigint": "int64",
-    "float": "float32",
-    "real": "float32",
-    "double": "float64",
-    "date": "date",
-    "timestamp": "timestamp",
-    "timestamp_ntz": "timestamp_ntz",
-    "json": "json",
-}
-_DECIMAL = re.compile(r"(?:decimal|numeric)\((\d+),(\d+)\)")
-_COLUMN = re.compile(r"\s*(?:`([^`]+)`|(\w+))\s+([A-Za-z_]+(?:\s*\(\s*\d+\s*,\s*\d+\s*\))?)\s*(?:,|$)")
-
-
-_COLUMN_DECLARATION = re.compile(
-    r"\s*(?:`([^`]+)`|(\w+))\s+(\w+(?:\s*\([^)]*\))?)(?:\s+default\s+(.+?))?\s*", re.IGNORECASE | re.DOTALL
-)
 
 
 def spark_type(type_name: str) -> DataType:
@@ -88,6 +63,8 @@ def columns_of(schema: StructType) -> tuple[Column, ...]:
         t.FloatType: "float32",
         t.DoubleType: "float64",
         t.StringType: "string",
+        t.CharType: "string",
+        t.VarcharType: "string",
         t.BinaryType: "binary",
         t.DateType: "date",
         t.TimestampType: "timestamp",
@@ -101,58 +78,36 @@ def columns_of(schema: StructType) -> tuple[Column, ...]:
         elif type(kind) in names:
             out.append(Column(field.name, names[type(kind)]))
         else:
-            raise InvalidError(
-                f"column type is not supported in a table: column={field.name} type={kind.simpleString()}.",
-                fix="Cast it, e.g. to string.",
-            )
+            raise _unsupported_type_error(field)
     return tuple(out)
 
 
-def parse_column(text: str) -> Column:
-    """Parse `name type` or `name type default value`; types by Spark's or the shard's names, text quoted or unquoted.
-
-    Raises InvalidError naming the text that does not parse.
-    """
-    found = _COLUMN_DECLARATION.fullmatch(text)
-    if found is None:
-        raise InvalidError(
-            f"column does not parse: column={text!r}.", fix='Write "name type" or "name type default value".'
-        )
-    kind = found[3].lower().replace(" ", "")
-    default: str | None = found[4]
-    if default is not None and len(default) > 1 and default[0] == default[-1] == "'":
-        default = default[1:-1].replace("''", "'")
-    elif default is not None and default.lower() == "null":
-        default = None
-    kind = kind.replace("numeric(", "decimal(")
-    return Column(found[1] or found[2], _TYPES.get(kind) or canonical_type(kind), default)
+def _unsupported_type_error(field: StructField) -> InvalidError:
+    return InvalidError(
+        f"column type is not supported in a table: column={field.name} type={field.dataType.simpleString()}.",
+        fix="Cast it, e.g. to string.",
+    )
 
 
-def parse_ddl(text: str) -> tuple[Column, ...]:
-    """Return the columns in order. Raises InvalidError naming the text that does not parse."""
-    out: list[Column] = []
-    at = 0
-    while at < len(text.rstrip()):
-        found = _COLUMN.match(text, at)
-        if found is None:
-            raise InvalidError(
-                f"schema does not parse: at={text[at : at + 40]!r}.", fix='Write "name type, name type".'
-            )
-        kind = found[3].lower().replace(" ", "")
-        decimal = _DECIMAL.fullmatch(kind)
-        mapped = f"decimal({decimal[1]},{decimal[2]})" if decimal else _TYPES.get(kind)
-        if mapped is None:
-            raise InvalidError(
-                f"no such type: type={found[3]!r}.", fix=f"Use one of {', '.join(_TYPES)} or decimal(p,s)."
-            )
-        out.append(Column(found[1] or found[2], mapped))
-        at = found.end()
-    return tuple(out)
-
-
-def stream_schema(ddl: str, key: str | tuple[str, ...]) -> ShardSchema:
-    """Return the shard schema of a stream topic: declared columns, and the names of the key. Raises InvalidError."""
-    names = tuple(n.strip() for n in key.split(",")) if isinstance(key, str) else tuple(key)
+def stream_schema(schema: str | StructType, key: Names) -> ShardSchema:
+    """Return the shard schema of a stream topic: declared columns, as a StructType or in Spark's DDL, and the names of
+    the key. Raises InvalidError."""
+    names = split_names(key)
     if not names or not all(names):
         raise InvalidError("a table needs a key.", fix='Name the key columns, e.g. key="click_id".')
-    return check_schema(ShardSchema(parse_ddl(ddl), names))
+    if isinstance(schema, str):
+        return check_schema(ShardSchema(parse_ddl(schema), names))
+    if not hasattr(schema, "fields"):
+        raise InvalidError(
+            f"not a schema: schema={schema!r}.", fix='Give a StructType, or its text in Spark\'s DDL: "name type, …".'
+        )
+    for field in schema.fields:
+        if "collate" in field.dataType.simpleString():
+            raise _unsupported_type_error(field)
+    return check_schema(ShardSchema(columns_of(schema), names))
+
+
+def split_names(given: Names) -> tuple[str, ...]:
+    """Return one name or several, given as a sequence or as text ("a, b"), as a tuple."""
+    names = given.split(",") if isinstance(given, str) else given
+    return tuple(name.strip() for name in names)

@@ -11,6 +11,7 @@ from tidemill.base.config.config import Config, load
 from tidemill.base.config.sections import PipelineSection
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json
+from tidemill.cli.pipeline.check import check
 from tidemill.cli.pipeline.restart import Name, restart
 from tidemill.cli.pipeline.view import (
     format_derived_table,
@@ -26,7 +27,7 @@ from tidemill.metastore.catalogue import PipelineRow
 from tidemill.node.supervise.driver_instances import is_silent
 from tidemill.node.supervise.processes import start_drivers, with_overrides
 
-app = typer.Typer(help="Run, list, describe, restart and delete pipelines.", no_args_is_help=True)
+app = typer.Typer(help="Check, run, list, describe, restart and delete pipelines.", no_args_is_help=True)
 
 
 @app.command("run")
@@ -115,6 +116,7 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
         print(f"    {format_instance(instance)}")
 
 
+app.command("check")(check)
 app.command("restart")(restart)
 
 

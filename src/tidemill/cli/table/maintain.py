@@ -60,7 +60,7 @@ def evolve(
     The change cannot be undone. Changes that the table already has are ignored, so a repeat is harmless.
     """
     from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema
-    from tidemill.spark.types import parse_column
+    from tidemill.spark.ddl import parse_column
 
     asked = SchemaChanges(tuple(map(parse_column, add or ())), tuple(map(parse_column, widen or ())))
     if not asked:

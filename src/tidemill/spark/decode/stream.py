@@ -6,7 +6,7 @@ null     deletion of the record's key: plain text for a single string column, el
          one column, an object for several)
 types    timestamp: RFC 3339 text (a zone has minutes; none = UTC) or integer milliseconds, years 1 to 9999;
          timestamp_ntz: such text without a zone; date: ISO 8601 text; decimal: number or text, exact within its scale;
-         json: any JSON value, as its text in the record
+         json: any JSON value, as its text in the record; binary: text in base64, as for Spark's JSON reader
 
 An exception of any type while reading a record makes that record a dead letter and does not affect others.
 """
@@ -59,6 +59,7 @@ _FIELDS: dict[str, Any] = {
     "timestamp": datetime.datetime | int | None,
     "timestamp_ntz": Annotated[datetime.datetime, msgspec.Meta(tz=False)] | None,
     "json": msgspec.Raw,
+    "binary": bytes | None,
 }
 _NULLS = (None, msgspec.Raw(b"null"))
 

@@ -88,7 +88,7 @@ class PipelineContext:
             return False
         if self.spark_local is not None and not self.spark_local.is_dir():
             return True
-        return process.poll() is not None or (self.spark is not None and _is_context_stopped(self.spark))
+        return process.poll() is not None or (self.spark is not None and is_context_stopped(self.spark))
 
     def retry_until_available(self, call: Callable[[], T]) -> T:
         """Call until storage answers or the pipeline ends."""
@@ -152,7 +152,7 @@ def executors_status_name(pipeline: str) -> str:
     return f"pipeline:{pipeline}:executors"
 
 
-def _is_context_stopped(spark: SparkSession) -> bool:
+def is_context_stopped(spark: SparkSession) -> bool:
     """Return whether Spark has stopped the context, as it does when the master removed it; it never restarts one."""
     try:
         return bool(spark.sparkContext._jsc.sc().isStopped())

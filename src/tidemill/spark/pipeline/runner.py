@@ -70,18 +70,25 @@ class PipelineRunner(PipelineContext):
     continue; it then raises the cause."""
 
     def __init__(
-        self, settings: DriverSettings, stopping: threading.Event, opening: SessionOpener | None = None
+        self,
+        settings: DriverSettings,
+        stopping: threading.Event,
+        opening: SessionOpener | None = None,
+        pipeline: Pipeline | None = None,
     ) -> None:
-        """Load the pipeline; `opening`: opens a session that this pipeline must not stop."""
-        pipeline = load_pipeline(settings.file, settings.name)
+        """Load the pipeline from its file, unless it is given; `opening`: opens a session that this pipeline must not
+        stop."""
+        pipeline = pipeline or load_pipeline(settings.file, settings.name)
         row = PipelineRow(settings.name, pipeline.fed_by(), pipeline.dead_letters, pipeline.inputs())
         super().__init__(settings, TableOwnership(row))
         self.pipeline: Pipeline = pipeline
         self.feeds: list[Feed] = []
-        self.query = StreamingQuery(self, tuple(pipeline.sources()), self._sink_of)
+        self.query: StreamingQuery | None = None
         self.derivations: dict[str, Derivation] = {}
         self.dead_letters: DeadLetterWriter
         self._opening = opening or SessionOpener(settings)
+        if pipeline.tables and not self._opening.of_caller:  # whose checkpoints and workers a query would depend on
+            self.query = StreamingQuery(self, tuple(pipeline.sources()), self._sink_of)
         self._own_session = opening is None
         self._stopping = stopping
         self._failure: BaseException | None = None
@@ -131,11 +138,11 @@ class PipelineRunner(PipelineContext):
         self._owning.add_done_callback(self._on_ownership_lost)
         self._start_unit("catalogue", self._maintain_registration)
         self._start_thread(SESSION_THREAD, self._watch_session)
-        if not is_local(self.settings.master):
+        if not is_local(self.settings.master) and not self._opening.of_caller:  # it cancels all jobs
             self._start_unit("executors", partial(watch_executors, self))
         for feed in self.feeds:
             self._start_thread(f"feed-{feed.source}", feed.run)
-        if self.feeds:
+        if self.query is not None:
             self._start_thread("query", self.query.run)
         for table in self.pipeline.derived_tables.values():
             body = partial(self._run_derived, table)
@@ -152,7 +159,8 @@ class PipelineRunner(PipelineContext):
         self.ending.set()
         for feed in self.feeds:
             feed.wake()
-        self.query.wake()
+        if self.query is not None:
+            self.query.wake()
         clock = self.stores.clock
         until_s = clock.monotonic_s() + STOP_TIMEOUT_S
         for sink in [feed.sink for feed in self.feeds if feed.sink is not None]:
@@ -175,7 +183,7 @@ class PipelineRunner(PipelineContext):
         for name, derivation in self.derivations.items():
             if derivation.writer is not None and f"derived-{name}" not in alive and not self.stores.is_rolled_back:
                 _log_failure(derivation.writer.save)
-        if self.query.query is not None and len(rested) == len(sinks):
+        if self.query is not None and self.query.query is not None and len(rested) == len(sinks):
             run_with_timeout([self.query.query.stop], clock, STOP_TIMEOUT_S)
         for background in (self._proving, self._owning):
             if background is not None:
@@ -259,7 +267,7 @@ class PipelineRunner(PipelineContext):
         """Open the session. Raises SparkSessionLostError when its JVM exits, which derived tables alone would notice
         only at their next input."""
         self._supervise(f"pipeline:{self.settings.name}:spark", self._open_session)
-        if self.session_ready.is_set() and wait_for_jvm():
+        if self.session_ready.is_set() and not self._opening.of_caller and wait_for_jvm():
             raise SparkSessionLostError("Spark's JVM has exited.")
 
     def _open_session(self) -> None:
@@ -270,7 +278,8 @@ class PipelineRunner(PipelineContext):
             self.spark_local = self._opening.local
         spark = self.spark
         self._opening.prepare_executors()
-        register(spark)
+        urls = self._opening.worker_urls
+        register(spark, urls.objects, urls.consensus)
         self.session_ready.set()
         log.info("session is ready", spark=spark.version, master=spark.sparkContext.master)
 

@@ -66,7 +66,8 @@ def ship_code(context: SparkContext, directory: Path) -> None:
         log.info("sending executors an archive", lacked=lacked[:10], bytes=archive.stat().st_size)
         context.addArchive(f"{archive}#{DIRECTORY}")
         # A new environment makes Spark start new Python workers, which have imported nothing else before.
-        context.environment["PYTHONPATH"] = DIRECTORY
+        before = context.environment.get("PYTHONPATH", "")
+        context.environment["PYTHONPATH"] = os.pathsep.join(part for part in (DIRECTORY, before) if part)
         lacked = sorted(
             {name for each in _probe_executors(context, executor_probe.missing_packages, wanted, code) for name in each}
         )

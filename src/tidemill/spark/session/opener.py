@@ -13,18 +13,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tidemill.spark.session.code_shipping import set_worker_environment, ship_code
-from tidemill.spark.session.session import LOCAL_DIRECTORY, build_session, is_local
-from tidemill.spark.settings import DriverSettings
+from tidemill.spark.session.session import EXACT_SETTINGS, LOCAL_DIRECTORY, build_session, is_local
+from tidemill.spark.settings import IN_ENVIRONMENT, DriverSettings, StoreUrls
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
 class SessionOpener:
-    """Opener of a session. `settings` describe the session and its scratch directory; `spark`: an existing session.
-    Callable from any thread; long operations are serialized."""
+    """Opener of a session. `settings` describe the session and its scratch directory; `spark`: an existing session;
+    `of_caller`: its application is not ours. Callable from any thread; long operations are serialized."""
 
-    def __init__(self, settings: DriverSettings, *, shared: bool = False, spark: SparkSession | None = None) -> None:
+    def __init__(
+        self,
+        settings: DriverSettings,
+        *,
+        shared: bool = False,
+        spark: SparkSession | None = None,
+        of_caller: bool = False,
+    ) -> None:
+        self.of_caller = of_caller
         self._settings = settings
         self._shared = shared
         self._spark = spark
@@ -48,7 +56,16 @@ class SessionOpener:
                 )
                 self._spark.sparkContext.setLogLevel("WARN")
                 self.local = settings.scratch / LOCAL_DIRECTORY
-            return self._spark.newSession() if self._shared else self._spark
+            session = self._spark.newSession() if self._shared else self._spark
+            if self.of_caller:
+                for setting, value in EXACT_SETTINGS.items():
+                    session.conf.set(setting, value)
+            return session
+
+    @property
+    def worker_urls(self) -> StoreUrls:
+        """URLs that the session must pass to its planners; our own drivers have them in their environment."""
+        return self._settings.urls if self.of_caller else IN_ENVIRONMENT
 
     def prepare_executors(self) -> None:
         """Block until executors can run our tasks. Called after `session`. Raises the errors of `ship_code`."""

@@ -61,6 +61,16 @@ STREAMING_SETTINGS: dict[str, str] = {
     "spark.speculation": "false",
 }
 
+EXACT_SETTINGS: dict[str, str] = {
+    # Times in tables are UTC, in every driver of a pipeline.
+    "spark.sql.session.timeZone": "UTC",
+    # A part that cannot be read must fail the job: it must not read as a table without its rows.
+    "spark.sql.files.ignoreMissingFiles": "false",
+    "spark.sql.files.ignoreCorruptFiles": "false",
+    "spark.sql.execution.arrow.pyspark.enabled": "true",
+}
+"""SQL settings that a pipeline sets in its own session of an application that it did not start."""
+
 QUIET_SETTINGS: dict[str, str] = {
     "spark.ui.enabled": "false",
     "spark.ui.showConsoleProgress": "false",

@@ -8,6 +8,7 @@
                start=MS, max_rows, pace_ms; mode, columnNameOfCorruptRecord (`corrupt`)
                or table=NAME with changes=true: columns, _time, _diff; start=MS, max_rows
     write      option table=NAME (or .save("NAME")), mode append or overwrite; key, delete, mergeSchema, `beside`
+               writeStream: the same options; each epoch is one append
     shard      earlier name of `table` in a batch read, a stream of changes and a write
     all        which cluster: see `spark.session.cluster_lookup`
 
@@ -21,7 +22,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, DataSourceWriter
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceReader,
+    DataSourceStreamReader,
+    DataSourceStreamWriter,
+    DataSourceWriter,
+)
 
 from tidemill.base.errors import InvalidError
 from tidemill.spark.session.python_worker import check_session_python
@@ -31,6 +38,7 @@ from tidemill.spark.source.options import (
     BATCH,
     CHANGES,
     STREAM,
+    STREAM_WRITE,
     WRITE,
     SourceOptions,
     is_create_table,
@@ -39,7 +47,7 @@ from tidemill.spark.source.options import (
 )
 from tidemill.spark.source.progress_stream import DESCRIPTOR_COLUMNS, ProgressReader
 from tidemill.spark.source.stream import RowReader, stream_columns
-from tidemill.spark.source.write import FrameWriter
+from tidemill.spark.source.write import EpochWriter, FrameWriter
 from tidemill.spark.types import spark_schema
 
 if TYPE_CHECKING:
@@ -100,6 +108,11 @@ class TidemillSource(DataSource):  # type: ignore[misc]
         options = self._read_options()
         options.check_applicable(WRITE, "a write")
         return FrameWriter(options, schema, overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
+        options = self._read_options()
+        options.check_applicable(STREAM_WRITE, "a streaming write")
+        return EpochWriter(options, schema, overwrite)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         options = self._read_options(schema)

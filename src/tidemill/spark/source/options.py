@@ -27,6 +27,7 @@ STREAM = ("source", "table", "schema", "key", "rows", "start", "max_rows", "pace
           "mode", "columnnameofcorruptrecord")  # fmt: skip
 CHANGES = ("table", "path", "changes", "start", "max_rows")
 WRITE = ("table", "path", "key", "delete", "mergeschema", "beside")
+STREAM_WRITE = (*WRITE, "checkpointlocation", "queryname")
 
 EARLIER = ("shard",)
 """Earlier name of `table` where it names a table that pipelines maintain: accepted, and not suggested."""
@@ -41,7 +42,7 @@ class SourceOptions:
     def __init__(self, options: Mapping[str, str], registered: Mapping[str, str] | None = None) -> None:
         self._options = _catalogue_options({key.lower(): value for key, value in options.items()})
         self._registered = dict(registered or {})
-        known = tuple(dict.fromkeys((*CLUSTER, *BATCH, *STREAM, *CHANGES, *WRITE)))
+        known = tuple(dict.fromkeys((*CLUSTER, *BATCH, *STREAM, *CHANGES, *STREAM_WRITE)))
         for key in self._options:
             if key not in (*known, *EARLIER):
                 raise InvalidError(f"unknown option: option={key}.", fix=unknown_name_fix(key, known))

@@ -1,4 +1,5 @@
-"""Writes: append the rows of a DataFrame to a shard. Tasks stage rows, the driver commits them (`spark.write`)."""
+"""Writes: append the rows of a DataFrame, or of an epoch of a streaming query, to a shard. Tasks stage rows, the driver
+commits them (`spark.write`)."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 import structlog
-from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, TidemillError
@@ -18,6 +20,7 @@ from tidemill.spark.types import columns_of
 from tidemill.spark.write.commit import WriteCommit, open_existing, pipeline_sources
 from tidemill.spark.write.schema_match import WriteFrame, plan_frame
 from tidemill.spark.write.staging import Staged, stage_rows
+from tidemill.spark.write.stream_epoch import StreamEpoch
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -26,11 +29,16 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 
-class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
-    """Rows that one task staged."""
+QUERY_ID_PROPERTY = "sql.streaming.queryId"
+"""Property of the tasks of a streaming query: the id that its checkpoint stores."""
 
-    def __init__(self, staged: Sequence[Staged]) -> None:
+
+class StagedMessage(WriterCommitMessage):  # type: ignore[misc]
+    """Rows that one task staged. `query_id`: of the streaming query, or ""."""
+
+    def __init__(self, staged: Sequence[Staged], query_id: str = "") -> None:
         self.payload = msgspec.msgpack.encode(staged)
+        self.query_id = query_id
 
     @property
     def staged(self) -> list[Staged]:
@@ -78,9 +86,9 @@ class FrameWriter(DataSourceArrowWriter):  # type: ignore[misc]
 
         return StagedMessage(list(stage_rows(self.frame, iterator, put)))
 
-    def commit(self, messages: list[WriterCommitMessage | None]) -> None:
+    def commit(self, messages: list[WriterCommitMessage | None], epoch: StreamEpoch | None = None) -> None:
         portal, stores = shared_stores(self._options.urls)
-        WriteCommit(portal, stores, self.frame, self._job).run(_staged_of(messages))
+        WriteCommit(portal, stores, self.frame, epoch or self._job).run(_staged_of(messages))
         self._delete_staged(messages)
 
     def abort(self, messages: list[WriterCommitMessage | None]) -> None:
@@ -97,6 +105,34 @@ class FrameWriter(DataSourceArrowWriter):  # type: ignore[misc]
                     portal.call(objects.delete(one.object_key))
         except TidemillError as error:
             log.info("staged rows are left to the maintenance job", job=self._job, cause=str(error))
+
+
+class EpochWriter(DataSourceStreamArrowWriter):  # type: ignore[misc]
+    """Writer of a streaming query. Each epoch is one append, which a repeated epoch finds (`write.stream_epoch`)."""
+
+    def __init__(self, options: SourceOptions, schema: StructType, overwrite: bool) -> None:
+        self._writer = FrameWriter(options, schema, overwrite)
+
+    def write(self, iterator: Iterator[pa.RecordBatch]) -> StagedMessage:
+        context = TaskContext.get()
+        found = self._writer.write(iterator)
+        found.query_id = (context.getLocalProperty(QUERY_ID_PROPERTY) or "") if context is not None else ""
+        return found
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        """Append the epoch's rows. Raises InvalidError if the tasks do not know their query."""
+        known = {message.query_id for message in messages if isinstance(message, StagedMessage)}
+        if not known:
+            return  # the epoch has no partitions
+        if len(known) > 1 or "" in known:
+            raise InvalidError(
+                f"the tasks do not name their streaming query: property={QUERY_ID_PROPERTY}.",
+                fix="Use foreachBatch with tidemill.spark.upsert.",
+            )
+        self._writer.commit(messages, StreamEpoch(known.pop(), batchId))
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        self._writer.abort(messages)
 
 
 def _staged_of(messages: list[WriterCommitMessage | None]) -> list[Staged]:

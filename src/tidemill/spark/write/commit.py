@@ -1,7 +1,7 @@
 """Commit of a write: compare staged rows with the shard's contents, range by range, and publish one append.
 
 Invariant (atomic and idempotent): one append publishes all rows at one time, or none of them. Its token is the job's,
-so a repeated commit finds the token and is done.
+so a repeated commit finds the token and is done. The job of a streaming query is one epoch (stream_epoch.py).
 Invariant (exact lower): updates are computed at exactly the upper that the append names. After a lost race the contents
 are read and all updates computed again.
 Invariant (quiet time): a shard that a pipeline maintains is written by others only when the user requests it
@@ -41,6 +41,7 @@ from tidemill.spark.upsert.resolve import resolve
 from tidemill.spark.write import WRITES
 from tidemill.spark.write.schema_match import WriteFrame, required_schema
 from tidemill.spark.write.staging import STAGE_BYTES, Staged, read_staged_rows
+from tidemill.spark.write.stream_epoch import StreamEpoch
 from tidemill.spark.write.write_lease import WriteLease
 
 POINT_LOOKUP_ROWS_MAX = 10_000
@@ -88,10 +89,10 @@ def pipeline_sources(portal: BlockingPortal, stores: Stores, frame: WriteFrame) 
     return found
 
 
-def open_existing(portal: BlockingPortal, stores: Stores, name: str) -> LogShard | None:
+def open_existing(portal: BlockingPortal, stores: Stores, name: str, writer: str = "") -> LogShard | None:
     """Return an open handle, which the caller closes, or None if the shard does not exist. Raises as `open_shard`."""
     try:
-        return portal.call(stores.shard(name))
+        return portal.call(stores.shard(name, writer=writer))
     except MissingError:
         return None
 
@@ -100,12 +101,19 @@ class WriteCommit:
     """Commit of one job; `job` identifies it permanently."""
 
     def __init__(
-        self, portal: BlockingPortal, stores: Stores, frame: WriteFrame, job: str, limits: CommitLimits | None = None
+        self,
+        portal: BlockingPortal,
+        stores: Stores,
+        frame: WriteFrame,
+        job: str | StreamEpoch,
+        limits: CommitLimits | None = None,
     ) -> None:
         self._portal = portal
         self._stores = stores
         self._frame = frame
-        self._token = f"{WRITES}-{job}"
+        self._epoch = job if isinstance(job, StreamEpoch) else None
+        self._token = f"{WRITES}-{job.job if isinstance(job, StreamEpoch) else job}"
+        self._writer = self._epoch.writer if self._epoch is not None else ""
         self._limits = limits or CommitLimits()
         self._rows = 0
         self._sources: set[str] | None = None
@@ -139,7 +147,7 @@ class WriteCommit:
         distinct."""
         name = self._frame.shard
         self._sources = pipeline_sources(self._portal, self._stores, self._frame)
-        shard = open_existing(self._portal, self._stores, name)
+        shard = open_existing(self._portal, self._stores, name, self._writer)
         if shard is None and self._frame.there:
             raise MissingError(
                 f"the table was dropped during the write: table={name}.",
@@ -160,13 +168,12 @@ class WriteCommit:
             check_distinct(
                 self._frame.stored, read_staged_rows(self._frame, staged, HashRange(number, count), self._get)
             )
-        return self._portal.call(self._stores.shard(name, schema))
+        return self._portal.call(self._stores.shard(name, schema, writer=self._writer))
 
     def _try_append(self, shard: LogShard, turn: WriteLease, staged: Sequence[Staged]) -> int:
         """Try one append. Raises ConflictError or SchemaEvolvedError if another writer was first."""
         call, lower = self._portal.call, self._portal.call(shard.frontiers())[1]
-        done = next((w.upper for w in shard.state.writers if w.token == self._token), None)
-        if done is not None:
+        if (done := self._appended_upper(shard)) is not None:
             return done  # an earlier attempt of this job already published the rows
         at = max(self._stores.clock.now_ms(), lower)
         if self._sources is not None:
@@ -189,9 +196,21 @@ class WriteCommit:
                     held = []
             if any(u.num_rows for u in held):
                 parts.append(call(shard.write_part(pa.concat_tables(held))))
-            return call(shard.compare_and_append(lower, at + 1, parts, self._token))
+            upper = call(shard.compare_and_append(lower, at + 1, parts, self._token))
+            if self._epoch is not None:
+                call(self._epoch.end(self._stores, shard))
+            return upper
         finally:
             call(hold.release())
+
+    def _appended_upper(self, shard: LogShard) -> int | None:
+        """Return the upper after this job's append, or None if it is still to be made."""
+        if self._epoch is None:
+            return next((w.upper for w in shard.state.writers if w.token == self._token), None)
+        found = self._epoch.appended_upper(shard.state)
+        if found is None and not self._portal.call(self._epoch.begin(self._stores, shard)):
+            return shard.state.upper
+        return found
 
     def _compute_updates(
         self, shard: LogShard, batches: Sequence[Batch], staged: Sequence[Staged], lower: int, at: int

@@ -1,0 +1,254 @@
+"""Check of a pipeline file without Spark and without a cluster: every problem, each with its line.
+
+    file ─► build(p) with a collector in place of the pipeline ─► declarations ─► problems
+                                                     catalogue, shards ─► more problems (check_cluster)
+
+A driver stops at the first wrong declaration. The collector reports it and continues with a stand-in, so that one
+mistake hides no other and causes no second report. The functions of derived tables are not called: they need data.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from tidemill.base.errors import InvalidError, unknown_name_fix
+from tidemill.metastore.catalogue import CaptureRow, Catalogue, PipelineRow, TopicRow, check_topic_name
+from tidemill.shards.api import ShardSchema
+from tidemill.shards.parts.schema import describe_difference
+from tidemill.shards.parts.schema_evolution import evolve_schema, schema_changes
+from tidemill.shards.registry import check_shard_name, read_shard
+from tidemill.spark.definition import (
+    CapturedTable,
+    DerivedFunction,
+    DerivedTable,
+    Input,
+    Inputs,
+    Pipeline,
+    StreamTopic,
+    Table,
+    load_pipeline,
+)
+from tidemill.spark.ingest.sources import SourceNotReadyError, captured_feed
+from tidemill.spark.ingest.table_ownership import find_refused
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+    from tidemill.consensus.api import Consensus
+    from tidemill.spark.types import Names
+
+UNKNOWN = ShardSchema((), ())
+"""Schema of a topic whose declaration is wrong."""
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """One problem. `line`: of the file; 0 if it concerns no line."""
+
+    message: str
+    fix: str
+    line: int = 0
+
+    def __str__(self) -> str:
+        where = f"line {self.line}: " if self.line else ""
+        return f"{where}{self.message} {self.fix}".rstrip()
+
+
+class CheckedPipeline(Pipeline):
+    """Collector of a file's declarations and problems."""
+
+    def __init__(self, name: str, file: Path) -> None:
+        super().__init__(name)
+        self.problems: list[Problem] = []
+        self.lines: dict[str, int] = {}
+        """Line of each table's declaration."""
+        self._file = str(file)
+        self._broken: set[str] = set()
+        """Tables whose declaration is wrong."""
+
+    def report(self, error: InvalidError, line: int) -> None:
+        self.problems.append(Problem(error.message, error.fix, line))
+
+    def topic(self, name: str, *, key: Names, schema: str | StructType) -> StreamTopic:
+        try:
+            check_topic_name(name)
+            return super().topic(name, key=key, schema=schema)
+        except InvalidError as error:
+            self.report(error, self._line())
+            return StreamTopic(name, UNKNOWN)
+
+    def table(self, name: str, source: Input) -> Table:
+        self._declare(name)
+        try:
+            return super().table(name, source)
+        except InvalidError as error:
+            self.report(error, self._line())
+            self._broken.add(name)
+            return Table(name, source)
+
+    def derived(
+        self,
+        name: str = "",
+        *,
+        key: Names,
+        inputs: Inputs | None = None,
+        every_s: float = 2.0,
+        by: Names | Mapping[str, Names] = (),
+    ) -> Callable[[DerivedFunction], DerivedTable]:
+        line = self._line()
+
+        def declare(function: DerivedFunction) -> DerivedTable:
+            called = name or function.__name__
+            self._declare(called, line)
+            try:
+                return super(CheckedPipeline, self).derived(name, key=key, inputs=inputs, every_s=every_s, by=by)(
+                    function
+                )
+            except InvalidError as error:
+                self.report(error, line)
+                self._broken.add(called)
+                return DerivedTable(called, (), (), every_s, function)
+
+        return declare
+
+    def check(self) -> None:
+        try:
+            if not self._broken:
+                super().check()
+        except InvalidError as error:
+            self.report(error, 0)
+
+    def check_inputs(self, reads: Collection[str]) -> None:
+        """Check what derived tables read; `reads`: tables that exist elsewhere."""
+        known = {*self.tables, *self.derived_tables, *self._broken, self.dead_letters, *reads}
+        for table in self.derived_tables.values():
+            line = self.lines[table.name]
+            for one in table.inputs:
+                if one not in known:
+                    error = InvalidError(
+                        f"the pipeline has no such table: table={table.name} input={one}.",
+                        fix=f"{unknown_name_fix(one, sorted(known))} If another pipeline maintains it, add --reads"
+                        f" {one}, or --cluster.",
+                    )
+                    self.report(error, line)
+            try:
+                inspect.signature(table.function).bind(None, *table.inputs)
+            except TypeError as why:
+                error = InvalidError(
+                    f"the function cannot be called with its inputs: table={table.name}"
+                    f" inputs={','.join(table.inputs)} error={why}.",
+                    fix="Give it the session and one parameter for each input.",
+                )
+                self.report(error, line)
+            for one, columns in table.by.items():
+                self._check_group_columns(table, one, columns)
+
+    def _check_group_columns(self, table: DerivedTable, name: str, columns: tuple[str, ...]) -> None:
+        source = self.tables.get(name)
+        if not isinstance(source, StreamTopic) or source.schema is UNKNOWN:
+            return  # its columns are not in the file
+        have = [c.name for c in source.schema.columns]
+        for one in columns:
+            if one not in have:
+                error = InvalidError(
+                    f"the input has no such column: table={table.name} input={name} column={one}.",
+                    fix=unknown_name_fix(one, have),
+                )
+                self.report(error, self.lines[table.name])
+
+    def _declare(self, name: str, line: int = 0) -> None:
+        line = line or self._line()
+        self.lines.setdefault(name, line)
+        try:
+            check_shard_name(name)
+        except InvalidError as error:
+            self.report(error, line)
+
+    def _line(self) -> int:
+        """Return the line of the file that is calling; 0 if none is."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename != self._file:
+            frame = frame.f_back
+        return frame.f_lineno if frame.f_code.co_filename == self._file else 0
+
+
+def check_file(file: Path, name: str, reads: Collection[str] | None = ()) -> CheckedPipeline:
+    """Return the pipeline with its problems. `reads`: tables of other pipelines that it may read; None if inputs are
+    checked later (`check_cluster`)."""
+    found = CheckedPipeline(name, file)
+    try:
+        load_pipeline(file, name, found)
+    except InvalidError as error:
+        found.report(error, 0)
+    if reads is not None:
+        found.check_inputs(reads)
+    return found
+
+
+async def check_cluster(
+    found: CheckedPipeline, catalogue: Catalogue, consensus: Consensus, reads: Collection[str]
+) -> None:
+    """Add the problems of the pipeline on this cluster: topics, captured tables and inputs that do not exist, schemas
+    that differ, and tables of other pipelines. Raises UnavailableError."""
+    rows = await catalogue.list(PipelineRow)
+    others = {table for row in rows for table in (*row.tables, row.dead_letters)}
+    wanted = {one for table in found.derived_tables.values() for one in table.inputs} - others
+    stored = {one for one in sorted(wanted) if await read_shard(consensus, one) is not None}
+    found.check_inputs({*reads, *others, *stored})
+    for name, source in found.tables.items():
+        error = await _source_problem(name, source, catalogue)
+        error = error or await _schema_problem(name, source, consensus)
+        if error is not None:
+            found.report(error, found.lines.get(name, 0))
+    row = PipelineRow(found.name, found.fed_by(), found.dead_letters, found.inputs())
+    own = next((r for r in rows if r.name == found.name), None)
+    changed = {t for t, fed_by in row.tables.items() if own is not None and own.tables.get(t, fed_by) != fed_by}
+    shards = {table for table in sorted(changed) if await read_shard(consensus, table) is not None}
+    for table, why in find_refused(row, own, rows, shards).items():
+        found.report(InvalidError(why), found.lines.get(table, 0))
+
+
+async def _source_problem(name: str, source: Input, catalogue: Catalogue) -> InvalidError | None:
+    if isinstance(source, StreamTopic):
+        if await catalogue.get(TopicRow, source.topic) is not None:
+            return None
+        return InvalidError(
+            f"there is no such topic: table={name} topic={source.topic}.",
+            fix=f"Correct the name, or create it: tidemill topic create {source.topic}",
+        )
+    if await catalogue.get(CaptureRow, source.capture) is None:
+        known = [row.name for row in await catalogue.list(CaptureRow)]
+        return InvalidError(
+            f"there is no such capture: table={name} capture={source.capture}.",
+            fix=f"Use one of: {', '.join(sorted(known)) or 'none has started yet'}.",
+        )
+    try:
+        await captured_feed(catalogue, source.capture, source.table)
+    except SourceNotReadyError:
+        return None  # the pipeline waits for it
+    except InvalidError as error:
+        return error
+    return None
+
+
+async def _schema_problem(name: str, source: Input, consensus: Consensus) -> InvalidError | None:
+    """Return why the existing table cannot have the declared schema, or None."""
+    if isinstance(source, CapturedTable) or source.schema is UNKNOWN:
+        return None
+    state = await read_shard(consensus, name)
+    if state is None:
+        return None
+    try:
+        evolve_schema(state.schema, schema_changes(state.schema, source.schema))
+    except InvalidError:
+        return InvalidError(
+            f"table exists with another schema: table={name}"
+            f" difference=[{describe_difference(state.schema, source.schema)}].",
+            fix=f"Use another table, or re-create it: tidemill table drop {name}",
+        )
+    return None

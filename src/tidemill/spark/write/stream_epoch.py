@@ -1,0 +1,93 @@
+"""Epoch of a streaming query: decide whether it was appended before, however long ago.
+
+    register stream-write/<shard id>/<query id>    the newest epoch that was begun, whether it is done, and the version
+                                                   of the shard's state when it was begun
+
+Spark repeats the last epoch of a query after a crash, with the same rows, and begins an epoch only after the one before
+was committed. All appends of a query have one writer, so the shard's state has the token of the newest one, until 64
+other writers have appended. Beyond that the register decides. Only if a process died between the append and the
+register's change, and 64 others appended before the next one started, is the outcome unknown, and reported as such.
+
+Invariant (begun first): the register has the epoch before the epoch's first append is tried.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import structlog
+
+from tidemill.base.errors import TidemillError, UnknownOutcomeError
+from tidemill.shards.handle import LogShard
+from tidemill.shards.state.state import WRITER_TOKENS_MAX, ShardState
+from tidemill.spark.stores import Stores
+from tidemill.spark.write import WRITES
+
+REGISTERS = "stream-write"
+
+log = structlog.get_logger()
+
+
+class Progress(NamedTuple):
+    """Contents of the register."""
+
+    epoch: int
+    is_done: bool
+    version: int
+
+
+class StreamEpoch(NamedTuple):
+    query_id: str
+    number: int
+
+    @property
+    def job(self) -> str:
+        return f"{self.query_id}-{self.number}"
+
+    @property
+    def writer(self) -> str:
+        return f"{WRITES}-{self.query_id}"
+
+    def appended_upper(self, state: ShardState) -> int | None:
+        """Return the upper after the append of this epoch, or of a later one; None if the state has none."""
+        for known in state.writers:
+            if known.writer == self.writer and int(known.token.rpartition("-")[2]) >= self.number:
+                return known.upper
+        return None
+
+    async def begin(self, stores: Stores, shard: LogShard) -> bool:
+        """Return whether the epoch must be appended, after recording that it is begun; False if it was appended.
+
+        Called if `appended_upper` found nothing in the newest state. Raises UnknownOutcomeError if the state no longer
+        shows what happened to an epoch that was begun, ConflictError if another process has begun one now.
+        """
+        key, state = self._register(shard), shard.state
+        found = await stores.consensus.head(key)
+        last = msgspec.msgpack.decode(found.data, type=Progress) if found is not None else Progress(-1, True, 0)
+        if last.epoch > self.number or (last.epoch == self.number and last.is_done):
+            return False
+        if last.epoch < self.number:
+            data = msgspec.msgpack.encode(Progress(self.number, False, state.version))
+            await stores.consensus.cas(key, found.seq if found is not None else 0, data, stores.rand.nonce())
+        elif len(state.writers) >= WRITER_TOKENS_MAX and state.version - last.version >= WRITER_TOKENS_MAX:
+            raise UnknownOutcomeError(
+                f"it is no longer known whether an epoch was written: table={shard.name} query={self.query_id}"
+                f" epoch={self.number}. Many others wrote to the table since the query ended.",
+                fix="Compare the table with the query's input, and start the query with a new checkpointLocation.",
+            )
+        return True
+
+    async def end(self, stores: Stores, shard: LogShard) -> None:
+        """Record that the epoch is appended. A failure is only logged: the state still has the token."""
+        key = self._register(shard)
+        try:
+            found = await stores.consensus.head(key)
+            if found is not None and (last := msgspec.msgpack.decode(found.data, type=Progress)).epoch == self.number:
+                data = msgspec.msgpack.encode(last._replace(is_done=True))
+                await stores.consensus.cas(key, found.seq, data, stores.rand.nonce())
+        except TidemillError as error:
+            log.info("end of epoch not recorded", table=shard.name, query=self.query_id, cause=str(error))
+
+    def _register(self, shard: LogShard) -> str:
+        return f"{REGISTERS}/{shard.shard_id}/{self.query_id}"

@@ -1,0 +1,156 @@
+"""`tidemill pipeline check`: every problem of a file at once, without Spark; with --cluster those of the cluster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from tidemill.cli.context import open_stores
+from tidemill.cli.main import app
+from tidemill.metastore.catalogue import CaptureRow, PipelineRow
+from tidemill.spark.types import stream_schema
+
+GOOD = """
+def build(p):
+    clicks = p.table("clicks", p.topic("clicks", key="id", schema="id: string, product bigint NOT NULL"))
+
+    @p.derived(key="product", by={"clicks": "product"})
+    def by_product(spark, clicks):
+        raise RuntimeError("not called by a check")
+"""
+BAD = """
+def build(p):
+    p.table("clicks", p.topic("clicks", key="idd", schema="id string, product long"))
+    p.table("or ders", p.capture("shop").table("orders"))
+    p.table("names", p.topic("names", key="id", schema="id string, tags array<string>"))
+    p.table("clicks", "clicks")
+    p.table("views", p.topic("views", key="id", schema="id string, page string"))
+
+    @p.derived(key="page", by={"views": "pgae"})
+    def by_page(spark, views, click, names):
+        return views
+
+    @p.derived("twice", key="page", inputs=("views", "names"))
+    def twice(spark, views):
+        return views
+
+    p.derived("none", key="", inputs="views")(twice)
+"""
+
+
+def check(file: Path, *more: str) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["pipeline", "check", str(file), *more])
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout
+
+
+def written(directory: Path, text: str, name: str = "shop.py") -> Path:
+    file = directory / name
+    file.write_text(text)
+    return file
+
+
+def test_a_valid_file_passes_without_spark(tmp_path: Path) -> None:
+    assert check(written(tmp_path, GOOD)) == (0, f"{tmp_path}/shop.py: pipeline shop is valid: by_product, clicks\n")
+    program = "import sys\nfrom tidemill.cli.main import app\n"
+    program += f"try:\n    app(['pipeline', 'check', '{tmp_path}/shop.py'])\n"
+    program += "except SystemExit as end:\n    sys.exit(end.code or 'pyspark' in sys.modules)\n"
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_every_problem_of_a_file_is_reported_once_with_its_line_and_its_remedy(tmp_path: Path) -> None:
+    code, told = check(written(tmp_path, BAD), "--json")
+    problems = json.loads(told.splitlines()[-1])["problems"]
+    assert code == 1 and all(p["fix"] for p in problems)
+    assert sorted((p["line"], p["problem"].partition(":")[0]) for p in problems) == [
+        (3, "key column is not a column"),
+        (4, "bad table name"),
+        (5, "type is not supported in a table"),
+        (6, "table is declared twice"),
+        (9, "the input has no such column"),
+        (9, "the pipeline has no such table"),
+        (13, "the function cannot be called with its inputs"),
+        (17, "derived table needs a key"),
+    ]
+    plain = check(tmp_path / "shop.py", "--reads", "click")[1]
+    assert f"{tmp_path}/shop.py: line 9: the input has no such column: table=by_page input=views column=pgae." in plain
+    assert "input=click." not in plain and "Did you mean page?" in plain
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("def build(p): pass", "pipeline has no tables: pipeline=shop."),
+        ("x = 1", "pipeline file has no build"),
+        ("def build(p:", "pipeline file does not parse"),
+        ("import no_such_module", "pipeline file raises: file=.* line=1 error=ModuleNotFoundError"),
+        (
+            "def build(p):\n for a, b in ('xy', 'yx'):\n  p.derived(a, key='k', inputs=b)(lambda spark, one: one)",
+            "derived tables depend on each other: pipeline=shop",
+        ),
+    ],
+)
+def test_a_file_that_is_wrong_as_a_whole_is_one_problem(tmp_path: Path, text: str, named: str) -> None:
+    import re
+
+    code, told = check(written(tmp_path, text))
+    assert code == 1 and len(told.splitlines()) == 1 and re.search(named, told), told
+
+
+def test_a_file_that_is_missing_is_a_problem(tmp_path: Path) -> None:
+    code, told = check(tmp_path / "none.py")
+    assert code == 1 and "no such pipeline file" in told
+
+
+ON_CLUSTER = """
+def build(p):
+    p.table("clicks", p.topic("clicks", key="id", schema="id string, product string"))
+    p.table("views", p.topic("views", key="id", schema="id string"))
+    p.table("orders", p.capture("shop").table("orders"))
+    p.table("names", p.capture("nobody").table("names"))
+    p.table("taken", p.topic("views", key="id", schema="id string"))
+
+    @p.derived(key="id")
+    def summed(spark, clicks, theirs, stored, nowhere):
+        return clicks
+"""
+
+
+def test_a_cluster_shows_what_the_file_alone_cannot(tmp_path: Path) -> None:
+    config = tmp_path / "tidemill.toml"
+    config.write_text(f'[node]\ndata = "{tmp_path}/data"\n')
+    (tmp_path / "data").mkdir()
+    with open_stores(config, create=True) as opened:
+        create: Any = opened.catalogue.create_topic("views", 1)
+        opened.portal.call(create)
+        row = CaptureRow("shop", "1", "slot", "publication", 1, snapshot_done=True)
+        opened.portal.call(opened.catalogue.put(row))
+        opened.portal.call(opened.catalogue.put(PipelineRow("other", {"theirs": "derived", "taken": "topic:clicks"})))
+        from tidemill.shards.registry import open_shard
+
+        for name, schema in (("clicks", "id string, product long"), ("stored", "id string")):
+            shard = open_shard(
+                opened.consensus, opened.objects, opened.clock, opened.rand, name, stream_schema(schema, "id")
+            )
+            opened.portal.call(opened.portal.call(shard).aclose())
+    code, told = check(written(tmp_path, ON_CLUSTER), "--cluster", "--config", str(config))
+    assert code == 1
+    found = sorted(line.split(": ", 1)[1].split(" fix")[0] for line in told.splitlines())
+    assert [line.partition(": ")[0] + ": " + line.split(": ", 2)[1] for line in found] == [
+        "line 3: there is no such topic",
+        "line 5: captured database has no such table",
+        "line 6: there is no such capture",
+        "line 7: another pipeline maintains this table from another source",
+        "line 9: the pipeline has no such table",
+    ], told
+    assert "input=nowhere" in told and "tidemill topic create clicks" in told
+    with open_stores(config) as opened:
+        opened.portal.call(opened.catalogue.create_topic("clicks", 1))
+    told = check(tmp_path / "shop.py", "--cluster", "--config", str(config))[1]
+    assert "line 3: table exists with another schema: table=clicks difference=[product int64→string]" in told
