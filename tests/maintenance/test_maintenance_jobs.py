@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 
@@ -12,8 +13,9 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import CorruptError
 from tidemill.base.runtime import tasks
 from tidemill.base.status.status import StatusTracker
-from tidemill.consensus import leader_election
+from tidemill.consensus.leader_election import LeaseRequest
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.maintenance import scheduler
 from tidemill.maintenance.scheduler import (
     REPORTED_UNITS_MAX,
     Job,
@@ -82,11 +84,7 @@ def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch:
 def test_one_node_at_a_time_runs_a_job_and_another_takes_over_with_a_newer_term(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        leader_election.run_while_leading,
-        "__kwdefaults__",
-        {**leader_election.run_while_leading.__kwdefaults__, "ttl_ms": 1500},
-    )
+    monkeypatch.setattr(scheduler, "LeaseRequest", partial(LeaseRequest, ttl_ms=1500))
 
     async def scenario() -> None:
         state, terms, at_once = MemoryState(), [], [0, 0]

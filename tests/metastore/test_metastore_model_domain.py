@@ -158,9 +158,16 @@ class Replicated(RuleBasedStateMachine):
         async def build() -> None:
             told = self.settings if slot < 2 else as_follower(self.settings)
             node.domain = await Domain.open(
-                MemoryConsensus(self.clock, self.memory), self.objects, "main", holder=f"node-{slot}",
-                clock=self.clock, rand=self.rand, settings=told,
-            )  # fmt: skip
+                DomainContext(
+                    MemoryConsensus(self.clock, self.memory),
+                    self.objects,
+                    "main",
+                    holder=f"node-{slot}",
+                    clock=self.clock,
+                    rand=self.rand,
+                    settings=told,
+                )
+            )
 
         self.loop.run_until_complete(self.loop.create_task(build(), context=node.context))
         self.nodes[slot], node.seen = node, len(self.history) - 1
@@ -399,9 +406,9 @@ class Replicated(RuleBasedStateMachine):
             assert domain._leader is not None
             database = domain._leader.database
             try:
-                await database.compact()
+                await database.background.compact()
                 for _ in range(2 if collect else 0):  # a file goes when it was seen dead before
-                    await database.collect_garbage()
+                    await database.background.collect_garbage()
             except (FencedError, ClosedError, UnknownOutcomeError, UnavailableError, ConflictError, MissingError):
                 return  # its term is over, which the log told, or a file that the next leader has collected
 

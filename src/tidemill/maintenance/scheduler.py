@@ -31,7 +31,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.runtime.tasks import Tasks, error_sentence, is_fault, needs_operator, run_unit
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus, Lease
-from tidemill.consensus.leader_election import run_while_leading
+from tidemill.consensus.leader_election import LeaseRequest, run_while_leading
 from tidemill.metastore.metastore import Metastore
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import RunCpuWork, run_inline
@@ -168,7 +168,7 @@ class JobRunner:
 
     async def _run_lease(self, lease: str, jobs: tuple[Job, ...]) -> None:
         async def body() -> None:
-            await run_while_leading(self._consensus, lease, self._holder, b"", led)
+            await run_while_leading(self._consensus, LeaseRequest(lease, self._holder), led)
 
         async def led(held: Lease) -> None:
             async with Tasks(self._task_ended) as tasks:

@@ -24,6 +24,7 @@ from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.cluster import Cluster, domain_name
 from tidemill.metastore.cluster_manifest import ClusterManifest, Presence
 from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.settings import DomainContext
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import BINDINGS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS, TOPICS
 from tidemill.objects.factory import open_objects
@@ -88,7 +89,9 @@ class World:
 
     async def open_domain(self, cluster: Cluster, index: int) -> Domain:
         return await Domain.open(
-            self.consensus, self.objects, domain_name(index), holder="test", clock=self.clock, rand=self.rand
+            DomainContext(
+                self.consensus, self.objects, domain_name(index), holder="test", clock=self.clock, rand=self.rand
+            )
         )
 
     async def __aenter__(self) -> World:
