@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
 from tidemill.base.errors import ConflictError, FencedError, InvalidError, MissingError, TidemillError, UnavailableError
@@ -53,7 +53,6 @@ class RowReader(Protocol):
     """Interface of the database that the write path uses."""
 
     async def get_row(self, key: bytes) -> ReadRow | None: ...
-    async def wait_for_room(self) -> None: ...
 
 
 class TermOwner(Protocol):
@@ -87,7 +86,7 @@ class _Group:
 class WritePath:
     """Commits of one leader in one term. `stop` ends it permanently.
 
-    `crowded`: the volatile buffer is full: persist something.
+    `stall`: wait until the database accepts another batch. `crowded`: the volatile buffer is full: persist something.
     """
 
     def __init__(
@@ -96,6 +95,7 @@ class WritePath:
         database: RowReader,
         leader: TermOwner,
         *,
+        stall: Callable[[], Awaitable[None]],
         crowded: Callable[[], None],
         volatile_bytes: int = VOLATILE_BYTES,
     ) -> None:
@@ -107,6 +107,7 @@ class WritePath:
         self._feed = leader.apply_log
         self._stands = leader.check_still_leading
         self._failed = leader.step_down
+        self._stall = stall
         self._crowded = crowded
         self._volatile_bytes = volatile_bytes
         self._open: _Group | None = None
@@ -286,7 +287,7 @@ class WritePath:
         if self._is_full():
             await self._wait_for_flush()
         try:
-            await self._database.wait_for_room()
+            await self._stall()
         except TidemillError:
             if self._stopped is not None:
                 raise self._stopped from None
