@@ -88,7 +88,7 @@ def test_without_a_word_of_its_partition_no_object_goes() -> None:
 
         (node,) = world.nodes
         (led,) = node._led.values()
-        led._enqueue_for_commit = lambda pending: None  # type: ignore[method-assign]
+        led.intake._enqueue_for_commit = lambda pending: None  # type: ignore[method-assign]
         sending = asyncio.ensure_future(world.send(node, await _row(world), 0))
         while len(world.stored()) < 5:
             await asyncio.sleep(0)

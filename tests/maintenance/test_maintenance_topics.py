@@ -70,9 +70,9 @@ def test_an_object_whose_batches_are_on_their_way_stays_however_long_it_takes() 
         node = world.node()
         await world.send(node, row, 0)
         led = node._led[row.topic_id, 0]
-        turned = led._enqueue_for_commit
+        turned = led.intake._enqueue_for_commit
         held: list[Any] = []
-        led._enqueue_for_commit = held.append  # type: ignore[method-assign]
+        led.intake._enqueue_for_commit = held.append  # type: ignore[method-assign]
         sending = asyncio.create_task(world.send(node, row, 0))
         while not held:
             await asyncio.sleep(0)
@@ -100,7 +100,7 @@ def test_what_a_dead_writer_uploaded_and_never_placed_goes_and_the_partition_is_
         await world.send(node, row, 0)
         (placed,) = world.stored()
         led = node._led[row.topic_id, 0]
-        led._enqueue_for_commit = lambda pending: None  # type: ignore[method-assign]
+        led.intake._enqueue_for_commit = lambda pending: None  # type: ignore[method-assign]
         sending = asyncio.create_task(world.send(node, row, 0))
         while len(world.stored()) < 2:
             await asyncio.sleep(0)

@@ -220,7 +220,11 @@ async def rows_after_every_commit(seed: int, *, bound: bool = True) -> int:
             rows.partition_rows = places  # type: ignore[method-assign]
         settings = TopicSettings(l1_object_bytes=source.choice((1, 200, 1 << 20)))
         reconciler = Reconciler(
-            rows, world.objects, ObjectCache(0), world.objects, world.clock, Rand(), settings, world.topics._led
+            rows,
+            replace(world.topics._around, settings=settings),
+            world.objects,
+            ObjectCache(0),
+            world.topics._led,
         )
         context = JobContext(
             world.consensus, world.objects, world.metastore, world.clock, world.rand, Retention(collect_after_s=0)

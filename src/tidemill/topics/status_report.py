@@ -67,7 +67,11 @@ class TopicStatusTotals:
                 self._add(led.topic_id, *(-each for each in counted), -1)
             if led.is_open:
                 position = led.state.high_watermark
-                counted = self._counted[led] = position, position + led.reserved_records, led.state.memory_bytes
+                counted = self._counted[led] = (
+                    position,
+                    position + led.intake.live.reserved_records,
+                    led.state.memory_bytes,
+                )
                 self._add(led.topic_id, *counted, 1)
 
     def _add(self, topic_id: str, *parts: int) -> None:
