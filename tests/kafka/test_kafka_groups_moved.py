@@ -328,7 +328,7 @@ def test_groups_that_hold_only_offsets_leave_memory(monkeypatch: pytest.MonkeyPa
 
 def test_f232_more_groups_or_bytes_than_the_node_holds_are_refused_and_those_there_go_on() -> None:
     async def body(world: World) -> None:
-        node = world.node(groups_max=1, groups_bytes_max=10)
+        node = world.node(groups_max=1, bytes_max=10)
         led = await node.get("g")
         with pytest.raises(GroupUnavailableError) as refused:
             await node.get("more")

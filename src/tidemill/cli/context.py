@@ -1,13 +1,16 @@
-"""Shared parts of every command: the configuration, the stores that it names, JSON output and progress bars.
+"""Shared parts of every command: groups of options, the configuration, the stores that it names, JSON output and
+progress bars.
 
 Rooms are imported inside functions: `tidemill --help` must not pay for pyarrow, psycopg or the stores.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +36,32 @@ OldForce = Annotated[bool, typer.Option("--yes-really", hidden=True)]
 """Earlier name of --force."""
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value as the last line.")]
+
+
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter of a command that is a dataclass by the options of its fields. Typer reads flat signatures
+    only."""
+    groups: dict[str, type] = {}
+    flat: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        group = parameter.annotation
+        if isinstance(group, type) and dataclasses.is_dataclass(group):
+            groups[parameter.name] = group
+            flat += inspect.signature(group, eval_str=True).parameters.values()
+        else:
+            flat.append(parameter)
+
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
+        command(**given)
+
+    run.__doc__ = command.__doc__
+    # By keyword, because a required option may follow one with a default.
+    by_keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in flat]
+    run.__signature__ = inspect.Signature(by_keyword)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return run
 
 
 class OpenConsensus:

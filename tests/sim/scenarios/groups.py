@@ -24,7 +24,7 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic.state import GroupLimits, JoinRequest, SyncRequest
 from tidemill.kafka.groups.consumer.state import Topic
-from tidemill.kafka.groups.coordinator import GroupCoordinator, GroupUnavailableError
+from tidemill.kafka.groups.coordinator import CoordinatorLimits, GroupCoordinator, GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import assigned_places, encode_assignment
 from tidemill.metastore.domain.settings import DomainSettings
@@ -103,8 +103,8 @@ class Shared:
             )
 
         coordinator = GroupCoordinator(
-            metastore, is_own, actor.clock, rand, node=actor.name, limits=lambda _: self.limits, groups_max=10,
-            groups_bytes_max=1 << 20, tracker=StatusTracker(),
+            metastore, is_own, actor.clock, rand, node=actor.name, tracker=StatusTracker(),
+            limits=CoordinatorLimits(lambda _: self.limits, 10, 1 << 20),
         )  # fmt: skip
         if membership is not None:
             membership.on_change(coordinator.apply_ownership)

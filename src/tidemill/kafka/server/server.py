@@ -31,7 +31,7 @@ from tidemill.kafka.api.context import Broker, Context, CoordinatorLookup, Nodes
 from tidemill.kafka.fetch_sessions.implicit import ImplicitSessions
 from tidemill.kafka.fetch_sessions.sessions import FetchSessions
 from tidemill.kafka.groups.configs import GroupConfigCache
-from tidemill.kafka.groups.coordinator import GroupCoordinator
+from tidemill.kafka.groups.coordinator import CoordinatorLimits, GroupCoordinator
 from tidemill.kafka.groups.topic_patterns import TopicPatterns
 from tidemill.kafka.metadata.topic_cache import TopicCache
 from tidemill.kafka.net.connection_limits import ConnectionLimits
@@ -245,9 +245,7 @@ class KafkaServer:
             self._clock,
             self._rand,
             node=self._name,
-            limits=self.group_configs.limits,
-            groups_max=settings.groups_max,
-            groups_bytes_max=settings.groups_bytes_max,
+            limits=CoordinatorLimits(self.group_configs.limits, settings.groups_max, settings.groups_bytes_max),
             tracker=self._tracker,
         )
         if self._memory is not None:
