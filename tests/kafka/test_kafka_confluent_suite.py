@@ -52,10 +52,15 @@ from confluent_kafka.admin import (
 
 from support.kafka.harness import RealBroker
 from support.kafka.security import add, confluent, gate
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings
 
 SETTINGS = KafkaSettings(
-    group_initial_rebalance_delay_ms=0, group_min_session_timeout_ms=1_000, group_consumer_min_heartbeat_interval_ms=500
+    KafkaSection(
+        group_initial_rebalance_delay_ms=0,
+        group_min_session_timeout_ms=1_000,
+        group_consumer_min_heartbeat_interval_ms=500,
+    )
 )
 WAIT_S = 30.0
 Allow, Deny = AclPermissionType.ALLOW, AclPermissionType.DENY

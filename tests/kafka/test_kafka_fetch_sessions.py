@@ -11,6 +11,7 @@ from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, batch, produce_body
 from support.kafka.session_reader import Answer, Fetcher, Place
 from support.waiting import eventually
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.fetch_sessions import sessions as sessions_module
 from tidemill.kafka.handlers import APIS
@@ -252,7 +253,7 @@ def test_who_answered_waits_for_the_others(shared: RealBroker) -> None:
 
 def test_f214_sessions_have_slots_and_room_and_make_way_when_they_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
     room = sessions_module.SESSION_BYTES * 3 + sessions_module.PARTITION_BYTES * 12
-    broker = RealBroker(settings=KafkaSettings(fetch_sessions_max=2, fetch_sessions_bytes_max=room))
+    broker = RealBroker(settings=KafkaSettings(KafkaSection(fetch_sessions_max=2), fetch_sessions_bytes_max=room))
     try:
         with World(broker, "t", 40) as world, world.fetcher() as reader:
             sessions = sessions_of(broker.server)
@@ -285,7 +286,7 @@ def test_f214_sessions_have_slots_and_room_and_make_way_when_they_are_old(monkey
 
 
 def test_a_session_that_makes_way_during_its_fetch_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    broker = RealBroker(settings=KafkaSettings(fetch_sessions_max=1))
+    broker = RealBroker(settings=KafkaSettings(KafkaSection(fetch_sessions_max=1)))
     try:
         with World(broker, "t") as world, world.fetcher() as waits, world.fetcher() as comes:
             session_id = waits.fetch(world.places(0), epoch=0).session_id

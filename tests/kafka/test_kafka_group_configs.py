@@ -16,6 +16,7 @@ from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import RawClient, alter, described, encode, fields, nested
 from support.kafka.security import add, allow, as_user, gate
 from support.waiting import eventually
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.groups.classic.state import GroupLimits
@@ -25,11 +26,13 @@ from tidemill.topics.config.alter import AlterOp
 
 GROUP = 32
 SETTINGS = KafkaSettings(
-    group_initial_rebalance_delay_ms=0,
-    group_consumer_session_timeout_ms=60_000,
-    group_consumer_min_session_timeout_ms=500,
-    group_consumer_max_session_timeout_ms=50_000,
-    group_consumer_heartbeat_interval_ms=200,
+    KafkaSection(
+        group_initial_rebalance_delay_ms=0,
+        group_consumer_session_timeout_ms=60_000,
+        group_consumer_min_session_timeout_ms=500,
+        group_consumer_max_session_timeout_ms=50_000,
+        group_consumer_heartbeat_interval_ms=200,
+    )
 )
 Changes = list[tuple[str, int, str | None]]
 

@@ -16,12 +16,15 @@ from support.kafka.groups.consumer import ask, beat
 from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, fields, nested
 from support.waiting import eventually
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings, error_codes
 
 SETTINGS = KafkaSettings(
-    group_initial_rebalance_delay_ms=0,
-    group_consumer_session_timeout_ms=60_000,
-    group_consumer_heartbeat_interval_ms=200,
+    KafkaSection(
+        group_initial_rebalance_delay_ms=0,
+        group_consumer_session_timeout_ms=60_000,
+        group_consumer_heartbeat_interval_ms=200,
+    )
 )
 
 

@@ -161,7 +161,8 @@ def test_a_coordinator_that_dies_leaves_members_of_both_protocols_as_they_are() 
 
 
 def test_a_node_that_upgrades_nothing_says_so() -> None:
-    broker = RealBroker(settings=msgspec.structs.replace(SETTINGS, group_consumer_migration_policy="disabled"))
+    section = SETTINGS.section.model_copy(update={"group_consumer_migration_policy": "disabled"})
+    broker = RealBroker(settings=msgspec.structs.replace(SETTINGS, section=section))
     group = Group(broker.address)
     try:
         broker.create_topic("t", PARTITIONS)

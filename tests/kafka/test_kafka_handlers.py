@@ -28,6 +28,7 @@ from support.kafka.raw import (
 )
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import SystemClock
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.api import dispatch as request_module
@@ -95,7 +96,9 @@ def expected(key: int, version: int) -> int:
 @pytest.fixture(scope="module")
 def shared() -> Any:
     """Every request passes its check: nobody is a super user here, so that all is allowed."""
-    broker = FakeBroker(KafkaSettings(group_initial_rebalance_delay_ms=0), super_users=("User:ANONYMOUS",))
+    broker = FakeBroker(
+        KafkaSettings(KafkaSection(group_initial_rebalance_delay_ms=0)), super_users=("User:ANONYMOUS",)
+    )
     yield broker
     broker.close()
 
@@ -144,7 +147,7 @@ def test_f209_a_fault_of_any_type_ends_its_request_and_not_the_connection(
 
 
 def test_no_client_makes_partitions_beyond_the_limit_in_all() -> None:
-    broker = FakeBroker(KafkaSettings(partitions_max=10, default_partitions=4))
+    broker = FakeBroker(KafkaSettings(KafkaSection(partitions_max=10, default_partitions=4)))
     try:
         schema = load_request_schema(19, 4)
         element = nested(schema, "topics")
@@ -179,7 +182,7 @@ def test_metadata_creates_nothing_when_the_client_forbids_it(fake_broker: FakeBr
 
 
 def test_metadata_creates_nothing_when_the_setting_is_off() -> None:
-    broker = FakeBroker(KafkaSettings(auto_create_topics=False))
+    broker = FakeBroker(KafkaSettings(KafkaSection(auto_create_topics=False)))
     try:
         with RawClient(broker.port) as client:
             (topic,) = client.ask(3, 1, struct.pack(">ih", 1, 3) + b"new").topics

@@ -14,6 +14,7 @@ from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, batch, decode, produce_body
 from support.kafka.session_reader import Fetcher, Place, body_of
 from support.waiting import eventually
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.fetch_sessions import implicit as repeated_module
 from tidemill.kafka.fetch_sessions.request_diff import RequestDiff
@@ -167,7 +168,7 @@ def test_a_client_that_is_gone_while_it_waits_leaves_nothing(world: World) -> No
 
 
 def test_without_room_everything_is_read_each_time() -> None:
-    world = World(KafkaSettings(fetch_sessions_max=0))
+    world = World(KafkaSettings(KafkaSection(fetch_sessions_max=0)))
     try:
         with world.fetcher(12) as reader:
             for _ in range(3):

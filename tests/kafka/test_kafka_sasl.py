@@ -33,6 +33,7 @@ from support.kafka.raw import request_frame
 from support.kafka.security import PASSWORD, Authority, add, confluent, gate, plainly, token
 from support.waiting import eventually, run
 from tidemill.base.clock import Rand
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.net.listener_security import UNAUTHENTICATED_REQUEST_BYTES
 from tidemill.kafka.net.memory_budget import BudgetedSession, MemoryBudget
@@ -505,7 +506,9 @@ def test_f245_while_the_metastore_is_away_nobody_is_told_of_a_wrong_password(
 
 
 def test_many_half_open_proofs_leave_room_for_an_honest_one() -> None:
-    small = KafkaSettings(connections_max=64, connections_per_address_max=64, authentication_timeout_s=3.0)
+    small = KafkaSettings(
+        KafkaSection(connections_max=64, connections_per_address_max=64), authentication_timeout_s=3.0
+    )
     broker = FakeBroker(small, gate=gate())
     add(broker, "alice")
     crowd = []

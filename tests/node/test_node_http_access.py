@@ -22,6 +22,7 @@ from starlette.types import Message, Scope
 
 from support.kafka.security import Authority
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.config.listeners import OauthSection
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.factory import create_metastore
@@ -32,7 +33,7 @@ from tidemill.registry.http.messages import parse_subject
 from tidemill.registry.http.routes import RegistryApi
 from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import CLUSTER_NAME, AclRule, Authorizer, Operation, Resource
-from tidemill.security.oauth_tokens import TokenSettings, TokenVerifier
+from tidemill.security.oauth_tokens import TokenVerifier
 from tidemill.security.sasl import Authenticator
 from tidemill.security.scram import NAMES, derive_credential
 from tidemill.security.users import Users
@@ -98,7 +99,7 @@ def world(
             await users.put(derive_credential("alice", mechanism, "pässword", b"salt" * 6))
         guard = AuthMiddleware(app, clock, within_tls=within_tls)
         guard.parties = AuthDependencies(
-            Authenticator(users, rand, TokenVerifier(TokenSettings(secret=SECRET), clock)), rulebook, topics_of
+            Authenticator(users, rand, TokenVerifier(OauthSection(secret=SECRET), clock)), rulebook, topics_of
         )
         try:
             async with asyncio.timeout(60):

@@ -84,7 +84,7 @@ class FreshnessSection(Section):
 
 
 class RegistrySection(Section):
-    """See `registry.limits.RegistrySettings`, created by `node.settings_from_config`."""
+    """Limits of the schema registry."""
 
     enabled: bool = True
     schema_kb: int = Field(192, ge=1, le=240)
@@ -93,6 +93,7 @@ class RegistrySection(Section):
     versions: int = Field(200_000, ge=1, le=10_000_000)
     schemas: int = Field(100_000, ge=1, le=10_000_000)
     waiting: int = Field(64, ge=1, le=10_000)
+    """Requests in one process that parse or compare schemas, or wait to."""
 
 
 class CaptureSection(Section):

@@ -72,7 +72,7 @@ class FetchSessions:
     def __init__(self, clock: Clock, rand: Rand, settings: KafkaSettings) -> None:
         self._clock = clock
         self._rand = rand
-        self._count_max = settings.fetch_sessions_max
+        self._count_max = settings.section.fetch_sessions_max
         self.bytes_max = settings.fetch_sessions_bytes_max
         self._sessions: OrderedDict[int, FetchSession] = OrderedDict()
         """Sessions, longest unused first."""

@@ -28,8 +28,8 @@ _REFUSED = Count("tidemill_kafka_connections_refused", "Connections refused at a
 
 class ConnectionLimits:
     def __init__(self, settings: KafkaSettings) -> None:
-        self.connections_max = min(settings.connections_max, file_descriptors.current_shares().kafka)
-        self._per_address_max = settings.connections_per_address_max
+        self.connections_max = min(settings.section.connections_max, file_descriptors.current_shares().kafka)
+        self._per_address_max = settings.section.connections_per_address_max
         self._addresses: Counter[str] = Counter()
         self._told_s = -LOG_INTERVAL_S
         self._untold = 0

@@ -245,7 +245,7 @@ class KafkaServer:
             self._clock,
             self._rand,
             node=self._name,
-            limits=CoordinatorLimits(self.group_configs.limits, settings.groups_max, settings.groups_bytes_max),
+            limits=CoordinatorLimits(self.group_configs.limits, settings.section.groups_max, settings.groups_bytes_max),
             tracker=self._tracker,
         )
         if self._memory is not None:
@@ -261,8 +261,8 @@ class KafkaServer:
 
         It commits offsets through the group's coordinator.
         """
-        settings = self._settings
-        limits = TransactionLimits(settings.transaction_timeout_max_ms, settings.transactional_id_expires_ms)
+        section = self._settings.section
+        limits = TransactionLimits(section.transaction_timeout_max_ms, section.transactional_id_expires_ms)
         offsets = CoordinatedOffsets(groups, lambda group: owners.group_coordinator(group).name, self._clock)
         context.transactions = self._transactions = transactions = TransactionCoordinator(
             self._consensus,
