@@ -244,7 +244,7 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
 
 
 class Never(Backoff):
-    def pause_s(self, ran_s: float, *, parked: bool = False) -> float:
+    def pause_s(self, ran_s: float, *, paused: bool = False) -> float:
         return 1e6
 
 

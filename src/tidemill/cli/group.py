@@ -117,8 +117,8 @@ def reset(
             apart = OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand)
             opened.portal.call(apart.reset(name, [row for _, _, row in moves]))
     rows: list[Row] = [
-        {"topic": told, "partition": row.partition, "before": before, "offset": row.offset}
-        for told, before, row in moves
+        {"topic": topic_name, "partition": row.partition, "before": before, "offset": row.offset}
+        for topic_name, before, row in moves
     ]
     if as_json:
         print_json(rows)

@@ -213,7 +213,7 @@ class UnitFailures:
         self._tracker = tracker
         self._clock = clock
         self._failing: set[str] = set()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     @property
     def count(self) -> int:
@@ -224,8 +224,8 @@ class UnitFailures:
         if not is_fault(error):
             raise error
         self._failing.add(name)
-        if name in self._told or len(self._told) < REPORTED_UNITS_MAX:
-            self._told.add(name)
+        if name in self._reported or len(self._reported) < REPORTED_UNITS_MAX:
+            self._reported.add(name)
             self._tracker.fail(
                 f"{self._prefix}:{name}",
                 error_sentence(error),
@@ -235,6 +235,6 @@ class UnitFailures:
 
     def clear_failure(self, name: str) -> None:
         self._failing.discard(name)
-        if name in self._told:
-            self._told.discard(name)
+        if name in self._reported:
+            self._reported.discard(name)
             self._tracker.clear_failure(f"{self._prefix}:{name}")

@@ -89,7 +89,7 @@ class RetryingObjects:
         self._rand = rand
         self._label = store
         self._slots = asyncio.Semaphore(concurrency)
-        self._beside_puts = asyncio.Semaphore(concurrency - concurrency // PUT_RESERVE_DIVISOR)
+        self._not_puts = asyncio.Semaphore(concurrency - concurrency // PUT_RESERVE_DIVISOR)
         """Acquired before a slot by all calls except puts."""
         self._budget_s = budget_s
         self._coalesce = coalesce
@@ -321,7 +321,7 @@ class RetryingObjects:
         retry: _Retry | None = None
         while True:
             try:
-                async with self._beside_puts:
+                async with self._not_puts:
                     return await self._run_attempt("delete" if operation == "delete" else "read", call)
             except kinds:
                 retry = retry or _Retry(self._clock, self._rand, self._budget_s)

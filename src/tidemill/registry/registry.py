@@ -281,11 +281,11 @@ class Registry:
         by_number = {row.version: row for row in versions}
         found = await self._compatibility_problems(level, parsed, [by_number[number] for number in numbers])
         if found:
-            told = ", ".join(found)[:8_000]
+            details = ", ".join(found)[:8_000]
             raise RegistryError(
                 409,
                 "Schema being registered is incompatible with an earlier schema for subject "
-                f'"{subject}", details: [{told}]',
+                f'"{subject}", details: [{details}]',
             )
 
     async def _compatibility_problems(self, level: str, parsed: ParsedSchema, versions: list[VersionRow]) -> list[str]:

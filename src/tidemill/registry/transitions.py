@@ -198,10 +198,10 @@ def versions_to_delete(subject: str, versions: Sequence[VersionRow], number: int
             raise version_not_found(number) if versions else subject_not_found(subject)
         if row.deleted == permanent:
             return [number]
-        told = f"Subject '{subject}' Version {number} was"
+        named = f"Subject '{subject}' Version {number} was"
         if permanent:
-            raise RegistryError(40407, f"{told} not deleted first before being permanently deleted")
-        raise RegistryError(40406, f"{told} soft deleted.Set permanent=true to delete permanently")
+            raise RegistryError(40407, f"{named} not deleted first before being permanently deleted")
+        raise RegistryError(40406, f"{named} soft deleted.Set permanent=true to delete permanently")
     if not versions:
         raise subject_not_found(subject)
     if permanent:

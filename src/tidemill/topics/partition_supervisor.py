@@ -42,7 +42,7 @@ class _Failing:
         self.restarts = Backoff(FIRST_REOPEN_S, LONGEST_REOPEN_S)
         self.tries = 0
         self.error = ""
-        self.parked = False
+        self.paused = False
         self.waiting = False
         self.opened_s = 0.0
 
@@ -87,10 +87,10 @@ class PartitionSupervisor:
             failing.mark = self._status_for(key)
             self._told[failing.mark] += 1
         failing.tries += 1
-        failing.error, failing.parked, failing.waiting = error_sentence(fault), needs_operator(fault), failing.tries > 1
+        failing.error, failing.paused, failing.waiting = error_sentence(fault), needs_operator(fault), failing.tries > 1
         self._publish_failure(key, failing)
         ran_s = self._clock.monotonic_s() - failing.opened_s
-        pause_s = PAUSED_RETRY_S if failing.parked else failing.restarts.pause_s(ran_s)
+        pause_s = PAUSED_RETRY_S if failing.paused else failing.restarts.pause_s(ran_s)
         pause_s = pause_s if failing.waiting else 0.0
         self._tasks.spawn(self._reopen_later(key, failing, pause_s), name=f"reopen {key[0]}/{key[1]}")
 
@@ -129,4 +129,4 @@ class PartitionSupervisor:
                 f"partition {key[1]}" if failing.mark != SHARED_STATUS else f"{self._mark_of(key)} partition {key[1]}"
             )
             error = f"{which}: {failing.error}"
-            self._tracker.fail(failing.mark, error, now_ms=self._clock.now_ms(), parked=failing.parked)
+            self._tracker.fail(failing.mark, error, now_ms=self._clock.now_ms(), parked=failing.paused)

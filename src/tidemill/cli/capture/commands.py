@@ -194,13 +194,13 @@ def _confirm_resnapshot(row: CaptureTableRow) -> None:
         raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
 
 
-def _side_topic_text(aside: SideTopicState) -> str:
+def _side_topic_text(side_topic: SideTopicState) -> str:
     """Describe the side topic: changes that arrived during the table's copy, as of a few seconds ago."""
     said = (
-        f"{aside.records:,} changes ({aside.bytes / 2**20:,.1f} MiB) in the side topic,"
-        f" {aside.appended:,} of them appended to the topic"
+        f"{side_topic.records:,} changes ({side_topic.bytes / 2**20:,.1f} MiB) in the side topic,"
+        f" {side_topic.appended:,} of them appended to the topic"
     )
-    return f"{said}; WAL is retained from {Lsn(aside.until_lsn)}" if aside.until_lsn else said
+    return f"{said}; WAL is retained from {Lsn(side_topic.until_lsn)}" if side_topic.until_lsn else said
 
 
 def _table_fields(row: CaptureTableRow) -> dict[str, object]:

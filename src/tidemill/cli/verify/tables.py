@@ -96,16 +96,16 @@ class Verifier:
                 f"the configuration has no such capture: key=capture.{capture}.", fix="Add the capture with its DSN."
             )
         remap = await self._open_remap(f"capture/{capture}")
-        parked: dict[str, Verified] = {}
+        paused: dict[str, Verified] = {}
         tables = []
         for source, name in pairs:
             row = await self._catalogue.table(capture, source)
             if row is None or not row.is_streaming:
                 why = row.reason if row is not None and row.reason else "the table is not captured yet"
-                parked[name] = Verified(name, 0, 0, 0, 0, "", "", 0, 0, parked=why)
+                paused[name] = Verified(name, 0, 0, 0, 0, "", "", 0, 0, parked=why)
             else:
                 tables.append((source, await self._open_shard(name)))
-        found = dict(parked)
+        found = dict(paused)
         if tables:
             done = await verify_captured(
                 section.dsn,

@@ -50,7 +50,7 @@ def broker_configs(context: Context) -> list[BrokerConfig]:
 
     limits = settings.group_limits
     found = [
-        BrokerConfig("advertised.listeners", "list", ",".join(f"{each.name}://{each.told}" for each in listeners),
+        BrokerConfig("advertised.listeners", "list", ",".join(f"{each.name}://{each.advertised}" for each in listeners),
                      "Addresses that clients of each listener receive.", "kafka.listeners"),
         setting("auto.create.topics.enable", "boolean", "auto_create_topics", section.auto_create_topics,
                 "Clients create topics by naming them."),
