@@ -166,11 +166,11 @@ def test_pauses_double_to_a_limit_and_start_over_after_a_steady_run() -> None:
 def test_only_a_loop_that_may_park_waits_longest_for_what_an_operator_mends(
     may_pause: bool, pauses: list[float]
 ) -> None:
-    told: list[tuple[str, bool]] = []
+    reported: list[tuple[str, bool]] = []
     restarts = Backoff(0.5, 4.0)
-    attempts = RetryState("loop", lambda *what: told.append(what), lambda: 0.0, restarts, may_pause=may_pause)
+    attempts = RetryState("loop", lambda *what: reported.append(what), lambda: 0.0, restarts, may_pause=may_pause)
     assert [attempts.failed(InvalidError("one bad answer.")) for _ in range(3)] == pauses
-    assert told == [("one bad answer.", may_pause)] * 3
+    assert reported == [("one bad answer.", may_pause)] * 3
 
 
 def test_the_longest_stall_is_seen_for_a_while_and_remembered() -> None:

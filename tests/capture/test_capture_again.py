@@ -133,11 +133,11 @@ def test_f467_one_that_is_too_large_or_has_changed_otherwise_since_waits_for_som
             await world.caught_up()
             await world.sql(volatile.format("large"))
 
-            async def told() -> bool:
+            async def reported() -> bool:
                 row = await world.table("public.large")
                 return row is not None and "exceeds copy_again_max_mb" in row.fix
 
-            await until(told, "it is told")
+            await until(reported, "it is told")
             assert "tidemill capture resnapshot" in stuck(world, "large")
         later = 1 << 50  # the clock was wrong
         async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=3600):

@@ -93,11 +93,11 @@ def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.Mo
             def made(topics: Any) -> SideTopicAppender:
                 return SideTopicAppender(topics, topic, aside, ends, OWN, CoopBudget(world.clock))
 
-            told: list[int] = []
+            reported: list[int] = []
             while await made(world.topics).read_appended_count() < sum(map(len, ordered)):
                 bounds = [rng.randint(0, len(later)) if rng.random() < 0.8 else len(later) for later in ordered]
                 two = [made(Failing(world.topics, rng)) for _ in range(2)]
-                running = [asyncio.ensure_future(one.append_up_to(bounds, told.append)) for one in two]
+                running = [asyncio.ensure_future(one.append_up_to(bounds, reported.append)) for one in two]
                 if rng.random() < 0.4:  # cut off, as by SIGKILL: what is in flight lands, or does not
                     await asyncio.sleep(rng.random() * 0.01)
                     for each in running:

@@ -229,11 +229,11 @@ async def copied_aside(world: World, **settings: Any) -> None:
     """A copy of `a` is cut off after some chunks: the next session sets aside what changes."""
     async with world.capture(wait=False, **{**SLOW, **settings}):
 
-        async def told() -> bool:
+        async def reported() -> bool:
             row = await world.table("public.a")
             return row is not None and row.copy is not None
 
-        await until(told, "chunks are told to be done")
+        await until(reported, "chunks are told to be done")
 
 
 @contextlib.contextmanager
@@ -394,11 +394,11 @@ def test_a_copy_that_waits_to_be_gone_on_with_lets_wal_go(postgres_dsn: str) -> 
         settings = {**SLOW, "copy_rows_per_s": 5000, "copy_aside_after_s": 2.0}
         async with world.capture(**settings) as capture:
 
-            async def told() -> bool:
+            async def reported() -> bool:
                 row = await world.table("public.a")
                 return row is not None and row.copy is not None
 
-            await until(told, "chunks are told to be done")
+            await until(reported, "chunks are told to be done")
             async with await psycopg.AsyncConnection.connect(world.dsn) as other:
                 copies = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE '%snapshot%' AND state <> 'idle'"
                 await other.execute(f"SELECT pg_terminate_backend(pid) FROM ({copies}) AS copies")

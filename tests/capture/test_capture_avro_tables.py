@@ -166,11 +166,11 @@ def test_a_schema_that_the_registry_refuses_parks_its_table_alone_until_it_is_al
             # It is copied again: refused before what it has is gone, and told.
             await request_recopy(world.catalogue, world.name, "public.a")
 
-            def told() -> bool:
+            def reported() -> bool:
                 failure = world.tracker.failure(f"table:{world.name}/public.a")
                 return failure is not None and failure.error.count(subject) > 1
 
-            await until(told, "the copy is refused, too")
+            await until(reported, "the copy is refused, too")
             assert (await world.tables())["public.a"].snapshot is not None
             await world.caught_up()
             assert [key["id"] for key, _, _ in await read(world, registry, "b")] == [1, 2]

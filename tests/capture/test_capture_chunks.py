@@ -169,11 +169,11 @@ def test_f414_a_copy_that_is_killed_goes_on_at_the_first_chunk_that_was_not_told
             process = start()
             try:
 
-                async def told() -> bool:
+                async def reported() -> bool:
                     copy = await copy_of(world)
                     return copy is not None and copy.done > 0
 
-                await until(told, "chunks are told to be done")
+                await until(reported, "chunks are told to be done")
                 process.kill()
                 process.wait()
                 copy = await copy_of(world)
@@ -383,10 +383,10 @@ def test_a_table_that_was_written_anew_while_its_copy_was_cut_off_is_copied_from
         )
         async with world.capture(wait=False, copy_rows_per_s=2000, **SMALL):
 
-            async def told() -> bool:
+            async def reported() -> bool:
                 return await copy_of(world) is not None
 
-            await until(told, "chunks are told to be done")
+            await until(reported, "chunks are told to be done")
         old = await world.topic_id("a")
         await world.sql("DELETE FROM a WHERE id % 3 = 0", *statements)
         async with world.capture(wait=False, **SMALL):
@@ -414,10 +414,10 @@ def test_the_slot_is_let_go_when_a_table_whose_copy_was_cut_off_is_not_wanted_an
         )
         async with world.capture(wait=False, copy_rows_per_s=2000, **{**SMALL, "tables": ("a",)}):
 
-            async def told() -> bool:
+            async def reported() -> bool:
                 return await copy_of(world) is not None
 
-            await until(told, "chunks are told to be done")
+            await until(reported, "chunks are told to be done")
         copy = await copy_of(world)
         assert copy is not None
         async with world.capture(wait=False, **{**SMALL, "tables": ("good",)}):

@@ -122,7 +122,7 @@ def transactions(rand: random.Random, *, odd: bool = False) -> list[bytes]:
     return out
 
 
-def told(fragment: Fragment) -> tuple[Any, ...]:
+def reported(fragment: Fragment) -> tuple[Any, ...]:
     changes = tuple(fragment.changes)
     assert len(changes) == len(fragment.changes)
     assert first_position(fragment.changes) == (changes[0].position if changes else None)
@@ -143,7 +143,7 @@ def test_a_burst_gives_the_fragments_and_the_poison_of_its_messages_one_by_one(
     frames = transactions(rand, odd=odd)
     by_rows = feed(frames, None, 1)
     by_columns = feed(frames, bursts(rand, len(frames)), least)
-    assert [told(f) for f in by_columns[0]] == [told(f) for f in by_rows[0]]
+    assert [reported(f) for f in by_columns[0]] == [reported(f) for f in by_rows[0]]
     assert by_columns[1] == by_rows[1]
     for one, other in zip(by_columns[0], by_rows[0], strict=True):
         assert group_by_relation(one.changes, {2}) == group_by_relation(other.changes, {2})
@@ -186,7 +186,7 @@ def test_rows_of_which_only_keys_are_said_are_the_same_by_columns_and_one_by_one
     frames = less_of_old_rows(rand, transactions(rand))
     by_rows = feed(frames, None, 1, relations=AS_IS)
     by_columns = feed(frames, bursts(rand, len(frames)), least, relations=AS_IS)
-    assert [told(f) for f in by_columns[0]] == [told(f) for f in by_rows[0]]
+    assert [reported(f) for f in by_columns[0]] == [reported(f) for f in by_rows[0]]
     assert by_columns[1] == by_rows[1]
     assert write(by_columns[0], partitions, {}, {}) == write(by_rows[0], partitions, {}, {})
 

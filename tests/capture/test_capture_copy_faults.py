@@ -94,10 +94,10 @@ async def cut_off(world: World, **settings: Any) -> str:
     )
     async with world.capture(wait=False, copy_rows_per_s=2000, **{**SMALL, **settings}):
 
-        async def told() -> bool:
+        async def reported() -> bool:
             return await copy_of(world) is not None
 
-        await until(told, "chunks are told to be done")
+        await until(reported, "chunks are told to be done")
     return await world.topic_id("a")
 
 
@@ -225,18 +225,18 @@ def test_a_copy_that_is_cut_off_again_and_again_without_one_more_chunk_is_given_
 
     async def scenario() -> None:
         async with stores() as world:
-            told = TableStates(world.config(), world.catalogue, world.clock, world.tracker)
+            reported = TableStates(world.config(), world.catalogue, world.clock, world.tracker)
 
             async def tried(done: int, topic_id: str = "t") -> bool:
                 copy = TableCopy(1, 1, (), 1, 0, topic_id, 4, 9, done, 10 * done, "", 3)
-                await told.update_row("public.a", lambda _: CaptureTableRow(world.name, "public.a", copy=copy))
-                await told.refuse_table("public.a", Refusal("refused", "no.", "Wait."), 1, going_on=True)
-                return told.rows["public.a"].copy is not None
+                await reported.update_row("public.a", lambda _: CaptureTableRow(world.name, "public.a", copy=copy))
+                await reported.refuse_table("public.a", Refusal("refused", "no.", "Wait."), 1, going_on=True)
+                return reported.rows["public.a"].copy is not None
 
             assert [await tried(done) for done in (1, 1, 2, 2, 3, 3, 3)] == [True] * 6 + [False]
             assert await tried(3, "another topic's"), "a copy that is begun anew has all its tries"
-            await told.refuse_table("public.a", Refusal("refused", "its own fault.", "Mend it."), 1)
-            assert told.rows["public.a"].copy is None
+            await reported.refuse_table("public.a", Refusal("refused", "its own fault.", "Mend it."), 1)
+            assert reported.rows["public.a"].copy is None
 
     asyncio.run(scenario())
 
@@ -277,8 +277,8 @@ def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_wi
         assert b is not None and b.copy is None, "nobody could go on with it"
         assert a is not None and a.copy is not None
         topics = [await world.topic_id(t) for t in "ab"]
-        told = replace(b, copy=replace(a.copy, topic_id=topics[1], done=1, rows=0))
-        await world.catalogue.change_table(world.name, "public.b", lambda _: told)
+        reported = replace(b, copy=replace(a.copy, topic_id=topics[1], done=1, rows=0))
+        await world.catalogue.change_table(world.name, "public.b", lambda _: reported)
         async with world.capture(wait=False, **settings):
             await world.flowing("a", "b")
         assert await world.topic_id("a") == topics[0] and await world.topic_id("b") != topics[1]

@@ -121,14 +121,14 @@ def test_an_index_or_a_partition_of_a_captured_table_that_gets_a_name_that_is_no
             await world.parked("parted", "a name is not UTF-8")
             row = await world.parked("indexed", "a name is not UTF-8")
             session = capture._session
-            await told(world)
+            await reported(world)
             await good_flows(world)
             assert capture._session is session and world.tracker.failure(capture.config.mark) is None
         async with world.capture(**settings):
             await good_flows(world)
             assert await world.table("public.indexed") == replace(row, identity='USING INDEX "caf\\xe9s"')
 
-    async def told(world: World) -> None:
+    async def reported(world: World) -> None:
         async def holds() -> bool:
             row = await world.table("public.indexed")
             return row is not None and row.identity == 'USING INDEX "caf\\xe9s"'

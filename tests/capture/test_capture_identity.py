@@ -147,9 +147,9 @@ def test_f472_a_manual_capture_alters_nothing_and_says_what_is_missing_until_it_
     async def scenario(world: World) -> None:
         await world.sql(*WIDE, "CREATE TABLE later (id int PRIMARY KEY, v int)")
         manual: dict[str, Any] = {"manual": True, "table_poll_s": 0.1}
-        with pytest.raises(InvalidError, match="must not do") as told:
+        with pytest.raises(InvalidError, match="must not do") as reported:
             await check_capture(world.config(**manual))
-        statements = told.value.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
+        statements = reported.value.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
         capture = world.new_capture(**manual)
         running = asyncio.ensure_future(capture.run())
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from support.capture.world import GOOD, T, World, good_flows, in_world, plain, told
+from support.capture.world import GOOD, T, World, good_flows, in_world, plain, reported
 from support.waiting import DEADLINE_S, until
 from tidemill.base.errors import UnknownOutcomeError
 from tidemill.base.status.status import StageState
@@ -173,29 +173,29 @@ def test_f413_a_copy_beside_the_stream_moves_with_its_rows_and_holds_the_capture
             await request_recopy(world.catalogue, world.name, "public.t")
             await until(lambda: bursts > 1, "a part is copied")
             binding = await good_flows_beyond(world)
-            table = told(world, capture, capture.config.table_mark("public.t"))
+            table = reported(world, capture, capture.config.table_mark("public.t"))
             assert table is not None and table.state is StageState.MOVING, table
             assert 0 < table.mark.position < table.mark.target and table.mark.unit == "rows"
             assert "copying public.t" in table.mark.reason
 
             def held() -> bool:
                 # Its topics may hold it for a moment longer, by what came beside the streams.
-                own = told(world, capture, capture.config.mark)
+                own = reported(world, capture, capture.config.mark)
                 return own is not None and own.mark.held_by == table.mark.name
 
             await until(held, "the capture's mark names the copy")
-            own = told(world, capture, capture.config.mark)
+            own = reported(world, capture, capture.config.mark)
             assert own is not None and own.mark.position <= binding, "what the server was told, not what is flushed"
             assert await world.confirmed() <= own.mark.position
 
             def stuck() -> bool:
-                table = told(world, capture, capture.config.table_mark("public.t"))
+                table = reported(world, capture, capture.config.table_mark("public.t"))
                 return table is not None and table.state is StageState.STUCK and table.mark.held_by.startswith("topic:")
 
             await until(stuck, "a copy that stands is stuck, and names who holds it")
             may_write.set()
             await world.flowing("t")
-            assert told(world, capture, capture.config.table_mark("public.t")) is None
+            assert reported(world, capture, capture.config.table_mark("public.t")) is None
             await good_flows(world)
 
     in_world(postgres_dsn, scenario)
@@ -219,7 +219,7 @@ def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_slot(p
                 await request_recopy(world.catalogue, world.name, "public.t")
 
                 def stuck() -> bool:
-                    table = told(world, capture, mark)
+                    table = reported(world, capture, mark)
                     by_pid = table is not None and table.mark.held_by == f"postgres-pid:{pid}"
                     return by_pid and table.state is StageState.STUCK and query in table.mark.reason
 
@@ -228,10 +228,10 @@ def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_slot(p
                 await until(stuck, "it still is")
                 await other.rollback()
             # It flowed all the while as it was before: what tells that it is copied again is that nothing is told.
-            await until(lambda: told(world, capture, mark) is None, "its copy is not told any more")
+            await until(lambda: reported(world, capture, mark) is None, "its copy is not told any more")
             await world.flowing("t")
             await good_flows(world)
-            assert told(world, capture, mark) is None
+            assert reported(world, capture, mark) is None
 
     in_world(postgres_dsn, scenario)
 
@@ -252,7 +252,7 @@ def test_f409_a_first_copy_behind_a_lock_keeps_no_other_table_waiting(
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
             await world.parked("t", f"pid={other.info.backend_pid}")
-            table = told(world, capture, capture.config.table_mark("public.t"))
+            table = reported(world, capture, capture.config.table_mark("public.t"))
             assert table is not None and table.mark.held_by == f"postgres-pid:{other.info.backend_pid}"
             await other.close()
             await world.flowing("t")

@@ -141,10 +141,10 @@ async def in_step(world: Moving, made: EmbeddedPostgres) -> None:
 
 
 async def recopied(world: World, words: str) -> None:
-    async def told() -> bool:
+    async def reported() -> bool:
         return words in (await world.row()).recopied
 
-    await until(told, f"it is told: {words}")
+    await until(reported, f"it is told: {words}")
 
 
 def noticed(capture: Capture) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from support.capture.world import GOOD, T, World, good_flows, in_world, told
+from support.capture.world import GOOD, T, World, good_flows, in_world, reported
 from support.waiting import DEADLINE_S, until
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import Backoff
@@ -69,11 +69,11 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
             )
 
             def copied() -> bool:
-                mark = told(world, capture, capture.config.table_mark("public.t"))
+                mark = reported(world, capture, capture.config.table_mark("public.t"))
                 return mark is not None and mark.state is StageState.MOVING and mark.mark.position > 0
 
             await until(copied, "the other one is copied")
-            mark = told(world, capture, capture.config.table_mark("public.a"))
+            mark = reported(world, capture, capture.config.table_mark("public.a"))
             holder = "operator" if fails == "its rows" else f"postgres-pid:{other.info.backend_pid}"
             assert mark is not None and mark.state is StageState.STUCK, mark
             assert mark.mark.held_by == holder, mark
@@ -83,7 +83,7 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
             may_write.set()
             await world.flowing("t", "a")
             await good_flows(world)
-            assert told(world, capture, capture.config.table_mark("public.a")) is None
+            assert reported(world, capture, capture.config.table_mark("public.a")) is None
 
     in_world(postgres_dsn, scenario)
 
@@ -111,11 +111,11 @@ def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_o
                 await request_recopy(world.catalogue, world.name, "public.t")
 
                 def named() -> bool:
-                    table = told(world, capture, mark)
+                    table = reported(world, capture, mark)
                     return table is not None and table.mark.held_by == f"postgres-pid:{other.info.backend_pid}"
 
                 await until(named, "its holder is named")
-                table = told(world, capture, mark)
+                table = reported(world, capture, mark)
                 assert table is not None and table.state is StageState.STUCK
                 for words in (
                     "column 'x' double precision is new",
@@ -130,7 +130,7 @@ def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_o
                 assert row is not None and row.state == "parked" and "locked" not in row.reason
                 await other.rollback()
             await world.flowing("t")
-            assert told(world, capture, mark) is None
+            assert reported(world, capture, mark) is None
 
     in_world(postgres_dsn, scenario)
 
@@ -156,7 +156,7 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
                 await request_recopy(world.catalogue, world.name, "public.t")
 
                 def failing() -> bool:
-                    table = told(world, capture, mark)
+                    table = reported(world, capture, mark)
                     return table is not None and "too many connections" in table.mark.error
 
                 await until(failing, "what its copy ended with is told")
@@ -171,7 +171,7 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
                 return row is not None and row.is_streaming and row.generation == 1
 
             await until(copied, "it is copied")
-            await until(lambda: told(world, capture, mark) is None, "nothing is told of it")
+            await until(lambda: reported(world, capture, mark) is None, "nothing is told of it")
 
     in_world(postgres_dsn, scenario)
 
@@ -278,7 +278,7 @@ def test_f409_a_table_is_taken_in_when_its_lock_is_free_however_long_the_pause(
                 await world.sql("ALTER TABLE t ADD PRIMARY KEY (id)")
 
             def refused() -> bool:
-                table = told(world, capture, capture.config.table_mark("public.t"))
+                table = reported(world, capture, capture.config.table_mark("public.t"))
                 return table is not None and table.mark.held_by == f"postgres-pid:{other.info.backend_pid}"
 
             await until(refused, "its holder is named")

@@ -71,8 +71,8 @@ def test_a_table_that_comes_later_is_refused_with_the_statements_and_taken_in_wh
 async def blocked(world: World) -> None:
     """Until the table is told as locked by others: its writer is waited for."""
 
-    async def told() -> bool:
+    async def reported() -> bool:
         row = await world.table("public.c")
         return row is not None and row.state == "refused" and "locked by others" in row.reason
 
-    await until(told, "the writer is named")
+    await until(reported, "the writer is named")

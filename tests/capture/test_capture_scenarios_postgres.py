@@ -123,8 +123,8 @@ def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_no
             commit = await world.wal_end()
 
             async def failed() -> bool:
-                told = await world.confirmed()
-                assert refused == 2 or told < commit, (confirmed, told, commit)
+                reported = await world.confirmed()
+                assert refused == 2 or reported < commit, (confirmed, reported, commit)
                 return refused == 2
 
             await until(failed, "two sessions ended with it")

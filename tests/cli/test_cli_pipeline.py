@@ -48,10 +48,16 @@ def put(config: Path, row: PipelineRow, **facts: Any) -> None:
 def test_a_derived_table_is_described_with_its_inputs_how_it_is_kept_and_why(config: Path) -> None:
     row = PipelineRow("p", {"clicks": "topic:clicks", "sums": "derived", "top": "derived"}, "", MADE)
     put(config, row)
-    told = describe(config)
-    assert "sums ← clicks, lines, names  upper=0" in told and "top ← sums  " in told and "clicks ← topic:clicks" in told
-    assert "by group: by=… groups by clicks (product), lines (item); a change in names, which is read whole, r" in told
-    assert "whole: no by=… names the columns to group by\n" in told
+    reported = describe(config)
+    assert (
+        "sums ← clicks, lines, names  upper=0" in reported
+        and "top ← sums  " in reported
+        and "clicks ← topic:clicks" in reported
+    )
+    assert (
+        "by group: by=… groups by clicks (product), lines (item); a change in names, which is read whole, r" in reported
+    )
+    assert "whole: no by=… names the columns to group by\n" in reported
     first = {"sums": {"recomputed": 1, "groups": -1, "whole_because": "names, which is given whole, changed"}}
     put(config, row, a=first, b={"sums": {"recomputed": 0, "groups": -1, "whole_because": ""}})
     assert "recomputes everything; last round whole, because of names, which is given whole, changed\n" in describe(

@@ -71,27 +71,27 @@ def test_of_thousands_of_logs_only_those_beside_a_changed_one_are_read(postgres_
 
         client._differences._heads_after = counted
 
-        async def told(since: str) -> tuple[dict[str, LogHead], str, int]:
+        async def reported(since: str) -> tuple[dict[str, LogHead], str, int]:
             before = read
             heads, token = await read_all_changes(client, "t/", since)
             return heads, token, read - before
 
-        heads, token, count = await told("")
+        heads, token, count = await reported("")
         assert len(heads) == count == 3000
-        heads, token, count = await told(token)
+        heads, token, count = await reported(token)
         assert (heads, count) == ({}, 0)
         await client.append("t/7", 1, 7, [b"r"], "n")
         await client.append("t/new", 0, 0, [b"r"], "n")
         await client.append("other", 0, 0, [b"r"], "n")
-        heads, token, count = await told(token)
+        heads, token, count = await reported(token)
         assert set(heads) == {"t/7", "t/new"} and heads["t/7"].next == 8 and count <= 2 * -(-3001 // PARTS)
         await client.fence("t/9", 5)
         await client.truncate("t/10", 3)
-        heads, token, count = await told(token)
+        heads, token, count = await reported(token)
         assert set(heads) == {"t/9", "t/10"}
         async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as connection:
             await connection.execute("UPDATE tidemill.logs SET next = next + 1 WHERE name ^@ 't/'")
-        heads, token, count = await told(token)
+        heads, token, count = await reported(token)
         assert len(heads) == count == 3001
         await client.aclose()
 

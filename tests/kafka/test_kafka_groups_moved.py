@@ -76,8 +76,8 @@ def test_the_next_coordinator_finds_the_members_of_the_consumer_protocol_and_the
 ):
     async def body(world: World) -> None:
         seen, old = OneTopic(), await world.node().get("g")
-        told = await old.consumer_heartbeat(joins("m1"), seen)
-        assert (told.epoch, told.assignment) == (1, {"t": frozenset({0, 1})})
+        reported = await old.consumer_heartbeat(joins("m1"), seen)
+        assert (reported.epoch, reported.assignment) == (1, {"t": frozenset({0, 1})})
         new = await world.node().get("g")
         assert (await new.consumer_heartbeat(HeartbeatRequest("m1", 1), seen)).assignment is None, (
             "nothing is told anew"
@@ -135,8 +135,8 @@ def test_an_assignment_of_a_coordinator_that_was_replaced_reaches_nobody() -> No
         answer = await old.join(ask())
         new = await world.node().get("g")
         assert await stable(new, new_id="m2") == "m2"
-        told = await old.sync(SyncRequest(answer.member_id, None, answer.generation, assignments=(("m1", b"all"),)))
-        assert told.error == error_codes.NOT_COORDINATOR
+        reported = await old.sync(SyncRequest(answer.member_id, None, answer.generation, assignments=(("m1", b"all"),)))
+        assert reported.error == error_codes.NOT_COORDINATOR
         assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == ["m2"]
 
     run(body)

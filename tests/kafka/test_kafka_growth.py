@@ -106,7 +106,7 @@ def test_clients_of_every_node_use_what_a_topic_gained_and_old_records_stay() ->
         delivered: dict[int, int] = {}
         failures: list[Any] = []
 
-        def told(error: Any, message: Any) -> None:
+        def reported(error: Any, message: Any) -> None:
             if error is not None:
                 failures.append(error)
             else:
@@ -117,7 +117,7 @@ def test_clients_of_every_node_use_what_a_topic_gained_and_old_records_stay() ->
             assert time.monotonic() < deadline, (delivered, failures)
             for partition in range(6):
                 try:
-                    producer.produce("grows", b"later", partition=partition, on_delivery=told)
+                    producer.produce("grows", b"later", partition=partition, on_delivery=reported)
                 except KafkaException as error:  # its view is older: it asks again by itself
                     failures.append(error)
             producer.flush(5)

@@ -89,8 +89,8 @@ NOBODY = {
 
 
 def expected(key: int, version: int) -> int:
-    told = {11: version >= 4, 15: version >= 6}.get(key, True)
-    return REFUSED.get(key, NOBODY.get(key, 0)) if told else 0
+    reported = {11: version >= 4, 15: version >= 6}.get(key, True)
+    return REFUSED.get(key, NOBODY.get(key, 0)) if reported else 0
 
 
 @pytest.fixture(scope="module")
@@ -453,8 +453,8 @@ def test_offsets_of_what_cannot_be_looked_up_are_asked_for_again_and_not_called_
         fake_broker.portal.call(fake_broker.metastore.commit(rows))
         for version in (1, 5, 7, 8, 10):
             for (name, partition), row in places.items():
-                told = found(client, name, version, partition, row.topic_id)
-                assert told == (error_codes.COORDINATOR_LOAD_IN_PROGRESS, -1), (name, version)
+                reported = found(client, name, version, partition, row.topic_id)
+                assert reported == (error_codes.COORDINATOR_LOAD_IN_PROGRESS, -1), (name, version)
         topic = nested(load_request_schema(8, 7), "topics")
         part = nested(topic, "partitions")
         commit = encode(
@@ -468,8 +468,8 @@ def test_offsets_of_what_cannot_be_looked_up_are_asked_for_again_and_not_called_
                 ),
             )
         )  # fmt: skip
-        told = [int(p.error_code) for t in client.ask(8, 7, commit).topics for p in t.partitions]
-        assert told == [error_codes.COORDINATOR_LOAD_IN_PROGRESS] * 2
+        reported = [int(p.error_code) for t in client.ask(8, 7, commit).topics for p in t.partitions]
+        assert reported == [error_codes.COORDINATOR_LOAD_IN_PROGRESS] * 2
         monkeypatch.setattr(fake_broker.catalogue, "list", whole)
         monkeypatch.setattr("tidemill.kafka.metadata.topic_cache.SETTLE_S", DEADLINE_S)
         for version in (1, 5, 7, 8, 10):

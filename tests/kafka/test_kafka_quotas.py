@@ -91,7 +91,7 @@ def test_of_a_clients_time_every_answer_tells_and_nobody_elses_is_touched() -> N
     broker = FakeBroker(KafkaSettings(KafkaSection(group_initial_rebalance_delay_ms=0)))
     row = broker.create_topic("t", 1)
     limit(broker, Quota(NO_ENTITY, stored_name("raw"), REQUEST, 1e-6))
-    told = 0
+    reported = 0
     for key, version in EVERY:
         group_or_topic = f"group-{version}" if key == 11 else "t"  # members that join one group wait for each other
         body = example(key, version, group_or_topic, uuid.UUID(row.topic_id))
@@ -99,8 +99,8 @@ def test_of_a_clients_time_every_answer_tells_and_nobody_elses_is_touched() -> N
             answer = client.ask(key, version, body)
         if hasattr(answer, "throttle_time") and key != 18:
             assert answer.throttle_time.total_seconds() == 1.0, (key, version)
-            told += 1
-    assert told > 100
+            reported += 1
+    assert reported > 100
     limit(broker, Quota(NO_ENTITY, stored_name("other"), REQUEST, 1e-6))
     with RawClient(broker.port) as client:
         began = time.monotonic()  # before the answer whose silence it is: that may arrive late

@@ -51,15 +51,15 @@ def test_what_is_refused_for_good_is_told_without_ending_the_wait_for_the_rest()
             epoch, code = 1, 0
             until = time.monotonic() + 40
             while code != error_codes.UNKNOWN_TOPIC_OR_PARTITION:
-                code = reader.fetch({}, session_id=session_id, epoch=epoch).told["nowhere", 0].code
+                code = reader.fetch({}, session_id=session_id, epoch=epoch).reported["nowhere", 0].code
                 epoch += 1
                 assert time.monotonic() < until
             began = time.monotonic()
-            told = reader.fetch({}, session_id=session_id, epoch=epoch, max_wait_ms=400).told
-            assert set(told) == {("nowhere", 0)} and time.monotonic() - began >= 0.35
+            reported = reader.fetch({}, session_id=session_id, epoch=epoch, max_wait_ms=400).reported
+            assert set(reported) == {("nowhere", 0)} and time.monotonic() - began >= 0.35
             began = time.monotonic()
             alone = reader.fetch({("nowhere", 0): 0}, max_wait_ms=60_000)
-            assert alone.told["nowhere", 0].code and time.monotonic() - began < 30, "there is nothing to wait for"
+            assert alone.reported["nowhere", 0].code and time.monotonic() - began < 30, "there is nothing to wait for"
     finally:
         broker.close()
 

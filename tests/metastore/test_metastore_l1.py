@@ -147,14 +147,14 @@ async def _unnamed(world: World, extent: Any, row: Any) -> None:
         (_unnamed, "it has no row"),
     ],
 )
-def test_what_is_broken_is_named(damage: Callable[[World, Any, Any], Awaitable[None]], told: str) -> None:
+def test_what_is_broken_is_named(damage: Callable[[World, Any, Any], Awaitable[None]], reported: str) -> None:
     async def body(world: World) -> None:
         await moved(world)
         topic_id = world.topic.topic_id
         [extent, *_] = await world.metastore.rows(L1_EXTENTS, topic_id, 0)
         row = await world.metastore.get(L1_PARTITIONS, topic_id, 0)
         await damage(world, extent, row)
-        assert [line for line in await lines(world) if told in line]
+        assert [line for line in await lines(world) if reported in line]
 
     run(body)
 

@@ -156,7 +156,7 @@ class Replicated(RuleBasedStateMachine):
         node = Node(f"node-{slot}", self.nodes[slot].life.number + 1)
 
         async def build() -> None:
-            told = self.settings if slot < 2 else as_follower(self.settings)
+            reported = self.settings if slot < 2 else as_follower(self.settings)
             node.domain = await Domain.open(
                 DomainContext(
                     MemoryConsensus(self.clock, self.memory),
@@ -165,7 +165,7 @@ class Replicated(RuleBasedStateMachine):
                     holder=f"node-{slot}",
                     clock=self.clock,
                     rand=self.rand,
-                    settings=told,
+                    settings=reported,
                 )
             )
 
@@ -268,13 +268,13 @@ class Replicated(RuleBasedStateMachine):
         if leader is None:
             return
         marked = [self.marked(rows) for rows in data]
-        told: dict[bytes, int] = {}
+        reported: dict[bytes, int] = {}
 
         async def one(mark: bytes, rows: Batch) -> None:
             try:
-                told[mark] = await leader.domain.commit(rows)
+                reported[mark] = await leader.domain.commit(rows)
             except OF_CHANGE:
-                told[mark] = 0
+                reported[mark] = 0
             except UnknownOutcomeError:
                 pass
 
@@ -295,7 +295,7 @@ class Replicated(RuleBasedStateMachine):
         outcomes = []
         for mark, rows in marked:
             seqno = self.run(reader, lambda domain, mark=mark: self.fate(domain, mark))  # type: ignore[misc]
-            assert told.get(mark, seqno) == seqno, "an answer and the log say different things"
+            assert reported.get(mark, seqno) == seqno, "an answer and the log say different things"
             if seqno:
                 outcomes.append((seqno, rows))
         self.happened(outcomes)
@@ -504,8 +504,8 @@ async def persisted_seqno(domain: Domain) -> int:
     return domain.state.persisted_seqno
 
 
-def as_follower(told: DomainSettings) -> DomainSettings:
-    values = {name: getattr(told, name) for name in told.__struct_fields__}
+def as_follower(reported: DomainSettings) -> DomainSettings:
+    values = {name: getattr(reported, name) for name in reported.__struct_fields__}
     return DomainSettings(**values | {"lead": False, "may_lead": False})
 
 

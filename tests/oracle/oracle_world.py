@@ -332,10 +332,10 @@ class World:
             elif row is not None and row.state == "parked" and not table.listed and self.rand.random() < 0.7:
                 known = len(table.broken)
                 accepts = table.kept and self.rand.random() < 0.6
-                code, told = self.cluster.command("capture", "accept" if accepts else "resnapshot", name, "--yes")
+                code, reported = self.cluster.command("capture", "accept" if accepts else "resnapshot", name, "--yes")
                 if code and table.gone:
                     continue
-                assert code == 0, told
+                assert code == 0, reported
                 table.copied_again(known, accepted=accepts)
                 self._leave(table)
                 self._follow(table)

@@ -142,13 +142,13 @@ def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_i
             assert len(client.rows) == 2
             live = asyncio.ensure_future(holder(world, client, live="true"))
             await world.db.execute("ALTER TABLE p DETACH PARTITION p2")
-            told = await live
-            assert told.status == 409 and told.json == [{"headers": {"control": "must-refetch"}}]
-            assert told.handle != client.handle
+            reported = await live
+            assert reported.status == 409 and reported.json == [{"headers": {"control": "must-refetch"}}]
+            assert reported.handle != client.handle
             await until(lambda: parks(world, "public.p"))
             assert (await holder(world, other)).status == 409
             words = ("paused until it is copied", "a partition is gone", "public.p")
-            for params in ({"offset": "-1"}, {"offset": "now"}, {"offset": "-1", "handle": told.handle}):
+            for params in ({"offset": "-1"}, {"offset": "now"}, {"offset": "-1", "handle": reported.handle}):
                 assert_heals(await world.get(table="p", **params), *words)
             assert_heals(await world.get(table="p", offset="now", subset__where="true"), *words)
             await recopy_requests.request_recopy(world.catalogue, world.capture.config.name, "public.p")
@@ -158,7 +158,7 @@ def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_i
                 return (await world.get(table="p", offset="-1")).status == 200
 
             await until(served)
-            client.rows, client.offset, client.handle = {}, "-1", told.handle
+            client.rows, client.offset, client.handle = {}, "-1", reported.handle
             await client.catch_up()
             assert {(row["id"], row["v"]) for row in client.rows.values()} == await world.select("p")
 

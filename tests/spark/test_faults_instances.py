@@ -133,8 +133,8 @@ def test_f314_of_two_drivers_one_may_freeze_or_die_the_table_goes_on_and_the_fro
         )
         until(lambda: described(made)["tables"][0]["seats"] == [FIRST, SECOND], lambda: described(made))
 
-        code, told = command(made, "verify", "clicks")
-        assert code == 0, told
+        code, reported = command(made, "verify", "clicks")
+        assert code == 0, reported
         ((row,), refused) = command(made, "pipeline", "list")[1], command(made, "pipeline", "delete", "p")[1]
         assert (row["pipeline"], row["running"], row["silent"]) == ("p", 2, 0)
         assert isinstance(refused, InvalidError) and "the pipeline runs" in str(refused)

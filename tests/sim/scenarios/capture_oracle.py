@@ -46,7 +46,7 @@ class Oracle:
         stored = self.bindings()
         return stored[-1].lsn if stored else 0
 
-    def check_told(self, flushed: int) -> None:
+    def check_reported(self, flushed: int) -> None:
         """Check that every confirmed commit is bound."""
         bound, slot = self.bound, self._db.slot_lsn
         unbound = [t.lsn for t in self._db.log if t.sent and max(bound, slot) < t.lsn <= flushed]

@@ -129,7 +129,7 @@ class Shared:
     def has_retired(self) -> bool:
         return self.retires and self.world.faults.healed
 
-    def told(self, member: str, epoch: int, partitions: frozenset[int]) -> None:
+    def reported(self, member: str, epoch: int, partitions: frozenset[int]) -> None:
         """Record an assignment. Answers arrive in any order; their epochs order them."""
         self.telling += 1
         for partition in partitions:
@@ -268,7 +268,7 @@ class Consumer:
                 self.partitions = frozenset(p for _, p in assigned_places(answer.assignment))  # type: ignore[attr-defined]
                 self._world.trace(f"{self._member} has {sorted(self.partitions)} of {self._generation}")
                 if self._shared.is_mixed:
-                    self._shared.told(self._member, self._generation, self.partitions)
+                    self._shared.reported(self._member, self._generation, self.partitions)
                 else:
                     self._shared.assign(self._generation, self._member, self.partitions)
                 return True

@@ -166,7 +166,7 @@ def nodes(shared: Shared) -> list[Actor[Domain]]:
     )
     tool = DomainSettings(**{name: getattr(settings, name) for name in settings.__struct_fields__} | {"lead": False})
 
-    def builder(told: DomainSettings) -> Callable[[Actor[Domain]], Awaitable[Domain]]:
+    def builder(reported: DomainSettings) -> Callable[[Actor[Domain]], Awaitable[Domain]]:
         async def build(actor: Actor[Domain]) -> Domain:
             return await Domain.open(
                 DomainContext(
@@ -176,7 +176,7 @@ def nodes(shared: Shared) -> list[Actor[Domain]]:
                     holder=actor.name,
                     clock=actor.clock,
                     rand=world.rand(),
-                    settings=told,
+                    settings=reported,
                 )
             )
 

@@ -92,7 +92,7 @@ class FencedFirst(BatchIntake):
         places.redeem = spawn  # type: ignore[method-assign]
 
 
-class ToldEarly(PartitionLeader):
+class ReportedEarly(PartitionLeader):
     """Planted fault `told-early`: readers see a batch while its append is in flight."""
 
     async def _propose(self, command: Any) -> None:
@@ -168,7 +168,7 @@ PLACES: dict[str, tuple[ModuleType | type, str, object]] = {
     "late-marker": (leader, "BatchIntake", LateMarker),
     "unordered-connection": (leader, "BatchIntake", UnorderedConnection),
     "fence-before-redeem": (leader, "BatchIntake", FencedFirst),
-    "told-early": (led_partitions, "PartitionLeader", ToldEarly),
+    "told-early": (led_partitions, "PartitionLeader", ReportedEarly),
     "marker-before-data": (batch_intake, "TransactionVerification", LastingPermits),
     "release-failed": (batch_intake, "LiveBatches", ReleasedBatches),
     "forget-before-add": (local_topics, "Reconciler", EarlyForgetting),

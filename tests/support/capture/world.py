@@ -318,7 +318,7 @@ def mark_of(world: World, capture: Capture) -> tuple[StageStatus, StageState]:
     return mark, derive_status(mark, "p", now_ms, now_ms).state
 
 
-def told(world: World, capture: Capture, name: str) -> DerivedStatus | None:
+def reported(world: World, capture: Capture, name: str) -> DerivedStatus | None:
     """Return the current status of a table, or of the capture itself."""
     capture._publish_status()
     now_ms = world.clock.now_ms()

@@ -74,7 +74,7 @@ class PartitionLeader:
         self._log_name = partition_log(topic_id, partition)
         self._appender = Appender(around.consensus, self._log_name, around.clock, around.rand, around.settings)
         self.intake = BatchIntake(self, around, holes, self._commit_soon)
-        self._told_stable = 0
+        self._reported_stable = 0
         self._plan: AppendPlan | None = None
         self._committing = False
         self._advance = PendingAdvance()
@@ -107,7 +107,7 @@ class PartitionLeader:
         if self.closed_error is not None:
             return
         self.state = state
-        self.is_open, self._told_stable = True, state.last_stable
+        self.is_open, self._reported_stable = True, state.last_stable
         self._opened.set_result(None)
         self._around.touched(self)
         self._around.moved(self.topic_id, self.partition)
@@ -257,8 +257,8 @@ class PartitionLeader:
                 patch_base_offset(pending.data, pending.first_byte, base_offset)
         if plan.accepted:
             self.watchers.wake_all()
-        if state.last_stable != self._told_stable:
-            self._told_stable = state.last_stable
+        if state.last_stable != self._reported_stable:
+            self._reported_stable = state.last_stable
             self._around.moved(self.topic_id, self.partition)
         for pending, base_offset in plan.accepted:
             last_offset = base_offset + pending.header.record_count - 1
