@@ -85,7 +85,7 @@ class Groups(Worker):
                 topic, partition, first, last = said["got"]
                 self.got[group].setdefault((topic, partition), []).append((first, last))
             else:
-                began_s, ended_s, topic, partition, offset, found = said["told"]
+                began_s, ended_s, topic, partition, offset, found = said["reported"]
                 self.reported[group].append(Committed(began_s, ended_s, (topic, partition), offset, found))
 
     def _run(self) -> None:

@@ -1,6 +1,6 @@
 """Fault model of the stores: effect or no effect, outcome reported or unknown, delay, repeated and late delivery.
 
-    TOLD_OK        effect, reported as ok
+    REPORTED_OK    effect, reported as ok
     REFUSED        no effect, reported as UnavailableError
     LOST_ANSWER    effect, reported as UnknownOutcomeError
     LOST_CALL      no effect, reported as UnknownOutcomeError; a put may still arrive later (its key is write-once)
