@@ -5,8 +5,8 @@
 ASSIGNOR is range or cooperative-sticky, or consumer for the protocol with assignment by the broker (KIP-848).
 
 Lines of JSON on standard output: `{"got": [topic, partition, first, last]}`;
-`{"reported": [began_s, ended_s, topic, partition, offset, found]}` for an acknowledged commit and, with `found`, for the
-offset that a new owner requested. Times are of the machine's monotonic clock. SIGTERM: it leaves.
+`{"reported": [began_s, ended_s, topic, partition, offset, found]}` for an acknowledged commit and, with `found`, for
+the offset that a new owner requested. Times are of the machine's monotonic clock. SIGTERM: it leaves.
 """
 
 from __future__ import annotations

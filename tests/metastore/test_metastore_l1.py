@@ -229,7 +229,7 @@ async def rows_after_every_commit(seed: int, *, bound: bool = True) -> int:
         context = JobContext(
             world.consensus, world.objects, world.metastore, world.clock, world.rand, Retention(collect_after_s=0)
         )
-        keeper, collecting = world.keeper(), L1GarbageCollector(context)
+        checkpointer, collecting = world.checkpointer(), L1GarbageCollector(context)
 
         async def cut() -> None:
             for led in world.topics._led.values():
@@ -238,7 +238,7 @@ async def rows_after_every_commit(seed: int, *, bound: bool = True) -> int:
         steps: list[Callable[[], Awaitable[object]]] = [
             lambda: world.produce(source.randint(1, 3), source.randint(0, 1)),
             cut,
-            keeper.round,
+            checkpointer.round,
             lambda: reconciler.run_round(world.topic.topic_id, range(2)),
             lambda: collecting.run(StepBudget(world.clock, 1)),
         ]

@@ -302,12 +302,12 @@ def test_beside_a_pipeline_nothing_that_its_source_says_is_passed_over(
     with TemporaryDirectory(dir=tmp_path) as directory:
         harbour = Harbour(Path(directory))
         try:
-            _beside(harbour, Path(directory), [("bind", 0), *steps, ("step", 0)])
+            _write_while_maintained(harbour, Path(directory), [("bind", 0), *steps, ("step", 0)])
         finally:
             harbour.close()
 
 
-def _beside(harbour: Harbour, scratch: Path, steps: list[tuple[str, int]]) -> None:
+def _write_while_maintained(harbour: Harbour, scratch: Path, steps: list[tuple[str, int]]) -> None:
     topic, call = harbour.create_topic("clicks"), harbour.portal.call
     sink = clicks_sink(harbour, scratch / "s")
     call(harbour.stores.catalogue.put(PipelineRow("p", {"clicks": "topic:clicks"}, "p.dead_letters")))

@@ -108,7 +108,7 @@ class World:
         await self.topics.aclose()
         await self.metastore.aclose()
 
-    def keeper(self, holder: str = "n1", metastore: Metastore | None = None) -> Checkpointer:
+    def checkpointer(self, holder: str = "n1", metastore: Metastore | None = None) -> Checkpointer:
         return build_checkpointer(
             self.consensus, self.objects, metastore or self.metastore, self.clock,
             holder=holder, interval_s=0.01, tracker=self.tracker,
@@ -178,7 +178,7 @@ async def persisted(world: World, steps: int = 8) -> None:
     """Some steps, checkpointed and in the bucket, and the cluster manifest with them; no sign of life."""
     for _ in range(steps):
         await world.step()
-    await world.keeper().round()
+    await world.checkpointer().round()
     await world.metastore.flush(30)
     presence = Presence(world.objects, world.clock, world.rand, "n1")
     await presence.publish(await manifest_of(world))
