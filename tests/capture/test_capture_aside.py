@@ -86,7 +86,7 @@ async def tables(world: World, rows: int = ROWS) -> None:
 
 async def aside(world: World) -> SideTopicState | None:
     row = await world.table("public.a")
-    return row.aside if row is not None else None
+    return row.side_topic if row is not None else None
 
 
 async def ends_well(world: World) -> None:
@@ -94,7 +94,7 @@ async def ends_well(world: World) -> None:
     await world.flowing("a")
     await world.caught_up()
     row = await world.table("public.a")
-    assert row is not None and row.is_streaming and row.copy is None and row.aside is None
+    assert row is not None and row.is_streaming and row.copy is None and row.side_topic is None
     assert await world.folded("a") == await as_folded(world)
 
     async def forgotten() -> bool:
@@ -106,9 +106,9 @@ async def ends_well(world: World) -> None:
 async def confirmed_beyond_the_copy(world: World) -> None:
     async def moved() -> bool:
         row = await world.table("public.a")
-        if row is None or row.copy is None or row.aside is None:
+        if row is None or row.copy is None or row.side_topic is None:
             return False
-        assert not row.aside.ends, "it is still copied"
+        assert not row.side_topic.ends, "it is still copied"
         return await world.confirmed() > row.copy.lsn
 
     await until(moved, "WAL is confirmed beyond where the copy began")
@@ -330,8 +330,8 @@ def test_what_befalls_a_table_while_it_is_appended(
                     await until_folded(world, rows)
                     assert await world.topic_id("a") == topic
                 elif what == "wide":
-                    row = await world.parked("a", "too large")
-                    assert row.state == "parked" and row.aside is None and row.snapshot is not None
+                    row = await world.paused("a", "too large")
+                    assert row.state == "parked" and row.side_topic is None and row.snapshot is not None
                     last = await world.folded("a")
                     assert last['{"id":4}'] and last['{"id":1}']["v"] == -1, "all before it is there"
                 elif what == "asked again":
@@ -347,7 +347,7 @@ def test_what_befalls_a_table_while_it_is_appended(
 
                     async def gone() -> bool:
                         row = await world.table("public.a")
-                        return row is None or (row.aside is None and row.copy is None)
+                        return row is None or (row.side_topic is None and row.copy is None)
 
                     await until(gone, "its copy is given up")
                 await world.sql("INSERT INTO good VALUES (3)")

@@ -135,7 +135,7 @@ def test_nothing_of_a_session_believed_dead_lands_once_another_goes_on_with_its_
             await alive.write_copied_rows(of_alive, relation, lines(100), 3)
             await alive.wait_drained()
             ends = [(await world.topics.offsets(topic.topic_id, p)).high_watermark for p in range(2)]
-            assert ends == [lane.next for lane in of_alive.lanes]
+            assert ends == [lane.next for lane in of_alive.writers]
             assert sum(ends) == 200 + 2, "a record more in each partition opens the epoch"
             await dead.aclose()
             await alive.aclose()

@@ -227,13 +227,13 @@ def write(
 
         writer = TopicWriter("w", tables, log, Rand(1), lambda _: None, fault)  # type: ignore[arg-type]
         for table in tables:
-            for each in table.lanes:
+            for each in table.writers:
                 each.start_at(0, held.get(table.oid, 0), tails.get(table.oid))
         for fragment in fragments:
             await writer.deliver(fragment, Notices())
         await writer.wait_drained()
         await writer.aclose()
-        return log.batches, {t.name: [each.next for each in t.lanes] for t in tables}, faults
+        return log.batches, {t.name: [each.next for each in t.writers] for t in tables}, faults
 
     return asyncio.run(run())
 
@@ -317,7 +317,7 @@ def test_events_of_inserts_updates_and_deletes_are_encoded_by_columns() -> None:
         for block in part.segment.blocks
     )
     assert found is not None
-    (lane_rows,) = found.lanes
+    (lane_rows,) = found.writers
     moment = '"s":1795428000250000,"s3":null,"z":"2026-11-23T10:00:00Z"'
     old = f'{{"day":20780,"o":7,"t":36000500000,"t3":null,{moment},"after":"0aff"}}'
     new = old.replace('"o":7', '"o":8')

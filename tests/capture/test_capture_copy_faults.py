@@ -71,7 +71,7 @@ def test_f478_a_row_that_postgresql_cannot_read_keeps_its_table_out_alone_until_
             "DELETE FROM pg_range WHERE rngtypid = 'span'::regtype",
         )  # fmt: skip
         async with world.capture(table_poll_s=0.1, tables=("good", "bad", "late")):
-            row = await world.parked("bad", "sqlstate=XX000")
+            row = await world.paused("bad", "sqlstate=XX000")
             assert row.state == "refused" and "cannot be copied" in row.reason and "automatically" in row.fix
             await good_flows(world)
             await world.sql("CREATE TABLE late (id int PRIMARY KEY, v int)", "INSERT INTO late VALUES (1, 1)")
@@ -135,7 +135,7 @@ def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_a
             await other.execute("SAVEPOINT it")
             await other.execute("LOCK TABLE a IN ACCESS EXCLUSIVE MODE")
             async with world.capture(wait=False, copy_connections=3, **SMALL):
-                row = await world.parked("a", "the table is locked by others")
+                row = await world.paused("a", "the table is locked by others")
                 assert row.state == "refused" and row.copy is not None and row.copy.done == before.done
                 await other.execute("ROLLBACK TO it")
 
@@ -168,7 +168,7 @@ def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
 
         async def published_late(self: SideLoopContext) -> Any:
             nonlocal tries
-            if self.desk.copying and not tries:
+            if self.states.copying and not tries:
                 tries += 1
                 await world.sql(
                     f"ALTER PUBLICATION tidemill_{world.name} DROP TABLE a", "UPDATE a SET v = 7 WHERE id < 10"

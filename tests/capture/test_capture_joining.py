@@ -89,7 +89,7 @@ def test_a_stream_that_is_told_again_from_before_a_copy_parks_nothing_that_the_c
             await world.caught_up()
             await world.sql(copy.format(slot, early))
             await world.transaction("UPDATE t SET v = v + 1", *changes)
-            await world.parked("t", words)
+            await world.paused("t", words)
             await request_recopy(world.catalogue, world.name, "public.t")
             await world.flowing("t")
             await good_flows(world)
@@ -125,7 +125,7 @@ def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_d
 
         async def change_table(capture: str, table: str, change: Any) -> CaptureTableRow | None:
             wanted = change(await world.table(table))
-            if wanted is not None and wanted.parked_lsn:
+            if wanted is not None and wanted.paused_lsn:
                 parking.set()
                 await asyncio.Event().wait()
             return await real(capture, table, change)
@@ -140,9 +140,9 @@ def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_d
                 with pytest.raises(AssertionError, match="a binding tagged"):
                     await world.caught_up(2.0)
         async with world.capture(table_poll_s=0.1):
-            row = await world.parked("p", "a partition is gone")
+            row = await world.paused("p", "a partition is gone")
             await good_flows(world)
-            assert await world.confirmed() > row.parked_lsn
+            assert await world.confirmed() > row.paused_lsn
             binding = await world.caught_up()
             end = sum(binding.offsets[await world.topic_id("p")])
             assert await world.folded("p", end) == {
@@ -251,7 +251,7 @@ def test_f409_a_first_copy_behind_a_lock_keeps_no_other_table_waiting(
         monkeypatch.setattr(bootstrap, "copy_tables", take_snapshot)
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
-            await world.parked("t", f"pid={other.info.backend_pid}")
+            await world.paused("t", f"pid={other.info.backend_pid}")
             table = reported(world, capture, capture.config.table_mark("public.t"))
             assert table is not None and table.mark.held_by == f"postgres-pid:{other.info.backend_pid}"
             await other.close()

@@ -65,7 +65,7 @@ def test_f495_what_doctor_asks_an_administrator_for_is_printed_kept_and_told_bac
         statements = reported.value.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
         await world.sql(*[s for s in statements if '"c"' not in s])
         async with world.capture(manual=True, table_poll_s=0.1):
-            row = await world.parked("c", "not prepared")
+            row = await world.paused("c", "not prepared")
             assert list(row.identities_asked.values()) == [('"public"."c"', "NOTHING")] and not row.identities
             await world.sql(*[s for s in statements if '"c"' in s])
             await world.flowing("a", "c")

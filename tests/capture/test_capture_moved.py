@@ -385,8 +385,8 @@ def test_a_table_that_is_parked_for_the_operator_stays_so_while_wal_is_confirmed
             await world.caught_up()
             topic = await world.topic_id("t")
             await world.sql("ALTER TABLE t DROP COLUMN v", "INSERT INTO t VALUES (2)")
-            parked = await world.parked("t", "its description changed")
-            await until(lambda: passed(world, parked.parked_lsn), "the WAL up to there is confirmed")
+            parked = await world.paused("t", "its description changed")
+            await until(lambda: passed(world, parked.paused_lsn), "the WAL up to there is confirmed")
         for _ in range(2):  # the second one begins where the first one has confirmed WAL that no binding has
             async with world.capture(**settings) as capture:
                 await world.sql("INSERT INTO other VALUES (1)")

@@ -91,7 +91,7 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
 async def parked_table(world: World) -> None:
     """`t`, whose changes are not carried any more, and which is not published."""
     await world.sql("ALTER TABLE t ADD x float DEFAULT random()")
-    await world.parked("t", "column 'x' double precision is new")
+    await world.paused("t", "column 'x' double precision is new")
 
     async def unpublished() -> bool:
         return not await world.select("SELECT FROM pg_publication_rel WHERE prrelid = 't'::regclass")
@@ -146,7 +146,7 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
             mark = capture.config.table_mark("public.t")
             if parked:
                 await world.sql("ALTER TABLE t ADD x float DEFAULT random()")
-                await world.parked("t", "column 'x' double precision is new")
+                await world.paused("t", "column 'x' double precision is new")
 
             async def publish(*_: Any, **__: Any) -> Any:
                 raise UnavailableError("too many connections.")
@@ -226,7 +226,7 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
 
             async def published_tables(*args: Any, **more: Any) -> Any:
                 published = await real(*args, **more)
-                capture._desk.copying = {"public.t": row.oid}
+                capture._states.copying = {"public.t": row.oid}
                 return {**(published or {}), row.oid: PublishedTable("ONLY public.t")}
 
             async def unpublish(*args: Any) -> bool:
@@ -238,7 +238,7 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
                 patch.setattr(context, "read_published_tables", published_tables)
                 await joins.publication_repair._unpublish_paused()
                 assert not taken_out
-            capture._desk.finish_copy()
+            capture._states.finish_copy()
 
     in_world(postgres_dsn, scenario)
 
@@ -274,7 +274,7 @@ def test_f409_a_table_is_taken_in_when_its_lock_is_free_however_long_the_pause(
                 await parked_table(world)
                 await request_recopy(world.catalogue, world.name, "public.t")
             else:
-                await world.parked("t", "primary key")
+                await world.paused("t", "primary key")
                 await world.sql("ALTER TABLE t ADD PRIMARY KEY (id)")
 
             def refused() -> bool:

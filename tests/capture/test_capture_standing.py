@@ -8,7 +8,7 @@ from tidemill.capture.tables.table_reasons import MAX_RETRY_AFTER_S, unavailabil
 from tidemill.metastore.catalogue import CaptureTableRow
 
 NOW_MS = 1_000_000
-ROW = CaptureTableRow("c", "public.t", state="parked", reason="its columns changed.", parked_lsn=7)
+ROW = CaptureTableRow("c", "public.t", state="parked", reason="its columns changed.", paused_lsn=7)
 
 
 def test_a_parked_table_says_why_and_when_it_is_worth_asking_again() -> None:
@@ -25,13 +25,13 @@ def test_a_parked_table_says_why_and_when_it_is_worth_asking_again() -> None:
 
 
 def test_a_refused_table_says_why_and_is_worth_asking_for_again() -> None:
-    refused = unavailability_of(replace(ROW, state="refused", parked_lsn=0, reason="a publication holds it."), NOW_MS)
+    refused = unavailability_of(replace(ROW, state="refused", paused_lsn=0, reason="a publication holds it."), NOW_MS)
     assert refused is not None and "a publication holds it." in refused.reason
     assert (refused.retry_after_s, refused.passing) == (MAX_RETRY_AFTER_S, False)
 
 
 def test_a_table_that_is_being_taken_in_passes_and_one_that_is_gone_or_of_another_kind_has_nothing_to_say() -> None:
-    passing = unavailability_of(replace(ROW, state="captured", parked_lsn=0), NOW_MS)
+    passing = unavailability_of(replace(ROW, state="captured", paused_lsn=0), NOW_MS)
     assert passing is not None and passing.passing
     assert [unavailability_of(replace(ROW, state=state), NOW_MS) for state in ("dropped", "left")] == [None] * 2
     assert unavailability_of(None, NOW_MS) is None

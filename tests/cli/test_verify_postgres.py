@@ -283,7 +283,7 @@ def test_a_parked_table_is_said_to_be_and_is_never_equal() -> None:
             return [PipelineRow("p", {"orders": "capture:shop:public.orders"})]
 
         async def table(self, capture: str, table: str) -> CaptureTableRow:
-            return CaptureTableRow(capture, table, state="parked", reason="column 'x' is new", parked_lsn=7)
+            return CaptureTableRow(capture, table, state="parked", reason="column 'x' is new", paused_lsn=7)
 
     clock = SystemClock()
     stores: Any = SimpleNamespace(

@@ -215,27 +215,27 @@ class Judge:
             return [f"{table.sql_name} is {row.state}"]
         records = read_topic(self._source.brokers, row.topic)
         if parked:
-            records = [record for record in records if record.place[0] < row.parked_lsn]
+            records = [record for record in records if record.place[0] < row.paused_lsn]
         if again := twice(records):
             return [f"a place stands twice in the topic of {table.sql_name}: {again[0]}"]
         found = table_of(row, records, table.key)
         if parked and any(
-            version.xid in self._bounded and self._lsn_of.get(version.xid, 0) >= row.parked_lsn
+            version.xid in self._bounded and self._lsn_of.get(version.xid, 0) >= row.paused_lsn
             for version in self._history.of[table.number]
         ):
             self.counts["topics that ended before the ledger was copied"] += 1  # which commits they hold is not known
             return []
         if parked:
             lsn_of = {version.xid: self._lsn_of.get(version.xid, 0) for version in self._history.of[table.number]}
-            wanted = self._history.state(table.number, table.key, lsn_of, row.parked_lsn)
+            wanted = self._history.state(table.number, table.key, lsn_of, row.paused_lsn)
             wanted = {key: {n: v for n, v in r.items() if n not in table.again} for key, r in wanted.items()}
         else:
             rows = [dict(zip(table.names, values, strict=True)) for values in self._source.select(table.select())]
             wanted = {tuple(r[name] for name in table.key): r for r in rows}
         kinds = {c.name: c.type_name for c in row.columns}
-        what = f"the topic of {table.sql_name}" + (f" parked at {row.parked_lsn}: {row.reason}" if parked else "")
+        what = f"the topic of {table.sql_name}" + (f" parked at {row.paused_lsn}: {row.reason}" if parked else "")
         if parked and table.deferrable:
-            later = [v for v in self._history.of[table.number] if v.new is not None and lsn_of[v.xid] >= row.parked_lsn]
+            later = [v for v in self._history.of[table.number] if v.new is not None and lsn_of[v.xid] >= row.paused_lsn]
             for key in [key for key in found if different("", {key: wanted.get(key)}, {key: found[key]}, kinds)]:
                 rows = [v.new for v in later if v.new is not None and tuple(v.new.get(n) for n in table.key) == key]
                 same = [r for r in rows if not different("", {key: r}, {key: found[key]}, kinds)]

@@ -64,7 +64,7 @@ class PartitionSupervisor:
         self._mark_of = mark_of
         self._reopen = reopen
         self._failing: dict[PartitionKey, _Failing] = {}
-        self._told: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         """Status entry to the number of failing partitions that it reports."""
 
     def check_available(self, key: PartitionKey) -> None:
@@ -75,17 +75,17 @@ class PartitionSupervisor:
 
     def marks(self) -> set[str]:
         """Return the names of the status entries that report failing partitions."""
-        return set(self._told)
+        return set(self._reported)
 
     def _status_for(self, key: PartitionKey) -> str:
         own = self._mark_of(key)
-        return own if own in self._told or len(self._told) < OWN_STATUS_MAX else SHARED_STATUS
+        return own if own in self._reported or len(self._reported) < OWN_STATUS_MAX else SHARED_STATUS
 
     def failed(self, key: PartitionKey, fault: BaseException) -> None:
         failing = self._failing.setdefault(key, _Failing())
         if not failing.mark:
             failing.mark = self._status_for(key)
-            self._told[failing.mark] += 1
+            self._reported[failing.mark] += 1
         failing.tries += 1
         failing.error, failing.paused, failing.waiting = error_sentence(fault), needs_operator(fault), failing.tries > 1
         self._publish_failure(key, failing)
@@ -115,11 +115,11 @@ class PartitionSupervisor:
         healed = self._failing.pop(key, None)
         if healed is None:
             return
-        self._told[healed.mark] -= 1
-        if self._told[healed.mark]:
+        self._reported[healed.mark] -= 1
+        if self._reported[healed.mark]:
             self._publish_failure(*next((k, f) for k, f in self._failing.items() if f.mark == healed.mark))
             return
-        del self._told[healed.mark]
+        del self._reported[healed.mark]
         if self._tracker is not None:
             self._tracker.clear_failure(healed.mark)
 

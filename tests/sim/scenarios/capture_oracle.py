@@ -113,7 +113,7 @@ class Oracle:
         assert snapshot is not None
         seen = PgSnapshot(snapshot.xmin, snapshot.xmax, frozenset(snapshot.xip))
         taken = self._db.snapshots[seen, snapshot.lsn]
-        wanted = self._db.wanted(row.oid, taken.visible, row.parked_lsn or LSN_NEVER, topic.partitions)
+        wanted = self._db.wanted(row.oid, taken.visible, row.paused_lsn or LSN_NEVER, topic.partitions)
         reader = LogPartitionReader(self._world.consensus, self._world.objects)
         parts: list[list[Wanted]] = []
         copied: list[bytes | None] = []
@@ -130,7 +130,7 @@ class Oracle:
             copied += [record.key for record in found[:start]]
             held = found[start:]
             # Records that a transaction wrote before it paused the table remain, unbound.
-            more = row.parked_lsn and all(r.position.commit_lsn >= row.parked_lsn for r in held[len(due) :])
+            more = row.paused_lsn and all(r.position.commit_lsn >= row.paused_lsn for r in held[len(due) :])
             if held[: len(due)] != due or (len(held) > len(due) and not more):
                 first = next((i for i, pair in enumerate(zip(held, due, strict=False)) if pair[0] != pair[1]), len(due))
                 held, due = held[first : first + 3], due[first : first + 3]
@@ -150,7 +150,7 @@ class Oracle:
             shown: dict[bytes, bytes] = {}
             for records, offset in zip(parts, offsets, strict=True):
                 shown |= _folded(records[:offset])
-            rows = self._db.select(row.oid, frozenset(), min(binding.lsn, (row.parked_lsn or LSN_NEVER) - 1))
+            rows = self._db.select(row.oid, frozenset(), min(binding.lsn, (row.paused_lsn or LSN_NEVER) - 1))
             due = {_text({"id": int(key)}): _text({**held, "id": int(key)}) for key, held in rows.items()}
             if shown != due:
                 keys = {key: (shown.get(key), due.get(key)) for key in shown | due if shown.get(key) != due.get(key)}

@@ -208,7 +208,7 @@ class World:
 
         await until(holds, f"tables flow: {names}")
 
-    async def parked(self, name: str, words: str = "") -> CaptureTableRow:
+    async def paused(self, name: str, words: str = "") -> CaptureTableRow:
         """Wait until table `public.<name>` is paused with `words` in its reason; return its row."""
         found: list[CaptureTableRow] = []
 

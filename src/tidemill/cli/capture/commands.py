@@ -40,15 +40,15 @@ def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_jso
             print(f"{found.name:12} copied again at {when:%Y-%m-%d %H:%M:%S} UTC: {found.recopied}")
     for row in rows:
         state = "copying" if row.state == "captured" and row.snapshot is None else row.state
-        at = f"  at {Lsn(row.parked_lsn)}" if row.parked_lsn else ""
+        at = f"  at {Lsn(row.paused_lsn)}" if row.paused_lsn else ""
         identity = f"  {row.identity}" if row.identity else ""
         print(
             f"{row.capture:12} {row.table:32} {state:9}{identity}{at}{'  resnapshot requested' if row.recopy else ''}"
         )
         if row.copy is not None:
             print(f"    {row.copy.rows:,} rows, {row.copy.done} of {row.copy.count} chunks, are copied durably")
-        if row.aside is not None:
-            print(f"    {_side_topic_text(row.aside)}")
+        if row.side_topic is not None:
+            print(f"    {_side_topic_text(row.side_topic)}")
         if row.reason:
             print(f"    {row.reason} {row.fix}".rstrip())
         for relation, before in row.identities.values():
@@ -214,15 +214,17 @@ def _table_fields(row: CaptureTableRow) -> dict[str, object]:
         "copy_rows": row.copy.rows if row.copy is not None else None,
         "copy_chunks_done": row.copy.done if row.copy is not None else None,
         "copy_chunks": row.copy.count if row.copy is not None else None,
-        "set_aside_records": row.aside.records if row.aside is not None else None,
-        "set_aside_bytes": row.aside.bytes if row.aside is not None else None,
-        "set_aside_appended": row.aside.appended if row.aside is not None else None,
-        "wal_kept_since": str(Lsn(row.aside.until_lsn)) if row.aside is not None and row.aside.until_lsn else None,
+        "set_aside_records": row.side_topic.records if row.side_topic is not None else None,
+        "set_aside_bytes": row.side_topic.bytes if row.side_topic is not None else None,
+        "set_aside_appended": row.side_topic.appended if row.side_topic is not None else None,
+        "wal_kept_since": str(Lsn(row.side_topic.until_lsn))
+        if row.side_topic is not None and row.side_topic.until_lsn
+        else None,
         "generation": row.generation,
         "envelope": row.envelope,
         "reason": row.reason,
         "fix": row.fix,
-        "parked_at": str(Lsn(row.parked_lsn)) if row.parked_lsn else None,
+        "parked_at": str(Lsn(row.paused_lsn)) if row.paused_lsn else None,
         "since_ms": row.since_ms,
         "recopy": row.recopy,
         "again_at_ms": row.again_ms or None,
