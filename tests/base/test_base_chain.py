@@ -77,11 +77,11 @@ def test_a_captured_table_that_flows_is_where_its_capture_is_and_a_parked_one_sa
     down = StageStatus("capture:shop", 9, 10, "PostgreSQL at db:5432", "it does not answer", since_ms=0)
     assert reported(cluster(shard=shard))[0] == 0
     assert reported(cluster(shard=shard, capture=down)) == (2, "capture:shop", "PostgreSQL at db:5432")
-    parked = StageStatus(
+    paused = StageStatus(
         "table:shop/public.orders", 5, 6, "operator", "column 'x' is new", error="column 'x' is new", parked=True,
         failing_since_ms=NOW_MS - 10, upstream="capture:shop/topics",
     )  # fmt: skip
-    marks = cluster(shard=shard, parked=parked)
+    marks = cluster(shard=shard, parked=paused)
     assert reported(marks) == (2, "table:shop/public.orders", "operator")
     for name in ("table:shop/public.orders", "shop/public.orders"):
         assert resolve_status_name(marks, name) == "table:shop/public.orders"
@@ -94,8 +94,8 @@ def test_a_captured_table_that_flows_is_where_its_capture_is_and_a_parked_one_sa
 
 
 def test_a_binding_that_is_parked_is_on_the_way_of_a_stream_table() -> None:
-    parked = StageStatus("binding:topic/x", 0, 1, error="it cannot be read", failing_since_ms=1, parked=True)
-    marks = (StageStatus("shard:t", 9, 9, upstream="topic:x"), StageStatus("topic:x", 9, 9), parked)
+    paused = StageStatus("binding:topic/x", 0, 1, error="it cannot be read", failing_since_ms=1, parked=True)
+    marks = (StageStatus("shard:t", 9, 9, upstream="topic:x"), StageStatus("topic:x", 9, 9), paused)
     found = verdict_of(derive_statuses([StatusReport("p", NOW_MS, marks)], NOW_MS), "shard:t")
     assert (found.exit_code, found.worst.mark.name) == (2, "binding:topic/x")
 

@@ -76,7 +76,7 @@ def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.Mo
     async def scenario() -> None:
         async with stores() as world:
             topic = (await world.catalogue.create_topic("t", PARTITIONS, kind="capture")).topic_id
-            aside = (await world.catalogue.create_topic("t_xhaside", PARTITIONS, kind="capture")).topic_id
+            side_topic = (await world.catalogue.create_topic("t_xhaside", PARTITIONS, kind="capture")).topic_id
             ends, wanted, ordered = [], [], []
             for partition in range(PARTITIONS):
                 copied = [b"copied%d" % n for n in range(rng.randint(1, 5))]
@@ -85,13 +85,13 @@ def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.Mo
                 later: list[bytes] = []
                 for _ in range(rng.randint(3, 12)):
                     some = [b"later%d" % (len(later) + n) for n in range(rng.randint(1, 6))]
-                    await produce(world, aside, partition, some, OWN, len(later))
+                    await produce(world, side_topic, partition, some, OWN, len(later))
                     later += some
                 wanted.append(copied + later)
                 ordered.append(later)
 
             def made(topics: Any) -> SideTopicAppender:
-                return SideTopicAppender(topics, topic, aside, ends, OWN, CoopBudget(world.clock))
+                return SideTopicAppender(topics, topic, side_topic, ends, OWN, CoopBudget(world.clock))
 
             reported: list[int] = []
             while await made(world.topics).read_appended_count() < sum(map(len, ordered)):
@@ -110,7 +110,7 @@ def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.Mo
             assert await made(world.topics).read_appended_count() == sum(map(len, ordered))
             with pytest.raises(CorruptError, match="shorter than its copy"):
                 await SideTopicAppender(
-                    world.topics, topic, aside, [1000, 1000], OWN, CoopBudget(world.clock)
+                    world.topics, topic, side_topic, [1000, 1000], OWN, CoopBudget(world.clock)
                 ).read_appended_count()
 
     asyncio.run(scenario())

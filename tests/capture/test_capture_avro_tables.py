@@ -161,8 +161,8 @@ def test_a_schema_that_the_registry_refuses_parks_its_table_alone_until_it_is_al
             await registry.set_level(subject, "FORWARD")
             await world.transaction("ALTER TABLE a ALTER n TYPE bigint", "INSERT INTO a VALUES (2, 1)")
             await world.sql("ALTER TABLE b ALTER n TYPE bigint", "INSERT INTO b VALUES (2, 1)")
-            parked = await world.paused("a", f"rejected the schema of a topic: subject={subject}")
-            assert "Give the subject" in parked.reason and len(parked.schemas) == 1
+            paused = await world.paused("a", f"rejected the schema of a topic: subject={subject}")
+            assert "Give the subject" in paused.reason and len(paused.schemas) == 1
             # It is copied again: refused before what it has is gone, and told.
             await request_recopy(world.catalogue, world.name, "public.a")
 

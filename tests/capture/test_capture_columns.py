@@ -39,8 +39,7 @@ from tidemill.capture.encode.debezium_json import EventSource
 from tidemill.capture.postgres.pgoutput import UNCHANGED as WIRE_UNCHANGED
 from tidemill.capture.postgres.pgoutput import Delete, Update, decode_message
 from tidemill.capture.postgres.standby_status import PAYLOAD_START
-from tidemill.capture.topics import batch_builder, captured_table
-from tidemill.capture.topics import partition_writer as lane
+from tidemill.capture.topics import batch_builder, captured_table, partition_writer
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import TopicRow
@@ -254,7 +253,7 @@ def test_l1_rows_written_by_columns_have_the_bytes_of_rows_written_one_by_one(
     before = dict(zip(RELATIONS, held, strict=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_builder, "MIN_COLUMNAR_ROWS", least)
-        patch.setattr(lane, "BATCH_BYTES", batch_bytes)
+        patch.setattr(partition_writer, "BATCH_BYTES", batch_bytes)
         by_rows = write(feed(frames, None, 1)[0], partitions, before, {}, source)
         by_columns = write(feed(frames, bursts(rand, len(frames)), 1)[0], partitions, before, {}, source)
     assert by_columns == by_rows
@@ -317,12 +316,12 @@ def test_events_of_inserts_updates_and_deletes_are_encoded_by_columns() -> None:
         for block in part.segment.blocks
     )
     assert found is not None
-    (lane_rows,) = found.writers
+    (encoded,) = found.partitions
     moment = '"s":1795428000250000,"s3":null,"z":"2026-11-23T10:00:00Z"'
     old = f'{{"day":20780,"o":7,"t":36000500000,"t3":null,{moment},"after":"0aff"}}'
     new = old.replace('"o":7', '"o":8')
-    assert [lane_rows.key(n) for n in range(4)] == [b'{"day":20780}'] * 4
-    assert [lane_rows.value(n) for n in range(4)] == [
+    assert [encoded.key(n) for n in range(4)] == [b'{"day":20780}'] * 4
+    assert [encoded.value(n) for n in range(4)] == [
         f'{{"before":null,"after":{old}'.encode(),
         f'{{"before":{old},"after":{new}'.encode(),
         f'{{"before":{new},"after":null'.encode(),

@@ -186,9 +186,9 @@ def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize("side_topic", [False, True])
 def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
-    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, aside: bool
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, side_topic: bool
 ) -> None:
     """The stream comes to a row that cannot be written before it comes to the youngest snapshot of the copy, which has
     later changes as well: up to that row the topic is no state of the table."""
@@ -203,7 +203,7 @@ def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
             "DELETE FROM a WHERE id > 2500",
         )
         monkeypatch.setattr(captured_table, "MAX_ROW_BYTES", 1000)
-        async with world.capture(wait=False, **SMALL, copy_aside_max_mb=100 if aside else 0):
+        async with world.capture(wait=False, **SMALL, copy_aside_max_mb=100 if side_topic else 0):
 
             async def anew() -> bool:
                 found = await world.table("public.a")

@@ -154,11 +154,11 @@ def test_f472_a_manual_capture_alters_nothing_and_says_what_is_missing_until_it_
         running = asyncio.ensure_future(capture.run())
         try:
 
-            async def parked() -> bool:
+            async def paused() -> bool:
                 failure = world.tracker.failure(capture.config.mark)
                 return failure is not None and "CREATE PUBLICATION" in failure.error
 
-            await until(parked, "it says that there is no publication")
+            await until(paused, "it says that there is no publication")
         finally:
             await capture.aclose()
             await asyncio.gather(running, return_exceptions=True)

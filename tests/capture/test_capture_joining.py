@@ -121,12 +121,12 @@ def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_d
             "CREATE TABLE p2 PARTITION OF p FOR VALUES FROM (100) TO (200)",
             "INSERT INTO p VALUES (1, 1), (101, 1)",
         )
-        real, parking = world.catalogue.change_table, asyncio.Event()
+        real, pausing = world.catalogue.change_table, asyncio.Event()
 
         async def change_table(capture: str, table: str, change: Any) -> CaptureTableRow | None:
             wanted = change(await world.table(table))
             if wanted is not None and wanted.paused_lsn:
-                parking.set()
+                pausing.set()
                 await asyncio.Event().wait()
             return await real(capture, table, change)
 
@@ -135,7 +135,7 @@ def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_d
             with monkeypatch.context() as patch:
                 patch.setattr(world.catalogue, "change_table", change_table)
                 await world.sql("ALTER TABLE p DETACH PARTITION p1")
-                await asyncio.wait_for(parking.wait(), DEADLINE_S)
+                await asyncio.wait_for(pausing.wait(), DEADLINE_S)
                 await world.sql("INSERT INTO p VALUES (102, 2)")
                 with pytest.raises(AssertionError, match="a binding tagged"):
                     await world.caught_up(2.0)

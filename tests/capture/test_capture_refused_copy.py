@@ -88,7 +88,7 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
     in_world(postgres_dsn, scenario)
 
 
-async def parked_table(world: World) -> None:
+async def pause_a_table(world: World) -> None:
     """`t`, whose changes are not carried any more, and which is not published."""
     await world.sql("ALTER TABLE t ADD x float DEFAULT random()")
     await world.paused("t", "column 'x' double precision is new")
@@ -105,7 +105,7 @@ def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_o
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
             mark = capture.config.table_mark("public.t")
-            await parked_table(world)
+            await pause_a_table(world)
             async with await psycopg.AsyncConnection.connect(world.dsn, application_name="nightly") as other:
                 await other.execute("UPDATE t SET v = v + 1")
                 await request_recopy(world.catalogue, world.name, "public.t")
@@ -135,16 +135,16 @@ def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_o
     in_world(postgres_dsn, scenario)
 
 
-@pytest.mark.parametrize("parked", [True, False])
+@pytest.mark.parametrize("paused", [True, False])
 def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
-    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, parked: bool
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, paused: bool
 ) -> None:
     async def scenario(world: World) -> None:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1, budget_ms=1000) as capture:
             await good_flows(world)
             mark = capture.config.table_mark("public.t")
-            if parked:
+            if paused:
                 await world.sql("ALTER TABLE t ADD x float DEFAULT random()")
                 await world.paused("t", "column 'x' double precision is new")
 
@@ -161,7 +161,7 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
 
                 await until(failing, "what its copy ended with is told")
                 row = await world.table("public.t")
-                assert row is not None and row.is_streaming is not parked, "what flows goes on meanwhile"
+                assert row is not None and row.is_streaming is not paused, "what flows goes on meanwhile"
                 await good_flows(world)
                 assert failing(), "it still is"
             await world.flowing("t")
@@ -184,7 +184,7 @@ def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbour
         real, looked = table_adder.publish_tables, asyncio.Event()
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
-            await parked_table(world)
+            await pause_a_table(world)
 
             async def publish(*args: Any, **settings: Any) -> Any:
                 done = await real(*args, **settings)
@@ -219,7 +219,7 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
-            await parked_table(world)
+            await pause_a_table(world)
             row = await world.table("public.t")
             assert row is not None and capture._session is not None and capture._session.adder is not None
             real, joins, taken_out = context.read_published_tables, capture._session.adder, []
@@ -271,7 +271,7 @@ def test_f409_a_table_is_taken_in_when_its_lock_is_free_however_long_the_pause(
         async with other, world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
             if known:
-                await parked_table(world)
+                await pause_a_table(world)
                 await request_recopy(world.catalogue, world.name, "public.t")
             else:
                 await world.paused("t", "primary key")

@@ -166,8 +166,8 @@ def written(fragments: Sequence[Fragment], partitions: int, source: EventSource 
             "public.d", TopicRow(name="d", topic_id="d", partitions=partitions), 5, oid=1, source=source
         )
         writer = TopicWriter("w", [table], log, Rand(1), lambda _: None)  # type: ignore[arg-type]
-        for lane in table.writers:
-            lane.start_at(0, 0, None)
+        for each in table.writers:
+            each.start_at(0, 0, None)
         for fragment in fragments:
             await writer.deliver(fragment, Notices())
         await writer.wait_drained()

@@ -17,9 +17,9 @@ from tidemill.metastore.catalogue import CaptureTableRow, SideTopicState
 def test_what_is_set_aside_is_listed(tmp_path: Path, until_lsn: int, since: str | None) -> None:
     config = tmp_path / "tidemill.toml"
     config.write_text(f'[node]\ndata = "{tmp_path / "data"}"\n')
-    aside = SideTopicState("t", until_lsn=until_lsn, records=12_345, bytes=3 << 20, appended=45)
+    side_topic = SideTopicState("t", until_lsn=until_lsn, records=12_345, bytes=3 << 20, appended=45)
     with open_stores(config) as opened:
-        row = CaptureTableRow("shop", "public.orders", "shop.public.orders", aside=aside)
+        row = CaptureTableRow("shop", "public.orders", "shop.public.orders", side_topic=side_topic)
         opened.portal.call(opened.catalogue.change_table("shop", "public.orders", lambda _: row))
     said = CliRunner().invoke(app, ["capture", "list", "--config", str(config)]).stdout
     assert "12,345 changes (3.0 MiB) in the side topic, 45 of them appended to the topic" in said

@@ -78,7 +78,7 @@ def test_a_derived_table_of_an_older_driver_is_described_without_its_inputs(conf
     assert "by=… groups by t (k); last round whole\n" in describe(config)
 
 
-def parked(process: str, pid: int, at_ms: int) -> StatusReport:
+def paused(process: str, pid: int, at_ms: int) -> StatusReport:
     tracker, (_, host) = StatusTracker(), this_process()
     tracker.fail(process, "its file does not import.", now_ms=at_ms, parked=True)
     return StatusReport(process, at_ms, tracker.report(process, at_ms).marks, {}, pid, host)
@@ -102,7 +102,7 @@ def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restart
         publish("pipeline:p", driver.pid)
         publish("pipeline:other", driver.pid + 1)
         publish("pipeline:gone", driver.pid, 2 * STATUS_BLIND_AFTER_MS)
-        opened.portal.call(board.publish(parked("pipeline:q", driver.pid, clock.now_ms())))
+        opened.portal.call(board.publish(paused("pipeline:q", driver.pid, clock.now_ms())))
         assert f"pid {driver.pid} on {host}  tables=0  shared with pipeline:q\n" in describe(config)
         lines = CliRunner().invoke(app, ["pipeline", "list", "--config", str(config)]).stdout.splitlines()
         assert [line for line in lines if line.startswith("q  0 running  0 silent  1 parked")], lines

@@ -203,14 +203,14 @@ def test_f124_a_table_that_is_being_parked_is_409_to_its_holders_and_never_400(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its shapes end, and wake their clients, before the catalogue says that it is parked."""
-    parking, go_on, change = asyncio.Event(), asyncio.Event(), TableStates.update_row
+    pausing, go_on, change = asyncio.Event(), asyncio.Event(), TableStates.update_row
     broken: list[bool] = []
 
-    async def slowly(desk: TableStates, name: str, changed: Any) -> Any:
+    async def slowly(states: TableStates, name: str, changed: Any) -> Any:
         if broken and not go_on.is_set():
-            parking.set()
+            pausing.set()
             await go_on.wait()
-        return await change(desk, name, changed)
+        return await change(states, name, changed)
 
     monkeypatch.setattr(TableStates, "update_row", slowly)
 
@@ -224,7 +224,7 @@ def test_f124_a_table_that_is_being_parked_is_409_to_its_holders_and_never_400(
             broken.append(True)
             await world.db.execute("ALTER TABLE t RENAME v TO w")
             await world.db.execute("INSERT INTO t VALUES (2, 'b')")
-            await parking.wait()
+            await pausing.wait()
             young = asyncio.ensure_future(world.get(table="t", offset="-1"))
             assert (await live).status == 409, "while the catalogue does not say so yet"
             assert (await holder(world, client)).status == 409

@@ -123,10 +123,10 @@ class Oracle:
             found = [Wanted(read_position(r), r.key, r.value) for b in batches for r in decode_batch(b).records]
             parts.append(found)
             start = sum(record.position.commit_lsn == 0 for record in found)
-            aside = sum(record.position.commit_lsn <= snapshot.joined_lsn for record in due)
-            if snapshot.offsets[partition] != start + aside:
-                raise Violated(f"a table joins elsewhere: table={row.table}/{partition} copied={start} aside={aside}"
-                               f" snapshot={snapshot}")  # fmt: skip
+            of_side_topic = sum(record.position.commit_lsn <= snapshot.joined_lsn for record in due)
+            if snapshot.offsets[partition] != start + of_side_topic:
+                raise Violated(f"a table joins elsewhere: table={row.table}/{partition} copied={start}"
+                               f" aside={of_side_topic} snapshot={snapshot}")  # fmt: skip
             copied += [record.key for record in found[:start]]
             held = found[start:]
             # Records that a transaction wrote before it paused the table remain, unbound.

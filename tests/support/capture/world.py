@@ -121,11 +121,11 @@ class World:
     async def streams(self, capture: Capture, task: asyncio.Future[None]) -> None:
         """Wait until the capture streams; fail with the reason if it is paused."""
 
-        def parked() -> bool:
+        def is_paused() -> bool:
             failure = self.tracker.failure(capture.config.mark)
             return failure is not None and failure.parked
 
-        await until(lambda: capture.streaming or task.done() or parked(), "the capture streams")
+        await until(lambda: capture.streaming or task.done() or is_paused(), "the capture streams")
         if task.done():
             task.result()
         assert capture.streaming, self.tracker.failure(capture.config.mark)
