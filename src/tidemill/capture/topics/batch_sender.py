@@ -88,12 +88,12 @@ class BatchSender:
 
     # synchronous calls ----------------------------------------------------------------------------
     def add(self, writer: PartitionWriter, record: Record) -> None:
-        """Queue the record that `lane.assign_offset` has just assigned an offset to."""
+        """Queue the record that `writer.assign_offset` has just assigned an offset to."""
         self._open_bytes += writer.add(record) + RECORD_MEMORY_BYTES
         self._dirty[writer] = None
 
     def add_rows(self, writer: PartitionWriter, rows: RowRange) -> None:
-        """Queue rows that `lane.assign_offsets` has just assigned offsets to."""
+        """Queue rows that `writer.assign_offsets` has just assigned offsets to."""
         self._open_bytes += writer.add_rows(rows) + ROW_MEMORY_BYTES * len(rows)
         self._dirty[writer] = None
 
