@@ -110,8 +110,8 @@ class Chaos:
 
     def progress(self) -> None:
         clients = self.clients
-        told = clients.progress() if clients is not None else ""
-        say(f"{time.monotonic() - self._made_s:.0f} s, {self.phase}: {told}")
+        reported = clients.progress() if clients is not None else ""
+        say(f"{time.monotonic() - self._made_s:.0f} s, {self.phase}: {reported}")
 
     @contextlib.contextmanager
     def _during(self, phase: str) -> Iterator[None]:
@@ -120,9 +120,9 @@ class Chaos:
         try:
             yield
         except Exception as error:
-            told = f"{phase}: {error!r}"
-            say(told)
-            self.failures.append(told)
+            reported = f"{phase}: {error!r}"
+            say(reported)
+            self.failures.append(reported)
 
     # the world ------------------------------------------------------------------------------------
     @contextlib.contextmanager

@@ -98,7 +98,7 @@ class Clients:
             worker.start()
 
     def progress(self) -> str:
-        groups = ", ".join(f"{group} {len(told)}" for group, told in self.groups.told.items())
+        groups = ", ".join(f"{group} {len(reported)}" for group, reported in self.groups.reported.items())
         return f"{'; '.join(f'{w.name} {w.progress()}' for w in self.workers)}; offsets told: {groups}"
 
     def silent(self, since_s: float) -> list[str]:
@@ -191,8 +191,8 @@ class Clients:
         for worker in self.workers:
             yield from (f"{worker.name}: {reason}" for reason in worker.failed[:3])
         yield from self.groups.failed[:3]
-        for group, told in self.groups.told.items():
-            yield from judge_group(group, told)
+        for group, reported in self.groups.reported.items():
+            yield from judge_group(group, reported)
         if self.contents:
             yield from self._of_producers()
             yield from self._of_transactions()
@@ -244,6 +244,6 @@ class Clients:
             "copied": sum(copier.copied for copier in self.copying),
             "verified": verified,
             "members": {"killed": self.groups.killed, "left": self.groups.left},
-            "offsets_told": {group: len(told) for group, told in self.groups.told.items()},
+            "offsets_told": {group: len(reported) for group, reported in self.groups.reported.items()},
             "ended": {t.name: t.ended for t in (*self.transactional, *self.copying) if t.ended},
         }

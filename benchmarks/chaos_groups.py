@@ -41,7 +41,7 @@ class Groups(Worker):
     def __init__(self, seats: list[Seat], addresses: str, rand: random.Random, log: Path) -> None:
         super().__init__("groups")
         self.seats = seats
-        self.told: dict[str, list[Committed]] = {seat.group: [] for seat in seats}
+        self.reported: dict[str, list[Committed]] = {seat.group: [] for seat in seats}
         self.got: dict[str, dict[Place, list[tuple[int, int]]]] = {seat.group: {} for seat in seats}
         self.killed = self.left = 0
         self._addresses = addresses
@@ -85,8 +85,8 @@ class Groups(Worker):
                 topic, partition, first, last = said["got"]
                 self.got[group].setdefault((topic, partition), []).append((first, last))
             else:
-                began_s, ended_s, topic, partition, offset, found = said["told"]
-                self.told[group].append(Committed(began_s, ended_s, (topic, partition), offset, found))
+                began_s, ended_s, topic, partition, offset, found = said["reported"]
+                self.reported[group].append(Committed(began_s, ended_s, (topic, partition), offset, found))
 
     def _run(self) -> None:
         while not self._stop.wait(self._rand.uniform(*EVERY_S)):
@@ -134,7 +134,7 @@ class Groups(Worker):
         found: dict[str, dict[Place, int]] = {}
         while time.monotonic() < until_s:
             with contextlib.suppress(ck.KafkaException, TimeoutError):
-                found = {group: self.committed(group) for group in self.told}
+                found = {group: self.committed(group) for group in self.reported}
                 if not self.behind(found, ends):
                     break
             time.sleep(0.5)
@@ -145,17 +145,17 @@ class Groups(Worker):
         topics = {seat.group: seat.topics for seat in self.seats}
         return [
             (group, place)
-            for group in self.told
+            for group in self.reported
             for place, end in ends.items()
             if place[0] in topics[group] and found.get(group, {}).get(place, -1) < end
         ]
 
     def holders(self, group: str) -> dict[Place, str]:
         """Return the owner of each partition, by the name that its member's process chose. Raises KafkaException."""
-        told = self._admin.describe_consumer_groups([group])[group].result(15)
+        reported = self._admin.describe_consumer_groups([group])[group].result(15)
         return {
             (p.topic, p.partition): member.client_id
-            for member in told.members
+            for member in reported.members
             if member.assignment is not None
             for p in member.assignment.topic_partitions
         }

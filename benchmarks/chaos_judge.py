@@ -123,11 +123,11 @@ def judge_transactions(
     return wrong
 
 
-def judge_group(name: str, told: Iterable[Committed]) -> list[str]:
+def judge_group(name: str, reported: Iterable[Committed]) -> list[str]:
     """Return the answers below an offset whose commit was acknowledged before the request."""
     wrong = []
     by_place: dict[Place, list[Committed]] = defaultdict(list)
-    for each in told:
+    for each in reported:
         by_place[each.place].append(each)
     for place, history in by_place.items():
         commits = sorted((c for c in history if not c.found), key=lambda c: c.ended_s)

@@ -80,21 +80,23 @@ class Confluent(Sender):
             for partition in range(len(self.sent)):
                 for _ in range(EACH):
                     number, value = self._next(partition)
-                    producer.produce(self.topic, value, partition=partition, on_delivery=self._told(partition, number))
+                    producer.produce(
+                        self.topic, value, partition=partition, on_delivery=self._reported(partition, number)
+                    )
             due_s += EVERY_S
             while (wait_s := due_s - time.monotonic()) > 0:
                 producer.poll(wait_s)
         if left := producer.flush(DELIVERY_S):
             self.failed.append(f"not flushed: {left}")
 
-    def _told(self, partition: int, number: int) -> Any:
-        def told(error: Any, message: Any) -> None:
+    def _reported(self, partition: int, number: int) -> Any:
+        def reported(error: Any, message: Any) -> None:
             if error is None:
                 self._stored(partition, number, message.offset())
             else:
                 self.failed.append(str(error))
 
-        return told
+        return reported
 
 
 def confluent_config(addresses: str) -> dict[str, Any]:
@@ -181,18 +183,18 @@ class AioKafka(Sender):
                     future = await producer.send(self.topic, value, partition=partition)
                     waiting.add(future)
                     future.add_done_callback(waiting.discard)
-                    future.add_done_callback(self._told(partition, number))
+                    future.add_done_callback(self._reported(partition, number))
             due_s += EVERY_S
             await asyncio.sleep(max(0.0, due_s - time.monotonic()))
         await asyncio.wait([*waiting, asyncio.ensure_future(producer.flush())], timeout=DELIVERY_S)
         await producer.stop()
 
-    def _told(self, partition: int, number: int) -> Any:
-        def told(future: asyncio.Future[Any]) -> None:
+    def _reported(self, partition: int, number: int) -> Any:
+        def reported(future: asyncio.Future[Any]) -> None:
             error = asyncio.CancelledError() if future.cancelled() else future.exception()
             if error is None:
                 self._stored(partition, number, future.result().offset)
             else:
                 self.failed.append(repr(error))
 
-        return told
+        return reported

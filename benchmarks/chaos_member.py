@@ -5,8 +5,8 @@
 ASSIGNOR is range or cooperative-sticky, or consumer for the protocol with assignment by the broker (KIP-848).
 
 Lines of JSON on standard output: `{"got": [topic, partition, first, last]}`;
-`{"told": [began_s, ended_s, topic, partition, offset, found]}` for an acknowledged commit and, with `found`, for the
-offset that a new owner requested. Times are of the machine's monotonic clock. SIGTERM: it leaves.
+`{"reported": [began_s, ended_s, topic, partition, offset, found]}` for an acknowledged commit and, with `found`, for
+the offset that a new owner requested. Times are of the machine's monotonic clock. SIGTERM: it leaves.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def with_confluent(assignor: str, addresses: str, group: str, topics: list[str])
                 found = []
             for each in found:
                 if each.error is None:
-                    say(told=[began_s, time.monotonic(), each.topic, each.partition, max(each.offset, -1), True])
+                    say(reported=[began_s, time.monotonic(), each.topic, each.partition, max(each.offset, -1), True])
                     new.discard((each.topic, each.partition))
         by_place: dict[tuple[str, int], list[int]] = {}
         for message in messages:
@@ -120,7 +120,7 @@ def with_confluent(assignor: str, addresses: str, group: str, topics: list[str])
             continue  # without an answer, or of an earlier generation: the next owner reads it again
         for each in done:
             if each.error is None:
-                say(told=[began_s, time.monotonic(), each.topic, each.partition, each.offset, False])
+                say(reported=[began_s, time.monotonic(), each.topic, each.partition, each.offset, False])
                 owed.pop((each.topic, each.partition), None)
     stood = {f"{p.topic}/{p.partition}": p.offset for p in consumer.position(consumer.assignment())}
     print(f"{called(group)} leaves, and stood at {stood}", file=sys.stderr)
@@ -173,7 +173,7 @@ def with_kafka_python(assignor: str, addresses: str, group: str, topics: list[st
             except KafkaError:
                 continue
             offset = -1 if found is None else int(found)
-            say(told=[began_s, time.monotonic(), place.topic, place.partition, offset, True])
+            say(reported=[began_s, time.monotonic(), place.topic, place.partition, offset, True])
             new.discard(place)
         if not polled:
             continue
@@ -186,7 +186,7 @@ def with_kafka_python(assignor: str, addresses: str, group: str, topics: list[st
         except KafkaError:
             continue
         for place, each in wanted.items():
-            say(told=[began_s, time.monotonic(), place.topic, place.partition, each.offset, False])
+            say(reported=[began_s, time.monotonic(), place.topic, place.partition, each.offset, False])
     consumer.close()
 
 
@@ -229,7 +229,7 @@ def with_aiokafka(assignor: str, addresses: str, group: str, topics: list[str]) 
                 except (KafkaError, TimeoutError):
                     continue
                 offset = -1 if offset is None else offset
-                say(told=[began_s, time.monotonic(), place.topic, place.partition, offset, True])
+                say(reported=[began_s, time.monotonic(), place.topic, place.partition, offset, True])
                 new.discard(place)
             wanted = {}
             for place, messages in polled.items():
@@ -243,7 +243,7 @@ def with_aiokafka(assignor: str, addresses: str, group: str, topics: list[str]) 
             except KafkaError:
                 continue
             for place, offset in wanted.items():
-                say(told=[began_s, time.monotonic(), place.topic, place.partition, offset, False])
+                say(reported=[began_s, time.monotonic(), place.topic, place.partition, offset, False])
         await consumer.stop()
 
     asyncio.run(main())

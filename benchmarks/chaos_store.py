@@ -48,7 +48,7 @@ class Misbehaving:
 
     def __call__(self, environ: dict[str, Any], respond: Respond) -> Iterable[bytes]:
         if environ["PATH_INFO"] == FAULTS_PATH:
-            return self._told(environ, respond)
+            return self._reported(environ, respond)
         with self._lock:
             refuse, lose, wait_s = (
                 self._rand.random() < self._faults.get("refuse", 0.0),
@@ -69,7 +69,7 @@ class Misbehaving:
         respond("503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(body)))])
         return [body]
 
-    def _told(self, environ: dict[str, Any], respond: Respond) -> Iterable[bytes]:
+    def _reported(self, environ: dict[str, Any], respond: Respond) -> Iterable[bytes]:
         with self._lock:
             if environ["REQUEST_METHOD"] == "PUT":
                 self._faults = json.loads(environ["wsgi.input"].read(int(environ["CONTENT_LENGTH"])))

@@ -144,14 +144,14 @@ def measure(
     wait_for(lambda: committed.keys() <= by_notify.at.keys(), "every notification")
     stop.set()
     listener.join()
-    told: dict[str, float] = {}
+    reported: dict[str, float] = {}
     if crowd is not None:
         expected_seen = sum(crowd.clients_of(districts[order]) for order in committed)
         wait_for(lambda: crowd.seen(committed)["seen"] >= expected_seen, "every order at every follower")
-        told = crowd.seen(committed)
+        reported = crowd.seen(committed)
         crowd.stop()
-        if told["seen"] != expected_seen:
-            raise SystemExit(f"followers saw what is not theirs: seen={told['seen']} expected={expected_seen}")
+        if reported["seen"] != expected_seen:
+            raise SystemExit(f"followers saw what is not theirs: seen={reported['seen']} expected={expected_seen}")
     with psycopg.connect(dsn) as connection:
         expected = {str(i): str(t) for i, t in connection.execute("SELECT o_id, total FROM orders").fetchall()}
     got = {row["o_id"]: row["total"] for row in client.rows.values()}
@@ -162,8 +162,8 @@ def measure(
     for name, seen in (("client", by_client), ("notify", by_notify)):
         latencies = [(seen.at[order] - at) * 1000 for order, at in committed.items()]
         result[name] = {"p50_ms": round(percentile(latencies, 0.5), 2), "p99_ms": round(percentile(latencies, 0.99), 2)}
-    if told:
-        result |= {"followers": told, "answers": told["answers"]}
+    if reported:
+        result |= {"followers": reported, "answers": reported["answers"]}
     result["added_p50_ms"] = round(result["client"]["p50_ms"] - result["notify"]["p50_ms"], 2)
     return result
 

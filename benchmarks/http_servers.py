@@ -53,11 +53,11 @@ async def serve(name: str, certificates: str) -> None:
     from shapes_live import INFO, NAME, Stream, fragment
     from support.shapes.consumer import TABLE
     from tidemill.base.clock import Rand, SystemClock
+    from tidemill.base.config.listeners import TlsSection
     from tidemill.base.status.status import StatusTracker
     from tidemill.capture.postgres.pg_snapshot import PgSnapshot
     from tidemill.node.http.limits import HttpLimits, LimitsMiddleware
     from tidemill.node.http.server import HttpServer
-    from tidemill.security.tls import TlsSettings
     from tidemill.shapes import shape_routes
     from tidemill.shapes.service import ShapeService
     from tidemill.shapes.settings import ShapeSettings
@@ -84,7 +84,8 @@ async def serve(name: str, certificates: str) -> None:
     stop = asyncio.Event()
     async with AsyncExitStack() as stack:
         if name == "granian":
-            server = HttpServer(app, on_failure=print, limits=limits, tls=TlsSettings(*pair) if pair else None)
+            tls = TlsSection(certificate=pair[0], key=pair[1]) if pair else None
+            server = HttpServer(app, on_failure=print, limits=limits, tls=tls)
             port = await server.start()
             stack.push_async_callback(server.aclose)
         else:

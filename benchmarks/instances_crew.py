@@ -124,10 +124,10 @@ class Crew:
             if not all_of_them and time.monotonic() < frozen.until_s:
                 continue
             found = self.runner.marks.get(PROCESS + process)
-            told = found is not None and str(found.state) == "blind" and f"pid {frozen.pid} " in found.mark.held_by
+            reported = found is not None and str(found.state) == "blind" and f"pid {frozen.pid} " in found.mark.held_by
             if time.monotonic() - frozen.since_s > NAMED_AFTER_S:
-                self.named += told
-                if not told:
+                self.named += reported
+                if not reported:
                     self.unnamed.append(f"{process} pid {frozen.pid}: {found.state if found else 'no mark'}")
             del self.frozen[process]
             if is_driver(frozen.pid):

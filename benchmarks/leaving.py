@@ -63,7 +63,7 @@ class Load:
         while not self._stop.is_set():
             for partition in range(len(self.acked)):
                 self._producer.produce(
-                    TOPIC, str(number), partition=partition, on_delivery=self._told(partition, number)
+                    TOPIC, str(number), partition=partition, on_delivery=self._reported(partition, number)
                 )
             number += 1
             due_s += EVERY_S
@@ -71,14 +71,14 @@ class Load:
         if self._producer.flush(60):
             self.failed.append("not flushed")
 
-    def _told(self, partition: int, number: int) -> Any:
-        def told(error: Any, _: Any) -> None:
+    def _reported(self, partition: int, number: int) -> Any:
+        def reported(error: Any, _: Any) -> None:
             if error is not None:
                 self.failed.append(str(error))
             else:
                 self.acked[partition].append((time.monotonic(), number))
 
-        return told
+        return reported
 
     def longest_pause_s(self, since_s: float) -> float:
         """Return the longest pause of any partition, until now."""

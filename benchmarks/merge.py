@@ -114,8 +114,8 @@ def main() -> int:
             plain = plain.rename_columns([DIFF if n == f"{DIFF}_sum" else n for n in plain.column_names])
             plain = plain.sort_by([(n, "ascending") for n in (*NAMES, DIFF)])
             assert whole.select([*NAMES, DIFF]).equals(plain.select([*NAMES, DIFF])), name
-        told = " | ".join(shown(spent[stage], count) for stage in spent)
-        print(f"| {name} | {count:,} → {whole.num_rows:,} | {told} |", flush=True)
+        reported = " | ".join(shown(spent[stage], count) for stage in spent)
+        print(f"| {name} | {count:,} → {whole.num_rows:,} | {reported} |", flush=True)
     return 0
 
 

@@ -33,6 +33,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.settings import DomainContext
 from tidemill.objects.local import LocalObjects
 
 KEYS_PER_CLIENT = 1000
@@ -98,7 +99,8 @@ async def leading(consensus: Consensus, folder: Path) -> AsyncIterator[Domain]:
     clock, rand = SystemClock(), Rand()
     objects = LocalObjects.open(folder / "objects", clock, rand)
     domain = await Domain.open(
-        consensus, objects, "bench", holder="bench/1", clock=clock, rand=rand, own_earlier_life=lambda _: True
+        DomainContext(consensus, objects, "bench", holder="bench/1", clock=clock, rand=rand),
+        own_earlier_life=lambda _: True,
     )
     try:
         await domain.wait_until_leading(30.0)

@@ -57,10 +57,10 @@ class Tidemill:
     async def put_batch(self, keys: list[bytes], values: list[bytes]) -> None:
         self._seqno += 1
         self.db.apply(self._seqno, keys, values)
-        await self.db.wait_for_room()
+        await self.db.background.stall.wait()
 
     async def put_each(self, keys: list[bytes], values: list[bytes]) -> None:
-        apply, room, seqno = self.db.apply, self.db.wait_for_room, self._seqno
+        apply, room, seqno = self.db.apply, self.db.background.stall.wait, self._seqno
         for key, value in zip(keys, values, strict=True):
             seqno += 1
             apply(seqno, (key,), (value,))
@@ -97,10 +97,10 @@ class Tidemill:
         await self.db.flush()
 
     async def compact(self) -> None:
-        await self.db.compact()
+        await self.db.background.compact()
 
     async def settle(self) -> None:
-        compactor = self.db.compactor
+        compactor = self.db.background.compactor
         while compactor.merging is not None or pick_job(self.db.version.levels, self._options, {}) is not None:
             await asyncio.sleep(0.01)
 
@@ -110,15 +110,15 @@ class Tidemill:
         await self.objects.aclose()
 
     def facts(self) -> dict[str, Any]:
-        merged = self.db.compactor.stats
-        flushed = self.db.flusher
+        merged = self.db.background.compactor.stats
+        flushed = self.db.background.flusher
         return {
             "levels": [len(level) for level in self.db.version.levels],
             "live_bytes": self.db.version.size_bytes,
             "flushes": flushed.flushes,
             "merges": merged.merges,
-            "slowed": self.db.room_keeper.slowed,
-            "stopped": self.db.room_keeper.stopped,
-            "waited_s": round(self.db.room_keeper.waited_s, 2),
+            "slowed": self.db.background.stall.slowed,
+            "stopped": self.db.background.stall.stopped,
+            "waited_s": round(self.db.background.stall.waited_s, 2),
             "written_bytes": flushed.file_bytes + merged.bytes_written,
         }

@@ -209,7 +209,7 @@ def milliseconds(samples: Sequence[float]) -> dict[str, float]:
     return {f"p{q}": round(percentile(samples, q / 100) * 1e3, 1) for q in (50, 99)}
 
 
-def beside(node: Node, admin: AdminClient, a_topic: str) -> dict[str, Any]:
+def measure_neighbour(node: Node, admin: AdminClient, a_topic: str) -> dict[str, Any]:
     """Measure other work on a node with these partitions."""
     made, first, one, every = [], [], [], []
     for number in range(ROUNDS):
@@ -257,7 +257,7 @@ def lane(name: str, args: argparse.Namespace) -> dict[str, Any]:
             found["led"] = node.idle(args.seconds, args.settle)
             found["produce_all_s"] = round(timed(lambda: produce(node.address, places))[0], 2)
             found["written"] = node.idle(args.seconds, args.settle)
-            found["beside"] = beside(node, admin, names[0])
+            found["beside"] = measure_neighbour(node, admin, names[0])
             node.stop()
             found["restart_s"] = round(node.start(), 2)
             admin = AdminClient({"bootstrap.servers": node.address, "log_level": 0})

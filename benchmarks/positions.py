@@ -112,8 +112,8 @@ def measure(count: int, share: float, rounds: int) -> None:
         assert all(found_in(way(shard, names)) == want for way in ways), "the ways disagree"
         rounds_s = [[cpu_s(way, shard, names) for way in ways] for _ in range(rounds)]
         took = [min(times) for times in zip(*rounds_s, strict=True)]
-        told = [f"{one:8.3f} {one / took[0]:6.1f}×" for one in took[1:]]
-        print(f"{label:>8} {took[0]:8.3f} {' '.join(told)}")
+        reported = [f"{one:8.3f} {one / took[0]:6.1f}×" for one in took[1:]]
+        print(f"{label:>8} {took[0]:8.3f} {' '.join(reported)}")
     moved(shard, count)
 
 

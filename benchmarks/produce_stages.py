@@ -47,8 +47,10 @@ from tidemill.objects.factory import open_objects
 from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.membership import SingleNodeAssignment
-from tidemill.topics.partition import leader
+from tidemill.topics.partition import batch_intake, leader
+from tidemill.topics.partition.batch_intake import BatchIntake
 from tidemill.topics.partition.leader import PartitionLeader
+from tidemill.topics.partition.live_batches import LiveBatches
 from tidemill.topics.partition.pending_batch import PendingBatch
 from tidemill.topics.produce import ProducerQueue, validator_pool
 
@@ -84,17 +86,17 @@ STAGES: tuple[tuple[str, str, tuple[tuple[Any, str], ...]], ...] = (
         LOOP,
         ((ClientSession, "_begin_request"), (k00_produce, "_reserve_one")),
     ),
-    ("check: batch header", LOOP, ((k00_produce, "_batch_error"), (leader, "check_header"))),
+    ("check: batch header", LOOP, ((k00_produce, "_batch_error"), (batch_intake, "check_header"))),
     ("check: checksum, every record", LOOP, ((validator_pool, "check_records"),)),
-    ("reserve: partition, ticket", LOOP, ((PartitionLeader, "produce_nowait"), (ProducerQueue, "reserve"))),
+    ("reserve: partition, ticket", LOOP, ((BatchIntake, "produce_nowait"), (ProducerQueue, "reserve"))),
     (
         "stage: rhythm of the objects",
         LOOP,
-        ((PartitionLeader, "_stage"), (L0Writer, "stage"), (L0Writer, "batch_answered")),
+        ((BatchIntake, "_stage"), (L0Writer, "stage"), (L0Writer, "batch_answered")),
     ),
     ("seal: assemble the object, its first touch", LOOP, ((L0Writer, "_flush"), (L0Writer, "_on_timer"))),
     ("put: create, write, fdatasync, link, fsync", THREAD, ((local, "durable_create"),)),
-    ("turn: uploaded, in line", LOOP, ((PartitionLeader, "batch_uploaded"),)),
+    ("turn: uploaded, in line", LOOP, ((BatchIntake, "batch_uploaded"),)),
     ("decide: plan, apply, command", LOOP, ((leader, "plan_group"), (leader, "apply"), (leader, "encode_command"))),
     ("log append: client", LOOP, ((SqliteConsensus, "_flush"), (SequencerConnection, "buffer_updated"))),
     ("publish, wake readers", LOOP, ((PartitionLeader, "_publish_plan"),)),
@@ -158,11 +160,11 @@ class Stages:
             for item in items:
                 self.passed[item]["gathered"] = time.perf_counter()
 
-        def uploaded(_: PartitionLeader, pending: PendingBatch) -> None:
+        def uploaded(_: BatchIntake, pending: PendingBatch) -> None:
             now = time.perf_counter()
             self.passed[pending] |= {"in the thread": put[0], "durable": put[1], "heard": now}
 
-        def acknowledged(_: PartitionLeader, pending: PendingBatch, *__: Any) -> None:
+        def acknowledged(_: LiveBatches, pending: PendingBatch, *__: Any) -> None:
             points = self.passed.pop(pending, None)
             if points is not None and len(points) == len(POINTS) - 1:
                 self.done.append({**points, "acknowledged": time.perf_counter()})
@@ -170,8 +172,8 @@ class Stages:
         local.durable_create = created  # type: ignore[assignment]
         self.before(L0Writer, "stage", lambda _, item: self.passed[item].update(staged=time.perf_counter()))
         self.before(L0Writer, "_start", started)
-        self.before(PartitionLeader, "batch_uploaded", uploaded)
-        self.before(PartitionLeader, "_succeed", acknowledged)
+        self.before(BatchIntake, "batch_uploaded", uploaded)
+        self.before(LiveBatches, "succeed", acknowledged)
         for stage, _, functions in STAGES:
             for owner, name in functions:
                 self.timed(owner, name, stage)

@@ -115,8 +115,10 @@ def measure(spark: Any, root: Path, count: int, share: float, rounds: int) -> No
                 do(frame())
                 taken[way].append(sum(tree.spent().cpu_s.values()))
         middle = {way: statistics.median(each[1:]) for way, each in taken.items()}
-        told = [f"{m:12.2f} {m / middle['plain']:6.2f}× ±{spread(taken[way][1:]):2.0%}" for way, m in middle.items()]
-        print(f"{what:>12} " + " ".join(told))
+        reported = [
+            f"{m:12.2f} {m / middle['plain']:6.2f}× ±{spread(taken[way][1:]):2.0%}" for way, m in middle.items()
+        ]
+        print(f"{what:>12} " + " ".join(reported))
 
 
 def digest(frame: Any) -> Any:

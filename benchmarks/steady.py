@@ -161,7 +161,7 @@ class Sent:
             number, self.count = self.count, self.count + 1
             self.last[key] = number
             self._client.produce(
-                NAME, value(key, number), b"c%09d" % key, partition=key % PARTITIONS, on_delivery=self._told
+                NAME, value(key, number), b"c%09d" % key, partition=key % PARTITIONS, on_delivery=self._reported
             )
         self._client.poll(0)
 
@@ -178,7 +178,7 @@ class Sent:
         if self._client.flush(120) or self.failed:
             raise SystemExit(f"records were not delivered: {self.failed[:3]}")
 
-    def _told(self, error: Any, _: Any) -> None:
+    def _reported(self, error: Any, _: Any) -> None:
         if error is not None:
             self.failed.append(str(error))
 

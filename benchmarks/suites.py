@@ -44,7 +44,7 @@ SUITES: Final = {
 }
 
 
-def told(name: str, found: list[Outcome]) -> str:
+def reported(name: str, found: list[Outcome]) -> str:
     """Return the tests that did not pass, line by line, and the sums."""
     lines = [f"{verdict:8}{test}  {why}".rstrip() for test, verdict, why in found if verdict != "passed"]
     counts = Counter(outcome.verdict for outcome in found)
@@ -75,7 +75,7 @@ def main() -> int:
             print(f"{name}: not run: {error}", flush=True)
             code = 1
             continue
-        print(told(name, found), f"in {time.monotonic() - began_s:.0f} s", flush=True)
+        print(reported(name, found), f"in {time.monotonic() - began_s:.0f} s", flush=True)
         if not given.only and passed(found) < SUITES[name].floor:
             code = 1
     return code

@@ -78,8 +78,8 @@ def run_pytest(root: Path, environment: dict[str, str], chosen: Sequence[str]) -
         test = "::".join(["/".join(path[:file]) + ".py", *path[file:], name])
         found[test] = Outcome(test, "passed")
         for kind, verdict in (("failure", "failed"), ("error", "failed"), ("skipped", "skipped")):
-            told = case.find(kind)
-            if told is not None:
-                found[test] = Outcome(test, verdict, (told.get("message") or "").partition("\n")[0][:160])
+            reported = case.find(kind)
+            if reported is not None:
+                found[test] = Outcome(test, verdict, (reported.get("message") or "").partition("\n")[0][:160])
                 break
     return found

@@ -159,18 +159,18 @@ def test_pauses_double_to_a_limit_and_start_over_after_a_steady_run() -> None:
     restarts = Backoff(0.5, 4.0, steady_after_s=10.0)
     assert [restarts.pause_s(1.0) for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, 4.0]
     assert restarts.pause_s(11.0) == 0.5
-    assert restarts.pause_s(1.0, parked=True) == 4.0
+    assert restarts.pause_s(1.0, paused=True) == 4.0
 
 
-@pytest.mark.parametrize(("may_park", "pauses"), [(True, [4.0, 4.0, 4.0]), (False, [0.5, 1.0, 2.0])])
+@pytest.mark.parametrize(("may_pause", "pauses"), [(True, [4.0, 4.0, 4.0]), (False, [0.5, 1.0, 2.0])])
 def test_only_a_loop_that_may_park_waits_longest_for_what_an_operator_mends(
-    may_park: bool, pauses: list[float]
+    may_pause: bool, pauses: list[float]
 ) -> None:
-    told: list[tuple[str, bool]] = []
+    reported: list[tuple[str, bool]] = []
     restarts = Backoff(0.5, 4.0)
-    attempts = RetryState("loop", lambda *what: told.append(what), lambda: 0.0, restarts, may_park=may_park)
+    attempts = RetryState("loop", lambda *what: reported.append(what), lambda: 0.0, restarts, may_pause=may_pause)
     assert [attempts.failed(InvalidError("one bad answer.")) for _ in range(3)] == pauses
-    assert told == [("one bad answer.", may_park)] * 3
+    assert reported == [("one bad answer.", may_pause)] * 3
 
 
 def test_the_longest_stall_is_seen_for_a_while_and_remembered() -> None:

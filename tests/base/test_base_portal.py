@@ -24,18 +24,18 @@ def test_the_portal_returns_results_and_raises_errors_of_its_loop() -> None:
 
 
 def waiting_in(portal: BlockingPortal, began: threading.Event, coroutine: object) -> tuple[threading.Thread, list[str]]:
-    told: list[str] = []
+    reported: list[str] = []
 
     def work() -> None:
         try:
             portal.call(coroutine)  # type: ignore[arg-type]
         except CancelledError:
-            told.append("cancelled")
+            reported.append("cancelled")
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     assert began.wait(30)
-    return thread, told
+    return thread, reported
 
 
 def test_closing_ends_who_waits_in_a_call_and_lets_the_task_clean_up() -> None:
@@ -50,10 +50,10 @@ def test_closing_ends_who_waits_in_a_call_and_lets_the_task_clean_up() -> None:
             cleaned.set()
 
     portal = BlockingPortal()
-    thread, told = waiting_in(portal, began, forever())
+    thread, reported = waiting_in(portal, began, forever())
     portal.close()
     thread.join(30)
-    assert not thread.is_alive() and told == ["cancelled"] and cleaned.is_set()
+    assert not thread.is_alive() and reported == ["cancelled"] and cleaned.is_set()
 
 
 def test_a_task_that_does_not_end_holds_nobody_up_when_the_portal_closes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,10 +69,10 @@ def test_a_task_that_does_not_end_holds_nobody_up_when_the_portal_closes(monkeyp
                 continue
 
     portal = BlockingPortal()
-    thread, told = waiting_in(portal, began, stubborn())
+    thread, reported = waiting_in(portal, began, stubborn())
     portal.close()
     thread.join(30)
-    assert not thread.is_alive() and told == ["cancelled"]
+    assert not thread.is_alive() and reported == ["cancelled"]
 
 
 def test_a_portal_that_was_closed_refuses_calls() -> None:

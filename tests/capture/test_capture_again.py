@@ -105,7 +105,7 @@ def test_f467_it_is_copied_once_a_pause_and_says_from_when_on(postgres_dsn: str)
             await until(lambda: copied(1), "the first time it is copied at once")
             await world.flowing("t")
             await world.sql("ALTER TABLE t ADD y float DEFAULT random()")
-            row = await world.parked("t", "'y'")
+            row = await world.paused("t", "'y'")
             now_ms = world.clock.now_ms()
             assert now_ms + 3_000_000 < row.again_ms <= now_ms + 3_600_000
             assert "re-snapshotted automatically from" in row.fix
@@ -114,7 +114,7 @@ def test_f467_it_is_copied_once_a_pause_and_says_from_when_on(postgres_dsn: str)
             assert not mark.parked and "re-snapshotted automatically from" in mark.reason
             assert derive_status(mark, "p", now_ms, now_ms).mark.held_by != "operator"
         async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=3600):
-            row = await world.parked("t", "'y'")
+            row = await world.paused("t", "'y'")
             assert row.again_ms and await generation(world, "t") == -1
             await request_recopy(world.catalogue, world.name, "public.t")
             await until(lambda: copied(2), "it is copied when somebody asks")
@@ -133,20 +133,20 @@ def test_f467_one_that_is_too_large_or_has_changed_otherwise_since_waits_for_som
             await world.caught_up()
             await world.sql(volatile.format("large"))
 
-            async def told() -> bool:
+            async def reported() -> bool:
                 row = await world.table("public.large")
                 return row is not None and "exceeds copy_again_max_mb" in row.fix
 
-            await until(told, "it is told")
+            await until(reported, "it is told")
             assert "tidemill capture resnapshot" in stuck(world, "large")
         later = 1 << 50  # the clock was wrong
         async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=3600):
             for name in ("other", "off"):
                 await world.catalogue.change_table(world.name, f"public.{name}", lambda row: _begun(row, later))
             await world.sql(volatile.format("off"), volatile.format("other"))
-            row = await world.parked("off")
+            row = await world.paused("off")
             assert row.again_ms <= world.clock.now_ms() + 3_600_000
-            await world.parked("other")
+            await world.paused("other")
             await world.sql("ALTER TABLE other DROP w")
         await world.catalogue.change_table(world.name, "public.other", lambda row: _due(row))
         async with world.capture(table_poll_s=0.1, copy_again=True):

@@ -76,7 +76,7 @@ def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.Mo
     async def scenario() -> None:
         async with stores() as world:
             topic = (await world.catalogue.create_topic("t", PARTITIONS, kind="capture")).topic_id
-            aside = (await world.catalogue.create_topic("t_xhaside", PARTITIONS, kind="capture")).topic_id
+            side_topic = (await world.catalogue.create_topic("t_xhaside", PARTITIONS, kind="capture")).topic_id
             ends, wanted, ordered = [], [], []
             for partition in range(PARTITIONS):
                 copied = [b"copied%d" % n for n in range(rng.randint(1, 5))]
@@ -85,19 +85,19 @@ def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.Mo
                 later: list[bytes] = []
                 for _ in range(rng.randint(3, 12)):
                     some = [b"later%d" % (len(later) + n) for n in range(rng.randint(1, 6))]
-                    await produce(world, aside, partition, some, OWN, len(later))
+                    await produce(world, side_topic, partition, some, OWN, len(later))
                     later += some
                 wanted.append(copied + later)
                 ordered.append(later)
 
             def made(topics: Any) -> SideTopicAppender:
-                return SideTopicAppender(topics, topic, aside, ends, OWN, CoopBudget(world.clock))
+                return SideTopicAppender(topics, topic, side_topic, ends, OWN, CoopBudget(world.clock))
 
-            told: list[int] = []
+            reported: list[int] = []
             while await made(world.topics).read_appended_count() < sum(map(len, ordered)):
                 bounds = [rng.randint(0, len(later)) if rng.random() < 0.8 else len(later) for later in ordered]
                 two = [made(Failing(world.topics, rng)) for _ in range(2)]
-                running = [asyncio.ensure_future(one.append_up_to(bounds, told.append)) for one in two]
+                running = [asyncio.ensure_future(one.append_up_to(bounds, reported.append)) for one in two]
                 if rng.random() < 0.4:  # cut off, as by SIGKILL: what is in flight lands, or does not
                     await asyncio.sleep(rng.random() * 0.01)
                     for each in running:
@@ -110,7 +110,7 @@ def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.Mo
             assert await made(world.topics).read_appended_count() == sum(map(len, ordered))
             with pytest.raises(CorruptError, match="shorter than its copy"):
                 await SideTopicAppender(
-                    world.topics, topic, aside, [1000, 1000], OWN, CoopBudget(world.clock)
+                    world.topics, topic, side_topic, [1000, 1000], OWN, CoopBudget(world.clock)
                 ).read_appended_count()
 
     asyncio.run(scenario())

@@ -84,9 +84,9 @@ async def tables(world: World, rows: int = ROWS) -> None:
     )  # fmt: skip
 
 
-async def aside(world: World) -> SideTopicState | None:
+async def side_topic(world: World) -> SideTopicState | None:
     row = await world.table("public.a")
-    return row.aside if row is not None else None
+    return row.side_topic if row is not None else None
 
 
 async def ends_well(world: World) -> None:
@@ -94,7 +94,7 @@ async def ends_well(world: World) -> None:
     await world.flowing("a")
     await world.caught_up()
     row = await world.table("public.a")
-    assert row is not None and row.is_streaming and row.copy is None and row.aside is None
+    assert row is not None and row.is_streaming and row.copy is None and row.side_topic is None
     assert await world.folded("a") == await as_folded(world)
 
     async def forgotten() -> bool:
@@ -106,9 +106,9 @@ async def ends_well(world: World) -> None:
 async def confirmed_beyond_the_copy(world: World) -> None:
     async def moved() -> bool:
         row = await world.table("public.a")
-        if row is None or row.copy is None or row.aside is None:
+        if row is None or row.copy is None or row.side_topic is None:
             return False
-        assert not row.aside.ends, "it is still copied"
+        assert not row.side_topic.ends, "it is still copied"
         return await world.confirmed() > row.copy.lsn
 
     await until(moved, "WAL is confirmed beyond where the copy began")
@@ -145,7 +145,7 @@ def test_wal_is_confirmed_while_a_table_is_copied_beside_the_stream_under_load(p
                 return int(found[0][0]) > began_lsn
 
             await until(let_go, "PostgreSQL keeps nothing from before the copy")
-            found = await aside(world)
+            found = await side_topic(world)
             assert found is not None and not found.ends, "it is still copied"
             facts = capture.facts()
             assert facts["set_aside_records"] and facts["set_aside_bytes"] and facts["wal_kept_for"] == []
@@ -186,7 +186,7 @@ def test_a_capture_that_is_killed_in_the_copy_and_in_the_append_is_exact(
 
                     async def known(holds: Callable[[SideTopicState], bool], what: str) -> None:
                         async def holding() -> bool:
-                            found = await aside(world)
+                            found = await side_topic(world)
                             return found is not None and holds(found)
 
                         await until(holding, what)
@@ -207,7 +207,7 @@ def test_a_capture_that_is_killed_in_the_copy_and_in_the_append_is_exact(
                         since = said.read_bytes().count(b"appending")
                         await until(lambda: said.read_bytes().count(b"appending") > since, "it appends")  # noqa: B023
                         await asyncio.sleep(rng.random() * 0.5)
-                        found = await aside(world)
+                        found = await side_topic(world)
                         killed(process)
                         assert n or (found is not None and found.ends), "it was appended then"
                         process = start()
@@ -225,15 +225,15 @@ def test_a_capture_that_is_killed_in_the_copy_and_in_the_append_is_exact(
     asyncio.run(scenario())
 
 
-async def copied_aside(world: World, **settings: Any) -> None:
+async def copied_with_side_topic(world: World, **settings: Any) -> None:
     """A copy of `a` is cut off after some chunks: the next session sets aside what changes."""
     async with world.capture(wait=False, **{**SLOW, **settings}):
 
-        async def told() -> bool:
+        async def reported() -> bool:
             row = await world.table("public.a")
             return row is not None and row.copy is not None
 
-        await until(told, "chunks are told to be done")
+        await until(reported, "chunks are told to be done")
 
 
 @contextlib.contextmanager
@@ -258,18 +258,18 @@ def test_f481_more_than_may_be_set_aside_keeps_wal_from_there_on_and_is_exact(
 ) -> None:
     async def scenario(world: World) -> None:
         await tables(world, 60_000)
-        await copied_aside(world)
+        await copied_with_side_topic(world)
         settings = {**SLOW, "copy_rows_per_s": 2_000, "copy_aside_max_mb": 1}
         async with world.capture(**settings) as capture:
             await confirmed_beyond_the_copy(world)
             await world.sql("UPDATE a SET w = repeat('z', 300) WHERE id % 7 = 0")
 
             async def ended() -> bool:
-                found = await aside(world)
+                found = await side_topic(world)
                 return found is not None and found.until_lsn > 0
 
             await until(ended, "the aside is full")
-            found = await aside(world)
+            found = await side_topic(world)
             assert found is not None
             assert capture.facts()["wal_kept_for"] == ["public.a"]
             await world.sql("UPDATE a SET v = 7 WHERE id % 11 = 0", "DELETE FROM a WHERE id % 13 = 0")
@@ -281,7 +281,7 @@ def test_f481_more_than_may_be_set_aside_keeps_wal_from_there_on_and_is_exact(
                 return mark is not None and mark.held_by == capture.config.table_mark("public.a")
 
             await until(named, "the capture's mark is held by the table's")
-            again = await aside(world)
+            again = await side_topic(world)
             assert again is not None and again.records - found.records < 20_000
         async with world.capture(**{**settings, "copy_rows_per_s": 0}):
             await ends_well(world)
@@ -298,7 +298,7 @@ def test_what_befalls_a_table_while_it_is_appended(
 ) -> None:
     async def scenario(world: World) -> None:
         await tables(world, 20_000)
-        await copied_aside(world, copy_rows_per_s=5000)
+        await copied_with_side_topic(world, copy_rows_per_s=5000)
         settings = {**SLOW, "copy_rows_per_s": 0}
         with append_waits(monkeypatch) as (begins, may):
             async with world.capture(**settings) as capture:
@@ -320,7 +320,7 @@ def test_what_befalls_a_table_while_it_is_appended(
                 await world.sql("INSERT INTO good VALUES (2)")
                 await world.caught_up()
                 if what in ("column", "wide"):
-                    found = await aside(world)
+                    found = await side_topic(world)
                     assert found is not None and found.until_lsn and capture.facts()["wal_kept_for"] == ["public.a"]
                 may.set()
                 if what in ("column", "truncate"):
@@ -330,8 +330,8 @@ def test_what_befalls_a_table_while_it_is_appended(
                     await until_folded(world, rows)
                     assert await world.topic_id("a") == topic
                 elif what == "wide":
-                    row = await world.parked("a", "too large")
-                    assert row.state == "parked" and row.aside is None and row.snapshot is not None
+                    row = await world.paused("a", "too large")
+                    assert row.state == "parked" and row.side_topic is None and row.snapshot is not None
                     last = await world.folded("a")
                     assert last['{"id":4}'] and last['{"id":1}']["v"] == -1, "all before it is there"
                 elif what == "asked again":
@@ -347,14 +347,14 @@ def test_what_befalls_a_table_while_it_is_appended(
 
                     async def gone() -> bool:
                         row = await world.table("public.a")
-                        return row is None or (row.aside is None and row.copy is None)
+                        return row is None or (row.side_topic is None and row.copy is None)
 
                     await until(gone, "its copy is given up")
                 await world.sql("INSERT INTO good VALUES (3)")
                 at = await world.wal_end()
                 await world.caught_up()
                 await until_confirmed(world, at)
-                await until(lambda: no_aside(world), "the aside is deleted")
+                await until(lambda: no_side_topic(world), "the aside is deleted")
 
     in_world(postgres_dsn, scenario)
 
@@ -380,7 +380,7 @@ async def until_confirmed(world: World, lsn: int) -> None:
     await until(confirmed, "WAL is let go")
 
 
-async def no_aside(world: World) -> bool:
+async def no_side_topic(world: World) -> bool:
     return not [topic for topic in await world.catalogue.list(TopicRow) if topic.name.endswith("_xhaside")]
 
 
@@ -394,11 +394,11 @@ def test_a_copy_that_waits_to_be_gone_on_with_lets_wal_go(postgres_dsn: str) -> 
         settings = {**SLOW, "copy_rows_per_s": 5000, "copy_aside_after_s": 2.0}
         async with world.capture(**settings) as capture:
 
-            async def told() -> bool:
+            async def reported() -> bool:
                 row = await world.table("public.a")
                 return row is not None and row.copy is not None
 
-            await until(told, "chunks are told to be done")
+            await until(reported, "chunks are told to be done")
             async with await psycopg.AsyncConnection.connect(world.dsn) as other:
                 copies = "SELECT pid FROM pg_stat_activity WHERE application_name LIKE '%snapshot%' AND state <> 'idle'"
                 await other.execute(f"SELECT pg_terminate_backend(pid) FROM ({copies}) AS copies")

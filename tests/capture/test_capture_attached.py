@@ -164,7 +164,7 @@ def test_a_partition_that_the_role_may_not_read_is_copied_and_doctor_grants_it(p
                 await world.sql(*new("p2", 100))
                 await until(lambda: known(world, 2), "an empty one flows on")
                 await world.transaction(*new("p3", 200, 201))
-                row = await world.parked("p", "it is unknown whether")
+                row = await world.paused("p", "it is unknown whether")
                 grant = f'GRANT SELECT ON "public"."p3" TO "{role}"'
                 assert "the role may not read it" in row.reason and f"Run {grant};" in row.fix
                 assert grant in await missing(world)
@@ -189,7 +189,7 @@ def test_a_partition_that_cannot_be_looked_into_masks_no_other_one(
         async with world.capture(table_poll_s=0.1):
             await world.caught_up()
             await world.transaction(new("p2", 100)[-1], *new("p3", 200, 201))
-            await world.parked("p", "partition=public.p3")
+            await world.paused("p", "partition=public.p3")
 
     in_world(postgres_dsn, scenario)
 

@@ -161,16 +161,16 @@ def test_a_schema_that_the_registry_refuses_parks_its_table_alone_until_it_is_al
             await registry.set_level(subject, "FORWARD")
             await world.transaction("ALTER TABLE a ALTER n TYPE bigint", "INSERT INTO a VALUES (2, 1)")
             await world.sql("ALTER TABLE b ALTER n TYPE bigint", "INSERT INTO b VALUES (2, 1)")
-            parked = await world.parked("a", f"rejected the schema of a topic: subject={subject}")
-            assert "Give the subject" in parked.reason and len(parked.schemas) == 1
+            paused = await world.paused("a", f"rejected the schema of a topic: subject={subject}")
+            assert "Give the subject" in paused.reason and len(paused.schemas) == 1
             # It is copied again: refused before what it has is gone, and told.
             await request_recopy(world.catalogue, world.name, "public.a")
 
-            def told() -> bool:
+            def reported() -> bool:
                 failure = world.tracker.failure(f"table:{world.name}/public.a")
                 return failure is not None and failure.error.count(subject) > 1
 
-            await until(told, "the copy is refused, too")
+            await until(reported, "the copy is refused, too")
             assert (await world.tables())["public.a"].snapshot is not None
             await world.caught_up()
             assert [key["id"] for key, _, _ in await read(world, registry, "b")] == [1, 2]
@@ -217,7 +217,7 @@ def test_without_a_registry_the_tables_are_refused_with_what_to_do(postgres_dsn:
     async def scenario(world: World, _: Registered) -> None:
         await world.sql("CREATE TABLE t (id int PRIMARY KEY)")
         async with world.capture(envelope="debezium-avro", wait=False):
-            row = await world.parked("t", "the registry is disabled")
+            row = await world.paused("t", "the registry is disabled")
             assert row.state == "refused" and "registry.enabled = true" in row.fix
 
     in_world(postgres_dsn, scenario)
@@ -287,9 +287,9 @@ def test_a_registry_that_does_not_answer_keeps_a_new_table_out_and_ends_no_sessi
         registered.register = register_later  # type: ignore[method-assign]
         async with world.capture(envelope="debezium-avro", schemas=registered, table_poll_s=0.1) as capture:
             session = capture._session
-            assert (await world.parked("first", "the registry is busy")).fix == "It is retried automatically."
+            assert (await world.paused("first", "the registry is busy")).fix == "It is retried automatically."
             await world.sql("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)")
-            assert (await world.parked("t", "the registry is busy")).state == "refused"
+            assert (await world.paused("t", "the registry is busy")).state == "refused"
             await world.sql("INSERT INTO a VALUES (1)")
             await world.caught_up()
             assert capture._session is session, "the stream of the others goes on"

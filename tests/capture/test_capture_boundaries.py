@@ -158,12 +158,12 @@ def test_literals_are_quoted() -> None:
     assert literal("a\\b").strip() == "E'a\\\\b'"
 
 
-def lane() -> PartitionWriter:
+def writer() -> PartitionWriter:
     return PartitionWriter("t", "id", 0, 1 << 62)
 
 
 def test_a_lane_counts_what_is_there_and_writes_what_is_not() -> None:
-    x = lane()
+    x = writer()
     x.start_at(base=5, high_watermark=7, tail=at(10, 2))
     assert not x.assign_offset(at(10, 0))
     assert not x.assign_offset(at(10, 2))
@@ -175,16 +175,16 @@ def test_a_lane_counts_what_is_there_and_writes_what_is_not() -> None:
 
 
 def test_a_lane_whose_tail_is_another_ones_is_corrupt() -> None:
-    x = lane()
+    x = writer()
     x.start_at(base=5, high_watermark=6, tail=at(10, 2))
     with pytest.raises(CorruptError, match="tail"):
         x.assign_offset(at(10, 0))
     with pytest.raises(CorruptError, match="shorter"):
-        lane().start_at(base=5, high_watermark=4, tail=None)
+        writer().start_at(base=5, high_watermark=4, tail=None)
 
 
 def test_sequences_follow_offsets_over_the_wrap() -> None:
-    x = lane()
+    x = writer()
     x.start_at(SEQUENCE_MODULUS + 3, SEQUENCE_MODULUS + 3, None)
     x.assign_offset(at(1))
     x.add(Record(b"k", b"v", (), 1))
@@ -193,7 +193,7 @@ def test_sequences_follow_offsets_over_the_wrap() -> None:
 
 
 def test_large_waiting_work_is_cut_into_several_batches() -> None:
-    x = lane()
+    x = writer()
     for n in range(40):
         x.assign_offset(at(1, n))
         x.add(Record(b"k", b"v" * 50_000, (), 1))

@@ -135,7 +135,7 @@ def test_nothing_of_a_session_believed_dead_lands_once_another_goes_on_with_its_
             await alive.write_copied_rows(of_alive, relation, lines(100), 3)
             await alive.wait_drained()
             ends = [(await world.topics.offsets(topic.topic_id, p)).high_watermark for p in range(2)]
-            assert ends == [lane.next for lane in of_alive.lanes]
+            assert ends == [each.next for each in of_alive.writers]
             assert sum(ends) == 200 + 2, "a record more in each partition opens the epoch"
             await dead.aclose()
             await alive.aclose()
@@ -169,11 +169,11 @@ def test_f414_a_copy_that_is_killed_goes_on_at_the_first_chunk_that_was_not_told
             process = start()
             try:
 
-                async def told() -> bool:
+                async def reported() -> bool:
                     copy = await copy_of(world)
                     return copy is not None and copy.done > 0
 
-                await until(told, "chunks are told to be done")
+                await until(reported, "chunks are told to be done")
                 process.kill()
                 process.wait()
                 copy = await copy_of(world)
@@ -259,7 +259,7 @@ class Transfers:
 
 @pytest.mark.postgres
 @pytest.mark.parametrize(
-    ("seed", "connections", "identity", "partitioned", "aside"),
+    ("seed", "connections", "identity", "partitioned", "side_topic"),
     [
         (1, 1, "full", False, False),
         (3, 3, "full", True, False),
@@ -270,7 +270,7 @@ class Transfers:
 )
 def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, seed: int, connections: int, identity: str, partitioned: bool,
-    aside: bool,
+    side_topic: bool,
 ) -> None:  # fmt: skip
     """The sum of all rows is the same in every state of the database."""
     rng = random.Random(seed)
@@ -284,7 +284,7 @@ def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
                 await world.sql(f"CREATE TABLE a{n} PARTITION OF a FOR VALUES WITH (MODULUS 2, REMAINDER {n})")
         await world.sql("INSERT INTO a SELECT g, 1000, repeat('w', 300) FROM generate_series(1, 3000) g")
         settings = {**SMALL, "copy_rows_per_s": 3000, "copy_connections": connections, "identity": identity}
-        settings |= {"copy_aside_max_mb": 100 if aside else 0, "partitions": 1}
+        settings |= {"copy_aside_max_mb": 100 if side_topic else 0, "partitions": 1}
         writers = [Transfers(world.dsn, seed * 10 + n) for n in range(2)]
         running = [asyncio.ensure_future(writer.run()) for writer in writers]
         epochs = []
@@ -316,7 +316,7 @@ def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
             await until(flows, "the copy is done")
             await run(self)
 
-        if not aside:
+        if not side_topic:
             monkeypatch.setattr(Binder, "run", run_late)
         settings["copy_rows_per_s"] = 0
         async with world.capture(wait=False, **settings):
@@ -330,7 +330,7 @@ def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
         assert row is not None and row.snapshot is not None
         assert epochs == ([0, 1, 2] if identity == "full" else [0, 0, 0])
         assert (row.snapshot.settled_lsn > row.snapshot.lsn) == (identity == "full")
-        assert (row.snapshot.joined_lsn >= row.snapshot.settled_lsn > 0) == aside
+        assert (row.snapshot.joined_lsn >= row.snapshot.settled_lsn > 0) == side_topic
         if identity == "full":
             assert await world.folded("a") == await as_folded(world)
         topic = await world.topic_id("a")
@@ -383,10 +383,10 @@ def test_a_table_that_was_written_anew_while_its_copy_was_cut_off_is_copied_from
         )
         async with world.capture(wait=False, copy_rows_per_s=2000, **SMALL):
 
-            async def told() -> bool:
+            async def reported() -> bool:
                 return await copy_of(world) is not None
 
-            await until(told, "chunks are told to be done")
+            await until(reported, "chunks are told to be done")
         old = await world.topic_id("a")
         await world.sql("DELETE FROM a WHERE id % 3 = 0", *statements)
         async with world.capture(wait=False, **SMALL):
@@ -414,10 +414,10 @@ def test_the_slot_is_let_go_when_a_table_whose_copy_was_cut_off_is_not_wanted_an
         )
         async with world.capture(wait=False, copy_rows_per_s=2000, **{**SMALL, "tables": ("a",)}):
 
-            async def told() -> bool:
+            async def reported() -> bool:
                 return await copy_of(world) is not None
 
-            await until(told, "chunks are told to be done")
+            await until(reported, "chunks are told to be done")
         copy = await copy_of(world)
         assert copy is not None
         async with world.capture(wait=False, **{**SMALL, "tables": ("good",)}):

@@ -39,8 +39,7 @@ from tidemill.capture.encode.debezium_json import EventSource
 from tidemill.capture.postgres.pgoutput import UNCHANGED as WIRE_UNCHANGED
 from tidemill.capture.postgres.pgoutput import Delete, Update, decode_message
 from tidemill.capture.postgres.standby_status import PAYLOAD_START
-from tidemill.capture.topics import batch_builder, captured_table
-from tidemill.capture.topics import partition_writer as lane
+from tidemill.capture.topics import batch_builder, captured_table, partition_writer
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import TopicRow
@@ -122,7 +121,7 @@ def transactions(rand: random.Random, *, odd: bool = False) -> list[bytes]:
     return out
 
 
-def told(fragment: Fragment) -> tuple[Any, ...]:
+def reported(fragment: Fragment) -> tuple[Any, ...]:
     changes = tuple(fragment.changes)
     assert len(changes) == len(fragment.changes)
     assert first_position(fragment.changes) == (changes[0].position if changes else None)
@@ -143,7 +142,7 @@ def test_a_burst_gives_the_fragments_and_the_poison_of_its_messages_one_by_one(
     frames = transactions(rand, odd=odd)
     by_rows = feed(frames, None, 1)
     by_columns = feed(frames, bursts(rand, len(frames)), least)
-    assert [told(f) for f in by_columns[0]] == [told(f) for f in by_rows[0]]
+    assert [reported(f) for f in by_columns[0]] == [reported(f) for f in by_rows[0]]
     assert by_columns[1] == by_rows[1]
     for one, other in zip(by_columns[0], by_rows[0], strict=True):
         assert group_by_relation(one.changes, {2}) == group_by_relation(other.changes, {2})
@@ -186,7 +185,7 @@ def test_rows_of_which_only_keys_are_said_are_the_same_by_columns_and_one_by_one
     frames = less_of_old_rows(rand, transactions(rand))
     by_rows = feed(frames, None, 1, relations=AS_IS)
     by_columns = feed(frames, bursts(rand, len(frames)), least, relations=AS_IS)
-    assert [told(f) for f in by_columns[0]] == [told(f) for f in by_rows[0]]
+    assert [reported(f) for f in by_columns[0]] == [reported(f) for f in by_rows[0]]
     assert by_columns[1] == by_rows[1]
     assert write(by_columns[0], partitions, {}, {}) == write(by_rows[0], partitions, {}, {})
 
@@ -227,13 +226,13 @@ def write(
 
         writer = TopicWriter("w", tables, log, Rand(1), lambda _: None, fault)  # type: ignore[arg-type]
         for table in tables:
-            for each in table.lanes:
+            for each in table.writers:
                 each.start_at(0, held.get(table.oid, 0), tails.get(table.oid))
         for fragment in fragments:
             await writer.deliver(fragment, Notices())
         await writer.wait_drained()
         await writer.aclose()
-        return log.batches, {t.name: [each.next for each in t.lanes] for t in tables}, faults
+        return log.batches, {t.name: [each.next for each in t.writers] for t in tables}, faults
 
     return asyncio.run(run())
 
@@ -254,7 +253,7 @@ def test_l1_rows_written_by_columns_have_the_bytes_of_rows_written_one_by_one(
     before = dict(zip(RELATIONS, held, strict=True))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_builder, "MIN_COLUMNAR_ROWS", least)
-        patch.setattr(lane, "BATCH_BYTES", batch_bytes)
+        patch.setattr(partition_writer, "BATCH_BYTES", batch_bytes)
         by_rows = write(feed(frames, None, 1)[0], partitions, before, {}, source)
         by_columns = write(feed(frames, bursts(rand, len(frames)), 1)[0], partitions, before, {}, source)
     assert by_columns == by_rows
@@ -317,12 +316,12 @@ def test_events_of_inserts_updates_and_deletes_are_encoded_by_columns() -> None:
         for block in part.segment.blocks
     )
     assert found is not None
-    (lane_rows,) = found.lanes
+    (encoded,) = found.partitions
     moment = '"s":1795428000250000,"s3":null,"z":"2026-11-23T10:00:00Z"'
     old = f'{{"day":20780,"o":7,"t":36000500000,"t3":null,{moment},"after":"0aff"}}'
     new = old.replace('"o":7', '"o":8')
-    assert [lane_rows.key(n) for n in range(4)] == [b'{"day":20780}'] * 4
-    assert [lane_rows.value(n) for n in range(4)] == [
+    assert [encoded.key(n) for n in range(4)] == [b'{"day":20780}'] * 4
+    assert [encoded.value(n) for n in range(4)] == [
         f'{{"before":null,"after":{old}'.encode(),
         f'{{"before":{old},"after":{new}'.encode(),
         f'{{"before":{new},"after":null'.encode(),

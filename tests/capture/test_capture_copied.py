@@ -60,7 +60,7 @@ def copy(relation: Relation, bursts: Sequence[list[bytes]], partitions: int, lea
                 raised.append(repr(error))
         await asyncio.wait_for(writer.wait_drained(), 20)
         await writer.aclose()
-        return log.batches, [each.next for each in table.lanes], raised
+        return log.batches, [each.next for each in table.writers], raised
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(copy_text, "MIN_COLUMNAR_LINES", least)

@@ -71,7 +71,7 @@ def test_f478_a_row_that_postgresql_cannot_read_keeps_its_table_out_alone_until_
             "DELETE FROM pg_range WHERE rngtypid = 'span'::regtype",
         )  # fmt: skip
         async with world.capture(table_poll_s=0.1, tables=("good", "bad", "late")):
-            row = await world.parked("bad", "sqlstate=XX000")
+            row = await world.paused("bad", "sqlstate=XX000")
             assert row.state == "refused" and "cannot be copied" in row.reason and "automatically" in row.fix
             await good_flows(world)
             await world.sql("CREATE TABLE late (id int PRIMARY KEY, v int)", "INSERT INTO late VALUES (1, 1)")
@@ -94,10 +94,10 @@ async def cut_off(world: World, **settings: Any) -> str:
     )
     async with world.capture(wait=False, copy_rows_per_s=2000, **{**SMALL, **settings}):
 
-        async def told() -> bool:
+        async def reported() -> bool:
             return await copy_of(world) is not None
 
-        await until(told, "chunks are told to be done")
+        await until(reported, "chunks are told to be done")
     return await world.topic_id("a")
 
 
@@ -135,7 +135,7 @@ def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_a
             await other.execute("SAVEPOINT it")
             await other.execute("LOCK TABLE a IN ACCESS EXCLUSIVE MODE")
             async with world.capture(wait=False, copy_connections=3, **SMALL):
-                row = await world.parked("a", "the table is locked by others")
+                row = await world.paused("a", "the table is locked by others")
                 assert row.state == "refused" and row.copy is not None and row.copy.done == before.done
                 await other.execute("ROLLBACK TO it")
 
@@ -168,7 +168,7 @@ def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
 
         async def published_late(self: SideLoopContext) -> Any:
             nonlocal tries
-            if self.desk.copying and not tries:
+            if self.states.copying and not tries:
                 tries += 1
                 await world.sql(
                     f"ALTER PUBLICATION tidemill_{world.name} DROP TABLE a", "UPDATE a SET v = 7 WHERE id < 10"
@@ -186,9 +186,9 @@ def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
 
 
 @pytest.mark.postgres
-@pytest.mark.parametrize("aside", [False, True])
+@pytest.mark.parametrize("side_topic", [False, True])
 def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
-    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, aside: bool
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, side_topic: bool
 ) -> None:
     """The stream comes to a row that cannot be written before it comes to the youngest snapshot of the copy, which has
     later changes as well: up to that row the topic is no state of the table."""
@@ -203,7 +203,7 @@ def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
             "DELETE FROM a WHERE id > 2500",
         )
         monkeypatch.setattr(captured_table, "MAX_ROW_BYTES", 1000)
-        async with world.capture(wait=False, **SMALL, copy_aside_max_mb=100 if aside else 0):
+        async with world.capture(wait=False, **SMALL, copy_aside_max_mb=100 if side_topic else 0):
 
             async def anew() -> bool:
                 found = await world.table("public.a")
@@ -225,18 +225,18 @@ def test_a_copy_that_is_cut_off_again_and_again_without_one_more_chunk_is_given_
 
     async def scenario() -> None:
         async with stores() as world:
-            told = TableStates(world.config(), world.catalogue, world.clock, world.tracker)
+            reported = TableStates(world.config(), world.catalogue, world.clock, world.tracker)
 
             async def tried(done: int, topic_id: str = "t") -> bool:
                 copy = TableCopy(1, 1, (), 1, 0, topic_id, 4, 9, done, 10 * done, "", 3)
-                await told.update_row("public.a", lambda _: CaptureTableRow(world.name, "public.a", copy=copy))
-                await told.refuse_table("public.a", Refusal("refused", "no.", "Wait."), 1, going_on=True)
-                return told.rows["public.a"].copy is not None
+                await reported.update_row("public.a", lambda _: CaptureTableRow(world.name, "public.a", copy=copy))
+                await reported.refuse_table("public.a", Refusal("refused", "no.", "Wait."), 1, going_on=True)
+                return reported.rows["public.a"].copy is not None
 
             assert [await tried(done) for done in (1, 1, 2, 2, 3, 3, 3)] == [True] * 6 + [False]
             assert await tried(3, "another topic's"), "a copy that is begun anew has all its tries"
-            await told.refuse_table("public.a", Refusal("refused", "its own fault.", "Mend it."), 1)
-            assert told.rows["public.a"].copy is None
+            await reported.refuse_table("public.a", Refusal("refused", "its own fault.", "Mend it."), 1)
+            assert reported.rows["public.a"].copy is None
 
     asyncio.run(scenario())
 
@@ -277,8 +277,8 @@ def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_wi
         assert b is not None and b.copy is None, "nobody could go on with it"
         assert a is not None and a.copy is not None
         topics = [await world.topic_id(t) for t in "ab"]
-        told = replace(b, copy=replace(a.copy, topic_id=topics[1], done=1, rows=0))
-        await world.catalogue.change_table(world.name, "public.b", lambda _: told)
+        reported = replace(b, copy=replace(a.copy, topic_id=topics[1], done=1, rows=0))
+        await world.catalogue.change_table(world.name, "public.b", lambda _: reported)
         async with world.capture(wait=False, **settings):
             await world.flowing("a", "b")
         assert await world.topic_id("a") == topics[0] and await world.topic_id("b") != topics[1]

@@ -69,7 +69,7 @@ def test_f487_bytes_that_are_not_utf8_cost_the_table_that_has_them_and_no_other(
             odd = ("public.caf\\xe9", "public.columns", "caf\\xe9.x", "public.indexed", "public.moods", "public.parted")
             for name in odd:
                 assert rows[name].state == "left" and "a name is not UTF-8" in rows[name].reason, name
-            assert "a value is not UTF-8: bytes=e9" in (await world.parked("copied")).reason
+            assert "a value is not UTF-8: bytes=e9" in (await world.paused("copied")).reason
             assert (await world.folded("words"))['{"id":1}']["v"] == "größe"
 
             publication = f"tidemill_{world.name}".encode()
@@ -84,10 +84,10 @@ def test_f487_bytes_that_are_not_utf8_cost_the_table_that_has_them_and_no_other(
                 b'ALTER PUBLICATION %s ADD TABLE "caf\xe9"' % publication, b'INSERT INTO "caf\xe9" VALUES (1)',
             )  # fmt: skip
             await good_flows(world)
-            assert "a value is not UTF-8: bytes=e9" in (await world.parked("written")).reason
+            assert "a value is not UTF-8: bytes=e9" in (await world.paused("written")).reason
             for name in ("grown", "moved", "typed"):
-                await world.parked(name, "not UTF-8")
-            await world.parked("defaulted", "the default of column 'w' is not UTF-8")
+                await world.paused(name, "not UTF-8")
+            await world.paused("defaulted", "the default of column 'w' is not UTF-8")
 
             async def left() -> bool:
                 row = await world.table("public.later\\xe9")
@@ -118,17 +118,17 @@ def test_an_index_or_a_partition_of_a_captured_table_that_gets_a_name_that_is_no
                 b'ALTER TABLE indexed REPLICA IDENTITY USING INDEX "caf\xe9s"',
                 b'CREATE TABLE "part\xe9" PARTITION OF parted FOR VALUES FROM (0) TO (9)',
             )
-            await world.parked("parted", "a name is not UTF-8")
-            row = await world.parked("indexed", "a name is not UTF-8")
+            await world.paused("parted", "a name is not UTF-8")
+            row = await world.paused("indexed", "a name is not UTF-8")
             session = capture._session
-            await told(world)
+            await reported(world)
             await good_flows(world)
             assert capture._session is session and world.tracker.failure(capture.config.mark) is None
         async with world.capture(**settings):
             await good_flows(world)
             assert await world.table("public.indexed") == replace(row, identity='USING INDEX "caf\\xe9s"')
 
-    async def told(world: World) -> None:
+    async def reported(world: World) -> None:
         async def holds() -> bool:
             row = await world.table("public.indexed")
             return row is not None and row.identity == 'USING INDEX "caf\\xe9s"'

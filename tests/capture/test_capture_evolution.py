@@ -134,9 +134,9 @@ def test_f462_where_older_rows_cannot_be_known_the_table_parks_alone(postgres_ds
                 if with_rows:
                     await world.sql(f'DELETE FROM "{name}" WHERE id = 1')
             for name, (_, words) in PARKS.items():
-                row = await world.parked(name)
+                row = await world.paused(name)
                 assert words in row.reason and "resnapshot" in row.fix, (name, row.reason)
-                assert row.parked_lsn >= at and str(Lsn(row.parked_lsn)) in row.reason
+                assert row.paused_lsn >= at and str(Lsn(row.paused_lsn)) in row.reason
             await good_flows(world)
             binding = await world.caught_up()
             for name in PARKS:
@@ -223,7 +223,7 @@ def test_f464_a_catalogue_that_is_ahead_by_what_it_cannot_vouch_for_parks_at_the
         )  # fmt: skip
         for _ in range(2):
             async with world.capture():
-                row = await world.parked("t")
+                row = await world.paused("t")
                 assert "added and dropped in the meantime" in row.reason
                 await good_flows(world)
                 binding = await world.caught_up()

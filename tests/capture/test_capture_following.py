@@ -52,8 +52,8 @@ def test_a_session_forgets_tables_that_have_no_row_and_a_followed_one_of_them_en
         following.store_baseline(row(oid, before), before)
         following.record_pause(row(oid, before), following.columns_to_follow(row(oid, before), after), followed=True)
     assert following.oids == {10, 11}
-    parked = replace(row(10, before), state="parked")
-    assert following.begin_session([parked], {10: after, 11: after}, {10: ROWS, 11: ROWS}, -1) == {10: {"id", "a"}}
+    paused = replace(row(10, before), state="parked")
+    assert following.begin_session([paused], {10: after, 11: after}, {10: ROWS, 11: ROWS}, -1) == {10: {"id", "a"}}
     assert following.oids == {10}
     assert not following.columns_to_follow(row(11, before), after)
 
@@ -74,8 +74,8 @@ def test_a_publication_that_lists_columns_or_was_altered_meanwhile_ends_what_is_
         before, after = attributes("id", "a", "x"), attributes("id", "a")
         following.store_baseline(row(10, before), before)
         following.record_pause(row(10, before), following.columns_to_follow(row(10, before), after), followed=True)
-        parked = replace(row(10, before), state="parked")
-        assert bool(following.begin_session([parked], {10: after}, {10: rows}, confirmed_lsn)) is goes_on
+        paused = replace(row(10, before), state="parked")
+        assert bool(following.begin_session([paused], {10: after}, {10: rows}, confirmed_lsn)) is goes_on
 
 
 def test_a_column_that_was_written_again_is_another_one() -> None:

@@ -70,7 +70,7 @@ def test_f471_an_identity_that_does_not_say_the_key_is_refused_with_the_statemen
             await world.sql(*[statement.format(name) for statement in statements])
         async with world.capture(tables=("fine", *REFUSED), **AS_IS):
             for name in REFUSED:
-                row = await world.parked(name, "does not include the primary key")
+                row = await world.paused(name, "does not include the primary key")
                 assert row.state == "refused"
                 # Nothing that the application does fails meanwhile, and nothing was altered.
                 await world.sql(f"INSERT INTO {name} VALUES (1, 1)", f"UPDATE {name} SET id = 2", f"DELETE FROM {name}")
@@ -95,7 +95,7 @@ def test_f471_a_captured_table_that_gets_such_an_identity_is_parked_before_its_f
                 await world.sql(
                     "UPDATE t SET id = 3"
                 )  # says nothing of the key before: no tombstone of 2 may be missing
-            row = await world.parked("t", "primary key" if identity != "NOTHING" else "")
+            row = await world.paused("t", "primary key" if identity != "NOTHING" else "")
             assert set(await world.folded("t")) == {'{"id":2}'}
 
             async def unharmed() -> bool:
@@ -138,7 +138,7 @@ def test_the_identity_of_a_partition_is_what_counts(postgres_dsn: str) -> None:
                 "ALTER TABLE high REPLICA IDENTITY USING INDEX high_v",
                 "UPDATE t SET id = 900 WHERE id = 150",
             )
-            await world.parked("t", "the replica identity of public.high")
+            await world.paused("t", "the replica identity of public.high")
 
     in_world(postgres_dsn, scenario)
 
@@ -147,25 +147,25 @@ def test_f472_a_manual_capture_alters_nothing_and_says_what_is_missing_until_it_
     async def scenario(world: World) -> None:
         await world.sql(*WIDE, "CREATE TABLE later (id int PRIMARY KEY, v int)")
         manual: dict[str, Any] = {"manual": True, "table_poll_s": 0.1}
-        with pytest.raises(InvalidError, match="must not do") as told:
+        with pytest.raises(InvalidError, match="must not do") as reported:
             await check_capture(world.config(**manual))
-        statements = told.value.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
+        statements = reported.value.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
         capture = world.new_capture(**manual)
         running = asyncio.ensure_future(capture.run())
         try:
 
-            async def parked() -> bool:
+            async def paused() -> bool:
                 failure = world.tracker.failure(capture.config.mark)
                 return failure is not None and "CREATE PUBLICATION" in failure.error
 
-            await until(parked, "it says that there is no publication")
+            await until(paused, "it says that there is no publication")
         finally:
             await capture.aclose()
             await asyncio.gather(running, return_exceptions=True)
         assert await identity(world, "wide") == "d" and not await world.select("SELECT FROM pg_publication")
         await world.sql(*[s for s in statements if "later" not in s])
         async with world.capture(**manual):
-            row = await world.parked("later", "not prepared")
+            row = await world.paused("later", "not prepared")
             assert row.state == "refused" and [s for s in statements if "later" in s] == row.fix[4:-1].split("; ")
             await world.sql(*row.fix[4:-1].split("; "))
             await world.flowing("wide", "later")
@@ -174,7 +174,7 @@ def test_f472_a_manual_capture_alters_nothing_and_says_what_is_missing_until_it_
             await exact(world, "later")
             # Taken away: told, and left as it is.
             await world.sql("ALTER TABLE later REPLICA IDENTITY NOTHING")
-            row = await world.parked("later", "makes its UPDATE and DELETE fail")
+            row = await world.paused("later", "makes its UPDATE and DELETE fail")
             assert "DROP TABLE ONLY" in row.fix and await identity(world, "later") == "n"
         done = await drop_capture(world.config(), world.catalogue)
         assert done.publication_left and done.slot and done.identities == {} and not done.left

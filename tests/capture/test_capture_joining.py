@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from support.capture.world import GOOD, T, World, good_flows, in_world, plain, told
+from support.capture.world import GOOD, T, World, good_flows, in_world, plain, reported
 from support.waiting import DEADLINE_S, until
 from tidemill.base.errors import UnknownOutcomeError
 from tidemill.base.status.status import StageState
@@ -89,7 +89,7 @@ def test_a_stream_that_is_told_again_from_before_a_copy_parks_nothing_that_the_c
             await world.caught_up()
             await world.sql(copy.format(slot, early))
             await world.transaction("UPDATE t SET v = v + 1", *changes)
-            await world.parked("t", words)
+            await world.paused("t", words)
             await request_recopy(world.catalogue, world.name, "public.t")
             await world.flowing("t")
             await good_flows(world)
@@ -121,12 +121,12 @@ def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_d
             "CREATE TABLE p2 PARTITION OF p FOR VALUES FROM (100) TO (200)",
             "INSERT INTO p VALUES (1, 1), (101, 1)",
         )
-        real, parking = world.catalogue.change_table, asyncio.Event()
+        real, pausing = world.catalogue.change_table, asyncio.Event()
 
         async def change_table(capture: str, table: str, change: Any) -> CaptureTableRow | None:
             wanted = change(await world.table(table))
-            if wanted is not None and wanted.parked_lsn:
-                parking.set()
+            if wanted is not None and wanted.paused_lsn:
+                pausing.set()
                 await asyncio.Event().wait()
             return await real(capture, table, change)
 
@@ -135,14 +135,14 @@ def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_d
             with monkeypatch.context() as patch:
                 patch.setattr(world.catalogue, "change_table", change_table)
                 await world.sql("ALTER TABLE p DETACH PARTITION p1")
-                await asyncio.wait_for(parking.wait(), DEADLINE_S)
+                await asyncio.wait_for(pausing.wait(), DEADLINE_S)
                 await world.sql("INSERT INTO p VALUES (102, 2)")
                 with pytest.raises(AssertionError, match="a binding tagged"):
                     await world.caught_up(2.0)
         async with world.capture(table_poll_s=0.1):
-            row = await world.parked("p", "a partition is gone")
+            row = await world.paused("p", "a partition is gone")
             await good_flows(world)
-            assert await world.confirmed() > row.parked_lsn
+            assert await world.confirmed() > row.paused_lsn
             binding = await world.caught_up()
             end = sum(binding.offsets[await world.topic_id("p")])
             assert await world.folded("p", end) == {
@@ -173,29 +173,29 @@ def test_f413_a_copy_beside_the_stream_moves_with_its_rows_and_holds_the_capture
             await request_recopy(world.catalogue, world.name, "public.t")
             await until(lambda: bursts > 1, "a part is copied")
             binding = await good_flows_beyond(world)
-            table = told(world, capture, capture.config.table_mark("public.t"))
+            table = reported(world, capture, capture.config.table_mark("public.t"))
             assert table is not None and table.state is StageState.MOVING, table
             assert 0 < table.mark.position < table.mark.target and table.mark.unit == "rows"
             assert "copying public.t" in table.mark.reason
 
             def held() -> bool:
                 # Its topics may hold it for a moment longer, by what came beside the streams.
-                own = told(world, capture, capture.config.mark)
+                own = reported(world, capture, capture.config.mark)
                 return own is not None and own.mark.held_by == table.mark.name
 
             await until(held, "the capture's mark names the copy")
-            own = told(world, capture, capture.config.mark)
+            own = reported(world, capture, capture.config.mark)
             assert own is not None and own.mark.position <= binding, "what the server was told, not what is flushed"
             assert await world.confirmed() <= own.mark.position
 
             def stuck() -> bool:
-                table = told(world, capture, capture.config.table_mark("public.t"))
+                table = reported(world, capture, capture.config.table_mark("public.t"))
                 return table is not None and table.state is StageState.STUCK and table.mark.held_by.startswith("topic:")
 
             await until(stuck, "a copy that stands is stuck, and names who holds it")
             may_write.set()
             await world.flowing("t")
-            assert told(world, capture, capture.config.table_mark("public.t")) is None
+            assert reported(world, capture, capture.config.table_mark("public.t")) is None
             await good_flows(world)
 
     in_world(postgres_dsn, scenario)
@@ -219,7 +219,7 @@ def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_slot(p
                 await request_recopy(world.catalogue, world.name, "public.t")
 
                 def stuck() -> bool:
-                    table = told(world, capture, mark)
+                    table = reported(world, capture, mark)
                     by_pid = table is not None and table.mark.held_by == f"postgres-pid:{pid}"
                     return by_pid and table.state is StageState.STUCK and query in table.mark.reason
 
@@ -228,10 +228,10 @@ def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_slot(p
                 await until(stuck, "it still is")
                 await other.rollback()
             # It flowed all the while as it was before: what tells that it is copied again is that nothing is told.
-            await until(lambda: told(world, capture, mark) is None, "its copy is not told any more")
+            await until(lambda: reported(world, capture, mark) is None, "its copy is not told any more")
             await world.flowing("t")
             await good_flows(world)
-            assert told(world, capture, mark) is None
+            assert reported(world, capture, mark) is None
 
     in_world(postgres_dsn, scenario)
 
@@ -251,8 +251,8 @@ def test_f409_a_first_copy_behind_a_lock_keeps_no_other_table_waiting(
         monkeypatch.setattr(bootstrap, "copy_tables", take_snapshot)
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
-            await world.parked("t", f"pid={other.info.backend_pid}")
-            table = told(world, capture, capture.config.table_mark("public.t"))
+            await world.paused("t", f"pid={other.info.backend_pid}")
+            table = reported(world, capture, capture.config.table_mark("public.t"))
             assert table is not None and table.mark.held_by == f"postgres-pid:{other.info.backend_pid}"
             await other.close()
             await world.flowing("t")

@@ -55,17 +55,17 @@ def test_f495_what_doctor_asks_an_administrator_for_is_printed_kept_and_told_bac
         async def keep(asked: dict[str, dict[int, tuple[str, str]]]) -> None:
             kept.update(asked)
 
-        with pytest.raises(InvalidError) as told:
+        with pytest.raises(InvalidError) as reported:
             await check_capture(world.config(manual=True), keep)
-        assert 'ALTER TABLE "public"."c" REPLICA IDENTITY NOTHING' in told.value.message
+        assert 'ALTER TABLE "public"."c" REPLICA IDENTITY NOTHING' in reported.value.message
         assert set(kept) == {"public.a", "public.c"}
 
         # A manual capture that meets such a table keeps it, too.
         own = f"tidemill_{world.name}"
-        statements = told.value.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
+        statements = reported.value.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
         await world.sql(*[s for s in statements if '"c"' not in s])
         async with world.capture(manual=True, table_poll_s=0.1):
-            row = await world.parked("c", "not prepared")
+            row = await world.paused("c", "not prepared")
             assert list(row.identities_asked.values()) == [('"public"."c"', "NOTHING")] and not row.identities
             await world.sql(*[s for s in statements if '"c"' in s])
             await world.flowing("a", "c")
@@ -107,13 +107,13 @@ def test_f496_a_table_that_comes_later_is_told_with_all_its_statements_at_once(p
                 await world.sql("CREATE SCHEMA late", "CREATE TABLE late.c (id int PRIMARY KEY, v text)")
                 found: list[str] = []
 
-                async def told() -> bool:
+                async def reported() -> bool:
                     row = await world.table("late.c")
                     if row is not None and row.state == "refused" and "ADD TABLE" in row.fix:
                         found.append(row.fix)
                     return bool(found)
 
-                await until(told, "it is refused")
+                await until(reported, "it is refused")
                 await world.sql(*found[0].partition("run: ")[2].rstrip(";.").split("; "))
                 await world.sql("INSERT INTO late.c VALUES (1, 'x')")
                 seen: set[str] = set()
@@ -149,9 +149,9 @@ def test_f497_a_refused_connection_names_the_right_that_is_missing(
     roles.execute(f"REVOKE CONNECT ON DATABASE {database} FROM PUBLIC")
 
     def fix(role: str) -> str:
-        with pytest.raises(TidemillError) as told:
+        with pytest.raises(TidemillError) as reported:
             asyncio.run(check_database(postgres_dsn.replace("postgres@", f"{role}@")))
-        return told.value.fix
+        return reported.value.fix
 
     assert "LOGIN" in fix("cannot_login") and "Create" not in fix("cannot_login")
     assert "GRANT CONNECT" in fix("cannot_connect") and "Create" not in fix("cannot_connect")

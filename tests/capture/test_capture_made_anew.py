@@ -172,7 +172,7 @@ def test_f474_a_table_made_anew_does_not_wait_for_the_pause_of_the_one_before(
             await world.sql("CREATE TABLE late (id int PRIMARY KEY)")
             capture.check_tables_soon()
             await until(lambda: tries, "the copy begins")
-            await until(lambda: not capture._desk.copying, "the copy fails")
+            await until(lambda: not capture._states.copying, "the copy fails")
             capture.check_tables_soon()
             await world.flowing("t", "other", "late")
             assert len(tries) == 2 and tries[0] != tries[1]

@@ -141,10 +141,10 @@ async def in_step(world: Moving, made: EmbeddedPostgres) -> None:
 
 
 async def recopied(world: World, words: str) -> None:
-    async def told() -> bool:
+    async def reported() -> bool:
         return words in (await world.row()).recopied
 
-    await until(told, f"it is told: {words}")
+    await until(reported, f"it is told: {words}")
 
 
 def noticed(capture: Capture) -> str:
@@ -385,15 +385,15 @@ def test_a_table_that_is_parked_for_the_operator_stays_so_while_wal_is_confirmed
             await world.caught_up()
             topic = await world.topic_id("t")
             await world.sql("ALTER TABLE t DROP COLUMN v", "INSERT INTO t VALUES (2)")
-            parked = await world.parked("t", "its description changed")
-            await until(lambda: passed(world, parked.parked_lsn), "the WAL up to there is confirmed")
+            paused = await world.paused("t", "its description changed")
+            await until(lambda: passed(world, paused.paused_lsn), "the WAL up to there is confirmed")
         for _ in range(2):  # the second one begins where the first one has confirmed WAL that no binding has
             async with world.capture(**settings) as capture:
                 await world.sql("INSERT INTO other VALUES (1)")
                 end = await world.wal_end()
                 await until(lambda end=end: passed(world, end), "WAL is confirmed")  # type: ignore[misc]
                 assert capture.streaming
-        assert await world.table("public.t") == parked, "nobody asked to copy it"
+        assert await world.table("public.t") == paused, "nobody asked to copy it"
         assert await world.topic_id("t") == topic and (await world.row()).recopied == ""
         latest = await world.remap().latest()
         assert latest is not None and await world.confirmed() - 1 > latest.lsn

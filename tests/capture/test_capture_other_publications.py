@@ -67,13 +67,13 @@ async def objected(world: World, table: str, words: str = "publication=other") -
     """Until the table is refused or parked for that; its row."""
     found: list[CaptureTableRow] = []
 
-    async def told() -> bool:
+    async def refused() -> bool:
         row = await world.table(f"public.{table}")
         if row is not None and row.state in ("refused", "parked") and words in f"{row.reason} {row.fix}":
             found.append(row)
         return bool(found)
 
-    await until(told, f"{table} is refused or parked: {words}")
+    await until(refused, f"{table} is refused or parked: {words}")
     return found[0]
 
 
@@ -320,11 +320,11 @@ def test_f492_a_manual_capture_whose_publication_has_other_options_is_told_how_i
         await world.sql(f"CREATE PUBLICATION {own} FOR TABLE good WITH (publish = 'insert')")
         async with world.capture(manual=True, wait=False) as capture:
 
-            def told() -> bool:
+            def refused() -> bool:
                 failure = world.tracker.failure(capture.config.mark)
                 return failure is not None and "CREATE PUBLICATION" in failure.error
 
-            await until(told, "it says how the publication is made")
+            await until(refused, "it says how the publication is made")
             failure = world.tracker.failure(capture.config.mark)
             assert failure is not None
             statements = failure.error.partition("Run ")[2].rstrip(";").split("; ")

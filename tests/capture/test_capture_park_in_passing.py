@@ -54,7 +54,7 @@ def test_what_was_written_before_a_row_that_parks_its_table_becomes_a_boundary()
         topics: Any = AtOnce()
         writer = TopicWriter("topics", tables, topics, Rand(1), durable, parks)
         for table in tables:
-            table.lanes[0].start_at(0, 0, None)
+            table.writers[0].start_at(0, 0, None)
         # Something is on its way already, so that a round is sent in the middle of what follows.
         await writer.deliver(fragment(1, change(1)), Notices())
         wide = Change(OTHER, "insert", at(2, 2), {"id": "1", "v": "x" * (MAX_ROW_BYTES + 1)})

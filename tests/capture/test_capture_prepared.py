@@ -60,7 +60,7 @@ def test_f494_a_prepared_transaction_in_the_way_is_named_with_the_statement_that
             # One that holds a table which comes later.
             await world.sql("CREATE TABLE c (id int PRIMARY KEY, v int)")
             prepare(world.dsn, "other", "INSERT INTO c VALUES (2, 2)")
-            row = await world.parked("c", "gid='other'")
+            row = await world.paused("c", "gid='other'")
             assert row.state == "refused" and "COMMIT PREPARED 'other' or ROLLBACK PREPARED 'other'" in row.fix
             # Whoever compares the tables meets it as well.
             await world.sql("CREATE TABLE d (id int PRIMARY KEY, v int)")

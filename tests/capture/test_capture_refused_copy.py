@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from support.capture.world import GOOD, T, World, good_flows, in_world, told
+from support.capture.world import GOOD, T, World, good_flows, in_world, reported
 from support.waiting import DEADLINE_S, until
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import Backoff
@@ -69,11 +69,11 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
             )
 
             def copied() -> bool:
-                mark = told(world, capture, capture.config.table_mark("public.t"))
+                mark = reported(world, capture, capture.config.table_mark("public.t"))
                 return mark is not None and mark.state is StageState.MOVING and mark.mark.position > 0
 
             await until(copied, "the other one is copied")
-            mark = told(world, capture, capture.config.table_mark("public.a"))
+            mark = reported(world, capture, capture.config.table_mark("public.a"))
             holder = "operator" if fails == "its rows" else f"postgres-pid:{other.info.backend_pid}"
             assert mark is not None and mark.state is StageState.STUCK, mark
             assert mark.mark.held_by == holder, mark
@@ -83,15 +83,15 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
             may_write.set()
             await world.flowing("t", "a")
             await good_flows(world)
-            assert told(world, capture, capture.config.table_mark("public.a")) is None
+            assert reported(world, capture, capture.config.table_mark("public.a")) is None
 
     in_world(postgres_dsn, scenario)
 
 
-async def parked_table(world: World) -> None:
+async def pause_a_table(world: World) -> None:
     """`t`, whose changes are not carried any more, and which is not published."""
     await world.sql("ALTER TABLE t ADD x float DEFAULT random()")
-    await world.parked("t", "column 'x' double precision is new")
+    await world.paused("t", "column 'x' double precision is new")
 
     async def unpublished() -> bool:
         return not await world.select("SELECT FROM pg_publication_rel WHERE prrelid = 't'::regclass")
@@ -105,17 +105,17 @@ def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_o
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
             mark = capture.config.table_mark("public.t")
-            await parked_table(world)
+            await pause_a_table(world)
             async with await psycopg.AsyncConnection.connect(world.dsn, application_name="nightly") as other:
                 await other.execute("UPDATE t SET v = v + 1")
                 await request_recopy(world.catalogue, world.name, "public.t")
 
                 def named() -> bool:
-                    table = told(world, capture, mark)
+                    table = reported(world, capture, mark)
                     return table is not None and table.mark.held_by == f"postgres-pid:{other.info.backend_pid}"
 
                 await until(named, "its holder is named")
-                table = told(world, capture, mark)
+                table = reported(world, capture, mark)
                 assert table is not None and table.state is StageState.STUCK
                 for words in (
                     "column 'x' double precision is new",
@@ -130,23 +130,23 @@ def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_o
                 assert row is not None and row.state == "parked" and "locked" not in row.reason
                 await other.rollback()
             await world.flowing("t")
-            assert told(world, capture, mark) is None
+            assert reported(world, capture, mark) is None
 
     in_world(postgres_dsn, scenario)
 
 
-@pytest.mark.parametrize("parked", [True, False])
+@pytest.mark.parametrize("paused", [True, False])
 def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
-    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, parked: bool
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, paused: bool
 ) -> None:
     async def scenario(world: World) -> None:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1, budget_ms=1000) as capture:
             await good_flows(world)
             mark = capture.config.table_mark("public.t")
-            if parked:
+            if paused:
                 await world.sql("ALTER TABLE t ADD x float DEFAULT random()")
-                await world.parked("t", "column 'x' double precision is new")
+                await world.paused("t", "column 'x' double precision is new")
 
             async def publish(*_: Any, **__: Any) -> Any:
                 raise UnavailableError("too many connections.")
@@ -156,12 +156,12 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
                 await request_recopy(world.catalogue, world.name, "public.t")
 
                 def failing() -> bool:
-                    table = told(world, capture, mark)
+                    table = reported(world, capture, mark)
                     return table is not None and "too many connections" in table.mark.error
 
                 await until(failing, "what its copy ended with is told")
                 row = await world.table("public.t")
-                assert row is not None and row.is_streaming is not parked, "what flows goes on meanwhile"
+                assert row is not None and row.is_streaming is not paused, "what flows goes on meanwhile"
                 await good_flows(world)
                 assert failing(), "it still is"
             await world.flowing("t")
@@ -171,7 +171,7 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
                 return row is not None and row.is_streaming and row.generation == 1
 
             await until(copied, "it is copied")
-            await until(lambda: told(world, capture, mark) is None, "nothing is told of it")
+            await until(lambda: reported(world, capture, mark) is None, "nothing is told of it")
 
     in_world(postgres_dsn, scenario)
 
@@ -184,7 +184,7 @@ def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbour
         real, looked = table_adder.publish_tables, asyncio.Event()
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
-            await parked_table(world)
+            await pause_a_table(world)
 
             async def publish(*args: Any, **settings: Any) -> Any:
                 done = await real(*args, **settings)
@@ -219,14 +219,14 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
-            await parked_table(world)
+            await pause_a_table(world)
             row = await world.table("public.t")
             assert row is not None and capture._session is not None and capture._session.adder is not None
             real, joins, taken_out = context.read_published_tables, capture._session.adder, []
 
             async def published_tables(*args: Any, **more: Any) -> Any:
                 published = await real(*args, **more)
-                capture._desk.copying = {"public.t": row.oid}
+                capture._states.copying = {"public.t": row.oid}
                 return {**(published or {}), row.oid: PublishedTable("ONLY public.t")}
 
             async def unpublish(*args: Any) -> bool:
@@ -238,13 +238,13 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
                 patch.setattr(context, "read_published_tables", published_tables)
                 await joins.publication_repair._unpublish_paused()
                 assert not taken_out
-            capture._desk.finish_copy()
+            capture._states.finish_copy()
 
     in_world(postgres_dsn, scenario)
 
 
 class Never(Backoff):
-    def pause_s(self, ran_s: float, *, parked: bool = False) -> float:
+    def pause_s(self, ran_s: float, *, paused: bool = False) -> float:
         return 1e6
 
 
@@ -271,14 +271,14 @@ def test_f409_a_table_is_taken_in_when_its_lock_is_free_however_long_the_pause(
         async with other, world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
             if known:
-                await parked_table(world)
+                await pause_a_table(world)
                 await request_recopy(world.catalogue, world.name, "public.t")
             else:
-                await world.parked("t", "primary key")
+                await world.paused("t", "primary key")
                 await world.sql("ALTER TABLE t ADD PRIMARY KEY (id)")
 
             def refused() -> bool:
-                table = told(world, capture, capture.config.table_mark("public.t"))
+                table = reported(world, capture, capture.config.table_mark("public.t"))
                 return table is not None and table.mark.held_by == f"postgres-pid:{other.info.backend_pid}"
 
             await until(refused, "its holder is named")

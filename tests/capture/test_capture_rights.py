@@ -47,7 +47,7 @@ def test_a_table_that_comes_later_is_refused_with_the_statements_and_taken_in_wh
                 await world.sql(statement)
             async with world.capture(table_poll_s=0.2):
                 await world.sql("CREATE TABLE c (id int PRIMARY KEY, v text)")
-                row = await world.parked("c", "")
+                row = await world.paused("c", "")
                 assert row.state == "refused" and "ADD TABLE ONLY" in row.fix and "REPLICA IDENTITY FULL" in row.fix
                 await world.sql(
                     "ALTER TABLE c REPLICA IDENTITY FULL", *[s for s in await missing(world) if "GRANT" in s]
@@ -71,8 +71,8 @@ def test_a_table_that_comes_later_is_refused_with_the_statements_and_taken_in_wh
 async def blocked(world: World) -> None:
     """Until the table is told as locked by others: its writer is waited for."""
 
-    async def told() -> bool:
+    async def reported() -> bool:
         row = await world.table("public.c")
         return row is not None and row.state == "refused" and "locked by others" in row.reason
 
-    await until(told, "the writer is named")
+    await until(reported, "the writer is named")

@@ -166,8 +166,8 @@ def written(fragments: Sequence[Fragment], partitions: int, source: EventSource 
             "public.d", TopicRow(name="d", topic_id="d", partitions=partitions), 5, oid=1, source=source
         )
         writer = TopicWriter("w", [table], log, Rand(1), lambda _: None)  # type: ignore[arg-type]
-        for lane in table.lanes:
-            lane.start_at(0, 0, None)
+        for each in table.writers:
+            each.start_at(0, 0, None)
         for fragment in fragments:
             await writer.deliver(fragment, Notices())
         await writer.wait_drained()
@@ -393,7 +393,7 @@ def test_f486_rows_that_exchange_keys_before_their_table_is_dropped_are_in_its_t
         await world.catalogue.put(PipelineRow("p", {"d": f"capture:{world.name}:public.d"}))  # else its topic goes
         await world.sql("DROP TABLE d", "INSERT INTO good VALUES (1)")
         async with world.capture():
-            await world.parked("d", "was dropped from the database")
+            await world.paused("d", "was dropped from the database")
             await as_selected(world, "good")
             held = list((await world.folded("d")).values())
         assert sorted(map(str, held)) == sorted(map(str, rows))
@@ -444,7 +444,7 @@ def test_f486_a_table_whose_rows_cannot_be_asked_for_is_parked_alone_and_copied_
                 await until(queued, "the lock is asked for")
                 await world.sql("COMMIT")
                 await locked
-                row = await world.parked("d2", "the row that holds a deferrable key cannot be read")
+                row = await world.paused("d2", "the row that holds a deferrable key cannot be read")
                 assert row.again_ms
                 await world.sql("INSERT INTO good VALUES (1)")
                 await as_selected(world, "good")

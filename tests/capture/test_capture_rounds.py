@@ -59,7 +59,7 @@ async def turn() -> None:
         await asyncio.sleep(0)
 
 
-def lane() -> PartitionWriter:
+def writer() -> PartitionWriter:
     made = PartitionWriter("t", "id", 0, 1)
     made.start_at(0, 0, None)
     return made
@@ -69,7 +69,7 @@ def test_a_round_that_left_before_its_position_was_known_is_told_of_it() -> None
     """Seed 002's class: who adds waits in between (a table is being parked), and a round leaves meanwhile."""
 
     async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
-        one = lane()
+        one = writer()
         one.assign_offset(at(0))
         rounds.add(one, RECORD)
         rounds.schedule_round()  # somebody else's turn
@@ -85,7 +85,7 @@ def test_a_round_that_left_before_its_position_was_known_is_told_of_it() -> None
 
 def test_what_is_durable_already_when_its_position_is_told_is_reported_at_once() -> None:
     async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
-        one = lane()
+        one = writer()
         one.assign_offset(at(0))
         rounds.add(one, RECORD)
         rounds.schedule_round()
@@ -101,7 +101,7 @@ def test_what_is_durable_already_when_its_position_is_told_is_reported_at_once()
 
 def test_a_round_that_cannot_be_encoded_ends_the_writer() -> None:
     async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
-        one = lane()
+        one = writer()
         one.assign_offset(at(0))
         one.close_batches = lambda _: 1 // 0  # type: ignore[method-assign,assignment,return-value]
         rounds.add(one, RECORD)
@@ -120,7 +120,7 @@ def test_small_rounds_keep_a_gap_and_travel_together_and_a_large_one_leaves_at_o
     monkeypatch.setattr(rounds_module, "MIN_ROUND_GAP_S", 1.0)  # no stall of the machine is as long
 
     async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
-        one, ordinal = lane(), 0
+        one, ordinal = writer(), 0
 
         async def put(record: Record = RECORD) -> int:
             nonlocal ordinal

@@ -32,7 +32,7 @@ def test_f419_a_dropped_table_ends_at_its_drop_and_leaves_nothing_once_no_pipeli
             await world.sql("DROP TABLE kept, gone")
             await forgotten(world, "gone")
             assert f"{world.name}.public.gone" not in {t.name for t in await world.catalogue.list(TopicRow)}
-            row = await world.parked("kept", "dropped from the database")
+            row = await world.paused("kept", "dropped from the database")
             assert row.state == "dropped" and "the pipeline's table ends here" in stuck(world, "kept")
             await good_flows(world)
             binding = await world.caught_up()
@@ -58,10 +58,10 @@ def test_a_table_that_is_dropped_while_it_is_parked_says_so_and_not_how_to_mend_
         async with world.capture(table_poll_s=0.1):
             await world.flowing("kept")
             await world.sql("ALTER TABLE kept DROP COLUMN w")
-            before = await world.parked("kept", "is gone")
+            before = await world.paused("kept", "is gone")
             await world.sql("DROP TABLE kept")
-            row = await world.parked("kept", "dropped from the database")
-            assert (row.state, row.parked_lsn, row.again_ms) == ("dropped", before.parked_lsn, 0)
+            row = await world.paused("kept", "dropped from the database")
+            assert (row.state, row.paused_lsn, row.again_ms) == ("dropped", before.paused_lsn, 0)
             assert "accept" not in row.fix and "the pipeline's table ends here" in stuck(world, "kept")
             await world.sql("CREATE TABLE kept (id int PRIMARY KEY, v int)", "INSERT INTO kept VALUES (2, 2)")
             await world.flowing("kept")
@@ -78,10 +78,10 @@ def test_a_table_that_is_dropped_while_it_is_refused_says_so_and_not_what_refuse
         await world.sql("CREATE PUBLICATION other FOR TABLE kept (id)")
         await world.catalogue.put(PipelineRow("p", {"kept": f"capture:{world.name}:public.kept"}))
         async with world.capture(table_poll_s=0.1):
-            await world.parked("kept", "other")
+            await world.paused("kept", "other")
             await world.sql("DROP TABLE kept")
-            row = await world.parked("kept", "dropped from the database")
-            assert (row.state, row.parked_lsn) == ("dropped", 0) and "other" not in stuck(world, "kept")
+            row = await world.paused("kept", "dropped from the database")
+            assert (row.state, row.paused_lsn) == ("dropped", 0) and "other" not in stuck(world, "kept")
             await world.sql("CREATE TABLE kept (id int PRIMARY KEY, v int)", "INSERT INTO kept VALUES (2, 2)")
             await world.flowing("kept")
             assert await world.folded("kept") == await plain(world, "kept")
@@ -133,7 +133,7 @@ def test_a_table_that_is_dropped_while_it_is_set_up_is_dropped_and_not_for_ever_
         noted = CaptureTableRow(world.name, "public.kept", identities={7: ("kept", "DEFAULT")})
         await world.catalogue.change_table(world.name, "public.kept", lambda _: noted)
         async with world.capture(table_poll_s=0.1):
-            assert (await world.parked("kept", "dropped from the database")).state == "dropped"
+            assert (await world.paused("kept", "dropped from the database")).state == "dropped"
             assert "the pipeline's table ends here" in stuck(world, "kept")
             await world.sql("CREATE TABLE kept (id int PRIMARY KEY, v int)", "INSERT INTO kept VALUES (2, 2)")
             await world.flowing("kept")

@@ -123,8 +123,8 @@ def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_no
             commit = await world.wal_end()
 
             async def failed() -> bool:
-                told = await world.confirmed()
-                assert refused == 2 or told < commit, (confirmed, told, commit)
+                reported = await world.confirmed()
+                assert refused == 2 or reported < commit, (confirmed, reported, commit)
                 return refused == 2
 
             await until(failed, "two sessions ended with it")
@@ -144,7 +144,7 @@ def test_slc11_rows_of_a_table_that_is_dropped_before_they_are_read_keep_their_k
         await world.sql("INSERT INTO a VALUES (1, 1)", "INSERT INTO a VALUES (2, 2)", "DELETE FROM a WHERE id = 1")
         await world.sql("DROP TABLE a", "INSERT INTO b VALUES (7)")
         async with world.capture():
-            row = await world.parked("a", "dropped from the database")
+            row = await world.paused("a", "dropped from the database")
             assert row.state == "dropped"
             await world.caught_up()
             assert await world.folded("a") == {'{"id":2}': {"id": 2, "v": 2}}
@@ -173,8 +173,8 @@ def test_slc13_a_description_whose_consequence_was_not_stored_is_seen_again_by_t
             monkeypatch.setattr(TableStates, "update_row", dying)
             await world.sql("ALTER TABLE a DROP CONSTRAINT a_pkey")
             await world.transaction("INSERT INTO a VALUES (1, 2)", "INSERT INTO b VALUES (7)")
-            row = await world.parked("a")
-            assert died == 1 and row.parked_lsn
+            row = await world.paused("a")
+            assert died == 1 and row.paused_lsn
             await world.caught_up()
             assert await world.folded("a") == {'{"id":1}': {"id": 1, "v": 1}}
             assert len(await world.records("b")) == 1

@@ -87,7 +87,7 @@ def test_f410_a_table_whose_description_changes_parks_before_the_first_such_row(
                 "INSERT INTO good VALUES (50, 50)",
             )  # fmt: skip
             await world.sql(f"INSERT INTO {table} ({columns}) VALUES ({values[1]})")
-            row = await world.parked("t")
+            row = await world.paused("t")
             assert words in row.reason and "resnapshot" in row.fix
             await good_flows(world)
             binding = await world.caught_up()
@@ -114,7 +114,7 @@ def test_f411_a_difference_is_seen_without_any_row(postgres_dsn: str, change: st
             await world.caught_up()
             expected = await before(world)
             await world.sql(statement)
-            row = await world.parked("t")
+            row = await world.paused("t")
             assert words in row.reason or "needs a primary key" in row.reason
             await good_flows(world)
             assert await world.folded("t") == expected
@@ -176,7 +176,7 @@ def test_who_follows_a_table_outside_the_topics_is_told_that_it_ends_there(postg
             await world.caught_up()
             assert capture.relation("public", "t") is not None
             await world.sql("ALTER TABLE t ADD x float DEFAULT random()", rows)
-            await world.parked("t")
+            await world.paused("t")
             await good_flows(world)
             assert tap.ops == ["delete", "truncate"], "a shape ends with a truncate"
             assert capture.relation("public", "t") is None, "and nobody may begin another"
@@ -195,7 +195,7 @@ def test_f413_a_table_asked_for_again_is_copied_beside_the_stream_and_flows(post
             await world.caught_up()
             old, good = await world.topic_id("t"), await world.topic_id("good")
             await world.sql("ALTER TABLE t DROP w", "INSERT INTO t VALUES (3, 3)")
-            await world.parked("t")
+            await world.paused("t")
             await recopy(world, "public.t")
             await world.flowing("t")
             await world.sql("INSERT INTO t VALUES (4, 4)", "DELETE FROM t WHERE id = 1")
@@ -303,7 +303,7 @@ def test_f415_a_row_that_cannot_be_written_parks_its_table_whatever_is_raised(
                 "INSERT INTO t SELECT g, g, 'x' FROM generate_series(100, 2000) g", "INSERT INTO good VALUES (70, 7)",
                 "INSERT INTO t VALUES (4, 4, 'poison')", "INSERT INTO good VALUES (71, 7)",
             )  # fmt: skip
-            row = await world.parked("t", type(error).__name__)
+            row = await world.paused("t", type(error).__name__)
             assert "resnapshot" in row.fix
             await good_flows(world)
             assert capture._session is session
@@ -380,7 +380,7 @@ def test_f416_ddl_under_load_with_kills_ends_in_equal_tables_once_they_are_copie
                     process.kill()
                     process.wait()
                     process = start()
-                    await world.parked("t", f"'x{round_}'")
+                    await world.paused("t", f"'x{round_}'")
                     code, out = await command("capture", "resnapshot", "t", "--yes")
                     assert code == 0, out
                     await asyncio.sleep(rng.random() * 1.5)
@@ -428,7 +428,7 @@ def test_f410_a_key_changed_by_a_transaction_that_is_not_visible_yet_is_found_al
                     assert not committing.done(), "it is flushed, and not visible"
                     await world.sql("ALTER SYSTEM RESET synchronous_standby_names", "SELECT pg_reload_conf()")
                     await committing
-                await world.parked("t", "primary key (id) is now gone")
+                await world.paused("t", "primary key (id) is now gone")
                 await good_flows(world)
                 binding = await world.caught_up()
                 assert await world.folded("t", sum(binding.offsets[await world.topic_id("t")])) == expected

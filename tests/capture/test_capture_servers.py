@@ -92,7 +92,7 @@ def test_f424_generated_columns_are_not_carried_and_nothing_fails(postgres_dsn: 
             await good_flows(world)
             assert await world.folded("stored") == {'{"id":2}': {"id": 2, "v": 2}}
             await world.sql("ALTER TABLE good RENAME v TO x", "INSERT INTO good VALUES (50, 50)")
-            await world.parked("good", "'x'")
+            await world.paused("good", "'x'")
             await world.sql("ALTER TABLE stored REPLICA IDENTITY NOTHING")
 
             async def full() -> bool:

@@ -159,11 +159,11 @@ def test_f432_a_walsender_that_is_frozen_is_told_and_heals(postgres_dsn: str, mo
             os.kill(pid, signal.SIGSTOP)
             try:
 
-                def told() -> bool:
+                def reported() -> bool:
                     mark, state = mark_of(world, capture)
                     return state is StageState.STUCK and "a keepalive of the stream" in mark.error
 
-                await until_in_time(told, "stuck, and the silent stream is named", BUDGET_MS)
+                await until_in_time(reported, "stuck, and the silent stream is named", BUDGET_MS)
                 assert mark_of(world, capture)[0].held_by.startswith("postgres:")
             finally:
                 os.kill(pid, signal.SIGCONT)
@@ -285,13 +285,13 @@ def test_f434_a_transaction_that_the_set_up_waits_for_is_named_with_pid_and_quer
         pid, query = writer.info.backend_pid, f"query='INSERT INTO {table} VALUES (1)'"
         async with world.capture(wait=False, budget_ms=1000, tables=("a",)) as capture:
 
-            def told() -> bool:
+            def reported() -> bool:
                 mark, state = mark_of(world, capture)
                 named = "application='nightly job' client=127.0.0.1 state='idle in transaction'"
                 by_pid = mark.held_by == f"postgres-pid:{pid}"
                 return state is StageState.STUCK and by_pid and named in mark.reason and query in mark.reason
 
-            await until_in_time(told, f"stuck, and the writer of {table} is named", 1000)
+            await until_in_time(reported, f"stuck, and the writer of {table} is named", 1000)
             await writer.rollback()
             await until(lambda: capture.streaming, "it goes on when the writer ends")
             await world.caught_up()
@@ -317,11 +317,11 @@ def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
         monkeypatch.setattr(bootstrap, "copy_tables", take_snapshot)
         async with world.capture(wait=False, budget_ms=1000) as capture:
 
-            def told() -> bool:
+            def reported() -> bool:
                 mark, state = mark_of(world, capture)
                 return state is StageState.STUCK and mark.held_by == f"postgres-pid:{other.info.backend_pid}"
 
-            await until_in_time(told, "stuck, and the migration is named", 1000)
+            await until_in_time(reported, "stuck, and the migration is named", 1000)
             assert "application='migration'" in mark_of(world, capture)[0].reason
             await other.rollback()
             await until(lambda: capture.streaming, "it goes on when the migration ends")

@@ -9,7 +9,7 @@ from tidemill.capture.tables.table_reasons import MAX_RETRY_AFTER_S, unavailabil
 from tidemill.metastore.catalogue import CaptureTableRow
 
 NOW_MS = 1_000_000
-ROW = CaptureTableRow("c", "public.t", state="parked", reason="its columns changed.", parked_lsn=7)
+ROW = CaptureTableRow("c", "public.t", state="parked", reason="its columns changed.", paused_lsn=7)
 
 
 def test_a_parked_table_says_why_and_when_it_is_worth_asking_again() -> None:
@@ -27,13 +27,13 @@ def test_a_parked_table_says_why_and_when_it_is_worth_asking_again() -> None:
 
 @pytest.mark.parametrize(("state", "verb"), [("refused", "refused"), ("left", "skipped")])
 def test_a_table_that_is_not_captured_says_why_and_is_worth_asking_for_again(state: str, verb: str) -> None:
-    refused = unavailability_of(replace(ROW, state=state, parked_lsn=0, reason="a publication holds it."), NOW_MS)
+    refused = unavailability_of(replace(ROW, state=state, paused_lsn=0, reason="a publication holds it."), NOW_MS)
     assert refused is not None and f"the table is {verb} by its capture: a publication holds it." in refused.reason
     assert (refused.retry_after_s, refused.passing) == (MAX_RETRY_AFTER_S, False)
 
 
 def test_a_table_that_is_being_added_passes_and_one_that_is_gone_has_no_reason() -> None:
-    passing = unavailability_of(replace(ROW, state="captured", parked_lsn=0), NOW_MS)
+    passing = unavailability_of(replace(ROW, state="captured", paused_lsn=0), NOW_MS)
     assert passing is not None and passing.passing
     assert unavailability_of(replace(ROW, state="dropped"), NOW_MS) is None
     assert unavailability_of(None, NOW_MS) is None

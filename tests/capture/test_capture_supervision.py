@@ -120,13 +120,13 @@ def test_f429_an_unreadable_message_of_one_table_parks_it_and_the_stream_goes_on
                 "INSERT INTO b VALUES (2)",
             )
             binding = await world.caught_up()
-            row = await world.parked("a", "old row")
+            row = await world.paused("a", "old row")
             assert "kind=delete" in row.reason and "resnapshot" in row.fix
-            assert row.parked_lsn < binding.lsn
+            assert row.paused_lsn < binding.lsn
             found = await world.records("b")
             assert [r.key for r in found] == [b'{"id":1}', b'{"id":2}']
             # The change that was passed over keeps its ordinal: those behind it stand where they always will.
-            assert dict(found[1].headers)["tm.pos"] == f"{row.parked_lsn}_4".encode()
+            assert dict(found[1].headers)["tm.pos"] == f"{row.paused_lsn}_4".encode()
             assert capture._session is current, "the session went on"
 
     in_world(postgres_dsn, scenario)

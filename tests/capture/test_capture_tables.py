@@ -84,7 +84,7 @@ def test_f404_a_virtual_column_added_later_takes_the_table_out_of_the_publicatio
                 return True
 
             await until(works, "the application's UPDATE works again", 3.0)
-            await world.parked("t")
+            await world.paused("t")
             assert "generated" in stuck(world, "t")
             await good_flows(world)
 
@@ -117,7 +117,7 @@ def test_f407_an_attached_partition_without_full_parks_its_table_alone(postgres_
                 "ALTER TABLE p ATTACH PARTITION p2 FOR VALUES FROM (100) TO (200)",
                 "UPDATE p SET v = 2 WHERE id = 101",
             )
-            row = await world.parked("p")
+            row = await world.paused("p")
             assert "old row" in row.reason and "resnapshot" in row.fix
             await good_flows(world)
         async with world.capture():
@@ -173,7 +173,7 @@ def test_f407_rows_that_come_or_go_with_a_partition_park_the_table(
         async with world.capture(table_poll_s=0.1):
             await world.caught_up()
             await world.sql(*changes)
-            await world.parked("p", words)
+            await world.paused("p", words)
             await good_flows(world)
 
     in_world(postgres_dsn, scenario)
@@ -223,7 +223,7 @@ def test_f409_a_table_behind_an_open_transaction_names_it_and_keeps_nobody_waiti
             async with await psycopg.AsyncConnection.connect(world.dsn) as holder:
                 await holder.execute("INSERT INTO t VALUES (1, 1)")
                 pid = holder.info.backend_pid
-                row = await world.parked("t", f"pid={pid}")
+                row = await world.paused("t", f"pid={pid}")
                 assert "INSERT INTO t" in row.reason
                 await good_flows(world)
                 # Writers beside it are held up by a lock that is waited for briefly and seldom only.

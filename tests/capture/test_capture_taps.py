@@ -189,15 +189,15 @@ def test_a_tap_that_removes_another_keeps_it_from_the_fragment_at_hand() -> None
 
 def test_a_tap_that_raises_when_it_is_told_what_is_carried_on_ends_alone() -> None:
     taps = TapRegistry(ManualClock())
-    told: list[Collection[int]] = []
+    reported: list[Collection[int]] = []
     bad, good = SeeingTap(), SeeingTap()
     bad.set_carried_relations = lambda _: 1 // 0  # type: ignore[method-assign,assignment,return-value]
-    good.set_carried_relations = told.append  # type: ignore[method-assign,assignment]
+    good.set_carried_relations = reported.append  # type: ignore[method-assign,assignment]
     taps.add(bad)
     taps.add(good)
     taps.dispatch_fragment(fragment(5, change(5)))
     taps.set_carried_relations({1, 2})
-    assert told == [{1, 2}]
+    assert reported == [{1, 2}]
     assert good.reasons == [] and "ZeroDivisionError" in bad.reasons[0]
 
 

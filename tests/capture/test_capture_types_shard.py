@@ -107,8 +107,8 @@ def test_every_type_is_in_the_shard_what_postgres_says_it_is(postgres_dsn: str) 
         assert contents.num_rows == 2 * count
         check_columns(contents, schema, at)
         texts = {row[0]: row for row in await selected(world, "SELECT * FROM kinds")}
-        told = zip(*text_columns(contents, [column.name for column in schema]), strict=True)
-        for row in told:
+        reported = zip(*text_columns(contents, [column.name for column in schema]), strict=True)
+        for row in reported:
             for column, value, text in zip(schema, row, texts[row[0]], strict=True):
                 if column.type == "bool":
                     text = {"t": "true", "f": "false"}.get(text or "")

@@ -85,8 +85,8 @@ def seen(*columns: CapturedColumn, missing: dict[str, str] | None = None, **othe
 
 
 def message(columns: tuple[CapturedColumn, ...]) -> RelationMessage:
-    told = tuple(WireColumn(c.name, c.type_oid, c.type_mod, False) for c in columns)
-    return RelationMessage(1, "public", "t", "f", told)
+    reported = tuple(WireColumn(c.name, c.type_oid, c.type_mod, False) for c in columns)
+    return RelationMessage(1, "public", "t", "f", reported)
 
 
 X = column("x", 4)
@@ -160,9 +160,9 @@ def test_each_transaction_has_the_description_of_its_time_also_when_it_is_told_a
     wide = column("v", 2, INT8)
     second = grown(ROW, seen(*ROW.columns, X), 100)
     third = grown(second, seen(ROW.columns[0], wide, ROW.columns[2], X, storage="others"), 200)
-    told = [message(tuple(columns_at_version(third.columns, version))) for version in (1, 2, 3)]
+    reported = [message(tuple(columns_at_version(third.columns, version))) for version in (1, 2, 3)]
     for lsn, there in ((50, {1}), (100, {1, 2}), (150, {2}), (200, {2, 3}), (250, {3})):
-        found = {find_version(third, one, lsn) for one in told} - {0}
+        found = {find_version(third, one, lsn) for one in reported} - {0}
         assert found == there, lsn
     both = replace(third, evolved=(100, 100))
-    assert [find_version(both, one, 100) for one in told] == [1, 2, 3], "two changes and rows in one transaction"
+    assert [find_version(both, one, 100) for one in reported] == [1, 2, 3], "two changes and rows in one transaction"

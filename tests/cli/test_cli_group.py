@@ -22,7 +22,7 @@ def run(directory: Path, *arguments: str) -> Result:
     return CliRunner().invoke(build_application(), ["group", *arguments, "--config", str(directory / "tidemill.toml")])
 
 
-def told(directory: Path, *arguments: str) -> Any:
+def reported(directory: Path, *arguments: str) -> Any:
     done = run(directory, *arguments, "--json")
     assert done.exit_code == 0, done.exception
     return json.loads(done.stdout.splitlines()[-1])
@@ -56,27 +56,27 @@ def test_groups_are_listed_described_reset_and_deleted(tmp_path: Path) -> None:
     path.write_text(f'[node]\ndata = "{tmp_path}/.tidemill"\n')
     with open_stores(path, create=True) as opened:
         opened.portal.call(fill(opened))
-    assert {r["group"]: (r["kind"], r["state"], r["members"], r["lag"]) for r in told(tmp_path, "list")} == {
+    assert {r["group"]: (r["kind"], r["state"], r["members"], r["lag"]) for r in reported(tmp_path, "list")} == {
         "busy": ("classic", "Stable", 1, 6),
         "free": ("classic", "Empty", 0, 6),
         "next": ("consumer", "Stable", 1, 0),
     }
-    with_patterns = told(tmp_path, "describe", "next")
+    with_patterns = reported(tmp_path, "describe", "next")
     assert with_patterns["offsets"][0]["member"] == "m2"
     assert (with_patterns["members"][0]["epoch"], with_patterns["members"][0]["topics"]) == (2, ["t"])
     assert "next  consumer  Stable  consumer uniform  generation=2" in run(tmp_path, "describe", "next").stdout
-    busy = told(tmp_path, "describe", "busy")
+    busy = reported(tmp_path, "describe", "busy")
     assert busy["generation"] == 3
     (offset,) = busy["offsets"]
     assert (offset["topic"], offset["offset"], offset["end"], offset["lag"], offset["member"]) == ("t", 4, 10, 6, "m1")
 
-    assert told(tmp_path, "reset", "free", "--by", "-2", "--dry-run")[0]["offset"] == 2
-    assert told(tmp_path, "reset", "free", "--to", "99", "--topic", "t") == [
+    assert reported(tmp_path, "reset", "free", "--by", "-2", "--dry-run")[0]["offset"] == 2
+    assert reported(tmp_path, "reset", "free", "--to", "99", "--topic", "t") == [
         {"topic": "t", "partition": 0, "before": 4, "offset": 10},
         {"topic": "t", "partition": 1, "before": None, "offset": 0},
     ]
-    assert told(tmp_path, "reset", "new", "--to", "earliest", "--topic", "t:0")[0]["offset"] == 0
-    assert [row["offset"] for row in told(tmp_path, "describe", "free")["offsets"]] == [10, 0]
+    assert reported(tmp_path, "reset", "new", "--to", "earliest", "--topic", "t:0")[0]["offset"] == 0
+    assert [row["offset"] for row in reported(tmp_path, "describe", "free")["offsets"]] == [10, 0]
     for refused in (
         ("reset", "busy", "--to", "latest"),
         ("delete", "busy"),
@@ -93,8 +93,8 @@ def test_groups_are_listed_described_reset_and_deleted(tmp_path: Path) -> None:
         ("reset", "free", "--to", "1", "--topic", "t:2"),
     ):
         assert isinstance(run(tmp_path, *refused).exception, InvalidError), refused
-    assert told(tmp_path, "delete", "free") == {"deleted": "free"}
-    assert {row["group"] for row in told(tmp_path, "list")} == {"busy", "new", "next"}
+    assert reported(tmp_path, "delete", "free") == {"deleted": "free"}
+    assert {row["group"] for row in reported(tmp_path, "list")} == {"busy", "new", "next"}
 
 
 def test_a_group_gets_configs_of_its_own_before_anybody_is_in_it(tmp_path: Path) -> None:
@@ -104,13 +104,16 @@ def test_a_group_gets_configs_of_its_own_before_anybody_is_in_it(tmp_path: Path)
         opened.portal.call(fill(opened))
     session, heartbeat = "consumer.session.timeout.ms", "consumer.heartbeat.interval.ms"
     set_both = ("--set", f"{session}=60000", "--set", f"{heartbeat}=6000")
-    assert told(tmp_path, "alter", "free", *set_both, "--dry-run")["configs"] == {session: "60000", heartbeat: "6000"}
-    assert told(tmp_path, "describe", "free")["configs"] == {}
-    assert told(tmp_path, "alter", "free", *set_both)["configs"] == {session: "60000", heartbeat: "6000"}
-    assert told(tmp_path, "alter", "free", "--unset", heartbeat) == {"group": "free", "configs": {session: "60000"}}
-    assert told(tmp_path, "describe", "free")["configs"] == {session: "60000"}
+    assert reported(tmp_path, "alter", "free", *set_both, "--dry-run")["configs"] == {
+        session: "60000",
+        heartbeat: "6000",
+    }
+    assert reported(tmp_path, "describe", "free")["configs"] == {}
+    assert reported(tmp_path, "alter", "free", *set_both)["configs"] == {session: "60000", heartbeat: "6000"}
+    assert reported(tmp_path, "alter", "free", "--unset", heartbeat) == {"group": "free", "configs": {session: "60000"}}
+    assert reported(tmp_path, "describe", "free")["configs"] == {session: "60000"}
     assert f"{session}=60000" in run(tmp_path, "describe", "free").stdout
-    assert told(tmp_path, "alter", "later", "--set", f"{session}=50000")["configs"] == {session: "50000"}
+    assert reported(tmp_path, "alter", "later", "--set", f"{session}=50000")["configs"] == {session: "50000"}
     for refused in (
         ("free",),
         ("", "--unset", session),
@@ -120,4 +123,4 @@ def test_a_group_gets_configs_of_its_own_before_anybody_is_in_it(tmp_path: Path)
         ("free", "--unset", "no.such"),
     ):
         assert isinstance(run(tmp_path, "alter", *refused).exception, InvalidError), refused
-    assert told(tmp_path, "describe", "free")["configs"] == {session: "60000"}
+    assert reported(tmp_path, "describe", "free")["configs"] == {session: "60000"}

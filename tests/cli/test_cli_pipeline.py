@@ -48,10 +48,16 @@ def put(config: Path, row: PipelineRow, **facts: Any) -> None:
 def test_a_derived_table_is_described_with_its_inputs_how_it_is_kept_and_why(config: Path) -> None:
     row = PipelineRow("p", {"clicks": "topic:clicks", "sums": "derived", "top": "derived"}, "", MADE)
     put(config, row)
-    told = describe(config)
-    assert "sums ← clicks, lines, names  upper=0" in told and "top ← sums  " in told and "clicks ← topic:clicks" in told
-    assert "by group: by=… groups by clicks (product), lines (item); a change in names, which is read whole, r" in told
-    assert "whole: no by=… names the columns to group by\n" in told
+    reported = describe(config)
+    assert (
+        "sums ← clicks, lines, names  upper=0" in reported
+        and "top ← sums  " in reported
+        and "clicks ← topic:clicks" in reported
+    )
+    assert (
+        "by group: by=… groups by clicks (product), lines (item); a change in names, which is read whole, r" in reported
+    )
+    assert "whole: no by=… names the columns to group by\n" in reported
     first = {"sums": {"recomputed": 1, "groups": -1, "whole_because": "names, which is given whole, changed"}}
     put(config, row, a=first, b={"sums": {"recomputed": 0, "groups": -1, "whole_because": ""}})
     assert "recomputes everything; last round whole, because of names, which is given whole, changed\n" in describe(
@@ -72,7 +78,7 @@ def test_a_derived_table_of_an_older_driver_is_described_without_its_inputs(conf
     assert "by=… groups by t (k); last round whole\n" in describe(config)
 
 
-def parked(process: str, pid: int, at_ms: int) -> StatusReport:
+def paused(process: str, pid: int, at_ms: int) -> StatusReport:
     tracker, (_, host) = StatusTracker(), this_process()
     tracker.fail(process, "its file does not import.", now_ms=at_ms, parked=True)
     return StatusReport(process, at_ms, tracker.report(process, at_ms).marks, {}, pid, host)
@@ -96,7 +102,7 @@ def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restart
         publish("pipeline:p", driver.pid)
         publish("pipeline:other", driver.pid + 1)
         publish("pipeline:gone", driver.pid, 2 * STATUS_BLIND_AFTER_MS)
-        opened.portal.call(board.publish(parked("pipeline:q", driver.pid, clock.now_ms())))
+        opened.portal.call(board.publish(paused("pipeline:q", driver.pid, clock.now_ms())))
         assert f"pid {driver.pid} on {host}  tables=0  shared with pipeline:q\n" in describe(config)
         lines = CliRunner().invoke(app, ["pipeline", "list", "--config", str(config)]).stdout.splitlines()
         assert [line for line in lines if line.startswith("q  0 running  0 silent  1 parked")], lines

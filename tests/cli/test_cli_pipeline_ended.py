@@ -64,12 +64,12 @@ def test_drivers_that_were_scaled_away_after_a_crash_are_not_missed(tmp_path: Pa
             dead.wait()
         for process, at_ms in (("shop:b", silent_ms), ("shop:b-2", silent_ms), ("shop:c", silent_ms)):
             opened.portal.call(board.publish(StatusReport(f"pipeline:{process}", at_ms, (), {}, dead.pid, host)))
-        with subprocess.Popen([*run, "--config", str(config)], stderr=subprocess.PIPE) as beside:
+        with subprocess.Popen([*run, "--config", str(config)], stderr=subprocess.PIPE) as other:
             clock, left = opened.clock, {""}
             until_s = clock.monotonic_s() + 60
             while left != {"pipeline:shop", "pipeline:shop:c"} and clock.monotonic_s() < until_s:
                 opened.portal.call(board.publish(StatusReport("pipeline:shop", clock.now_ms(), ())))
                 left = {report.process for report in opened.portal.call(board.reports())}
                 opened.portal.call(asyncio.sleep(0.2))
-            beside.terminate()
-            assert (beside.wait(DEADLINE_S), left) == (0, {"pipeline:shop", "pipeline:shop:c"})
+            other.terminate()
+            assert (other.wait(DEADLINE_S), left) == (0, {"pipeline:shop", "pipeline:shop:c"})

@@ -11,12 +11,14 @@ from tidemill.cli.pipeline.view import PipelineView, _instance_fields, format_in
 NOW_MS = 1_000_000_000
 
 
-def told(age_ms: int) -> DerivedStatus:
+def reported(age_ms: int) -> DerivedStatus:
     return derive_status(StageStatus("shard:orders", position=500, target=900), "pipeline:p", NOW_MS - age_ms, NOW_MS)
 
 
 @pytest.mark.parametrize(
-    ("mark", "lag_ms"), [(told(10), 400), (told(3_600_000), None), (None, None)], ids=["live", "silent", "never"]
+    ("mark", "lag_ms"),
+    [(reported(10), 400), (reported(3_600_000), None), (None, None)],
+    ids=["live", "silent", "never"],
 )
 def test_a_lag_that_no_live_driver_tells_is_unknown_and_not_zero(
     mark: DerivedStatus | None, lag_ms: int | None

@@ -29,11 +29,11 @@ def test_a_shard_is_listed_described_and_its_history_told(cluster: Cluster) -> N
     (row,) = cluster.json("list")
     assert (row["shard"], row["batches"], row["parts"], row["updates"], row["schema_version"]) == ("orders", 2, 2, 4, 1)
     assert "orders  since=0" in cluster.command("list")
-    told = cluster.json("history", "orders")
-    assert [(r["lower"], r["upper"], r["updates"], r["writer"]) for r in told] == [
+    reported = cluster.json("history", "orders")
+    assert [(r["lower"], r["upper"], r["updates"], r["writer"]) for r in reported] == [
         (0, DAY + 1000, 2, "w1"), (DAY + 1000, DAY + 2000, 2, "w1"),
     ]  # fmt: skip
-    assert cluster.json("history", "orders", "--last", "1") == told[1:]
+    assert cluster.json("history", "orders", "--last", "1") == reported[1:]
     assert "updates=2" in cluster.command("history", "orders") and "by w1" in cluster.command("history", "orders")
     described = cluster.json("describe", "orders")
     assert described["columns"] == {"k": "int32", "v": "string"} and described["versions"] == described["holds"] == []

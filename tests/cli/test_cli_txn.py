@@ -58,8 +58,8 @@ def test_transactions_are_listed_and_an_open_one_is_aborted_once(tmp_path: Path)
     assert [each["transactional_id"] for each in cluster.json("list")] == ["idle", "odd id/ü"]
     assert "partitions=2" in cluster.command("list") and "groups=g" in cluster.command("list")
 
-    told = cluster.json("abort", "odd id/ü", "--wait-s", "0")
-    assert told == {"transactional_id": "odd id/ü", "state": "PrepareAbort", "ended": False}
+    reported = cluster.json("abort", "odd id/ü", "--wait-s", "0")
+    assert reported == {"transactional_id": "odd id/ü", "state": "PrepareAbort", "ended": False}
     after = cluster.stored("odd id/ü")
     assert after is not None and (after.state, after.epoch, after.offsets) == (State.PREPARE_ABORT, 4, {})
     assert "still have to write its markers" in cluster.command("abort", "odd id/ü", "--wait-s", "0")  # the same again

@@ -283,13 +283,14 @@ def test_a_parked_table_is_said_to_be_and_is_never_equal() -> None:
             return [PipelineRow("p", {"orders": "capture:shop:public.orders"})]
 
         async def table(self, capture: str, table: str) -> CaptureTableRow:
-            return CaptureTableRow(capture, table, state="parked", reason="column 'x' is new", parked_lsn=7)
+            return CaptureTableRow(capture, table, state="parked", reason="column 'x' is new", paused_lsn=7)
 
-    config: Any = SimpleNamespace(capture={"shop": SimpleNamespace(dsn="")})
-    rows: Any = Rows()
     clock = SystemClock()
-    verifier = Verifier(config, MemoryConsensus(clock), MemoryObjects(clock), rows, clock, Rand(), lambda *_: None)
-    (found,) = run(verifier.tables())
+    stores: Any = SimpleNamespace(
+        config=SimpleNamespace(capture={"shop": SimpleNamespace(dsn="")}), consensus=MemoryConsensus(clock),
+        catalogue=Rows(), clock=clock, rand=Rand(),
+    )  # fmt: skip
+    (found,) = run(Verifier(stores, lambda *_: None).tables())
     assert found.parked == "column 'x' is new" and not found.clean
 
 

@@ -35,11 +35,11 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
         async def over_tcp() -> AsyncIterator[tuple[Consensus, Consensus, CuttingProxy]]:
             proxy = CuttingProxy((str(parts.hostname), int(parts.port or 0)))
             port = await proxy.serve_tcp()
-            beside = await open_consensus(dsn, SystemClock(), Rand())
+            other = await open_consensus(dsn, SystemClock(), Rand())
             behind = await open_consensus(dsn.replace(f":{parts.port}", f":{port}"), SystemClock(), Rand())
-            yield behind, beside, proxy
+            yield behind, other, proxy
             await behind.aclose()
-            await beside.aclose()
+            await other.aclose()
             await proxy.aclose()
 
         return over_tcp
@@ -57,14 +57,14 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     @asynccontextmanager
     async def over_unix() -> AsyncIterator[tuple[Consensus, Consensus, CuttingProxy]]:
         url = f"sqlite://{tmp_path}/consensus.db"
-        beside = await open_consensus(url, SystemClock(), Rand())
+        other = await open_consensus(url, SystemClock(), Rand())
         proxy = CuttingProxy(f"{tmp_path}/consensus.db.sock")
         await proxy.serve_unix(f"{tmp_path}/proxy.sock")
         detour.append(f"{tmp_path}/proxy.sock")
         behind = await open_consensus(url, SystemClock(), Rand())
-        yield behind, beside, proxy
+        yield behind, other, proxy
         await behind.aclose()
-        await beside.aclose()
+        await other.aclose()
         await proxy.aclose()
 
     return over_unix
@@ -73,7 +73,7 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("how", ["before", "after"])
 def test_a_lost_acknowledgement_of_an_append_is_unknown_and_resolves_to_the_truth(setup: Setup, how: How) -> None:
     async def body() -> None:
-        async with setup() as (behind, beside, proxy):
+        async with setup() as (behind, other, proxy):
             await behind.append("log", 0, 0, [b"first"], "n0")
             proxy.how = how
             with pytest.raises(UnknownOutcomeError):
@@ -81,7 +81,7 @@ def test_a_lost_acknowledgement_of_an_append_is_unknown_and_resolves_to_the_trut
             assert proxy.cuts == 1
             landed = await resolve_append(behind, "log", 1, "n1")
             assert landed == (how == "after")
-            assert (await beside.log_head("log")).next == (2 if landed else 1)
+            assert (await other.log_head("log")).next == (2 if landed else 1)
             # The client works on.
             await behind.append("log", 0, 2 if landed else 1, [b"next"], "n2")
 
@@ -93,14 +93,14 @@ def test_a_lost_acknowledgement_of_a_register_write_is_unknown_and_resolves_to_t
     setup: Setup, how: How
 ) -> None:
     async def body() -> None:
-        async with setup() as (behind, beside, proxy):
+        async with setup() as (behind, other, proxy):
             await behind.cas("key", 0, b"first", "n0")
             proxy.how = how
             with pytest.raises(UnknownOutcomeError):
                 await behind.cas("key", 1, MARK, "n1")
             written = await resolve_cas(behind, "key", 1, "n1")
             assert (written is not None) == (how == "after")
-            current = await beside.head("key")
+            current = await other.head("key")
             assert current is not None and current.nonce == ("n1" if how == "after" else "n0")
 
     run(body())
@@ -108,7 +108,7 @@ def test_a_lost_acknowledgement_of_a_register_write_is_unknown_and_resolves_to_t
 
 def test_an_attempt_that_was_told_unknown_and_resolved_as_lost_never_lands_later(setup: Setup) -> None:
     async def body() -> None:
-        async with setup() as (behind, beside, proxy):
+        async with setup() as (behind, other, proxy):
             await behind.append("log", 0, 0, [b"first"], "n0")
             proxy.how = "late"
             with pytest.raises(UnknownOutcomeError):
@@ -117,7 +117,7 @@ def test_an_attempt_that_was_told_unknown_and_resolved_as_lost_never_lands_later
             await proxy.late_delivered.wait()
             for _ in range(20):
                 await asyncio.sleep(0.01)
-                assert await resolve_append(beside, "log", 1, "n1") == landed
+                assert await resolve_append(other, "log", 1, "n1") == landed
             assert not landed
 
     run(body())
@@ -125,9 +125,9 @@ def test_an_attempt_that_was_told_unknown_and_resolved_as_lost_never_lands_later
 
 def test_reads_are_asked_again_by_themselves(setup: Setup) -> None:
     async def body() -> None:
-        async with setup() as (behind, beside, proxy):
+        async with setup() as (behind, other, proxy):
             key = MARK.decode()
-            await beside.cas(key, 0, b"x", "n")
+            await other.cas(key, 0, b"x", "n")
             for how in ("before", "after"):
                 proxy.how = how  # type: ignore[assignment]
                 version = await behind.head(key)
@@ -139,13 +139,13 @@ def test_reads_are_asked_again_by_themselves(setup: Setup) -> None:
 
 def test_a_wait_survives_a_lost_connection(setup: Setup) -> None:
     async def body() -> None:
-        async with setup() as (behind, beside, proxy):
+        async with setup() as (behind, other, proxy):
             waiting = asyncio.ensure_future(behind.wait("log", 0, 30))
             await asyncio.sleep(0.05)
             proxy.how = "before"
             with pytest.raises(UnknownOutcomeError):
                 await behind.cas("key", 0, MARK, "n")
-            await beside.append("log", 0, 0, [b"x"], "n")
+            await other.append("log", 0, 0, [b"x"], "n")
             assert await waiting
 
     run(body())
@@ -196,14 +196,14 @@ def test_a_client_that_is_not_greeted_does_not_knock_without_pause(
 
     async def body() -> None:
         url = f"sqlite://{tmp_path}/consensus.db"
-        beside = await open_consensus(url, SystemClock(), Rand())
+        other = await open_consensus(url, SystemClock(), Rand())
         server = await asyncio.start_unix_server(closes, f"{tmp_path}/closes.sock")
         monkeypatch.setattr(sockets, "socket_paths", elsewhere)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.5):
                 await open_consensus(url, SystemClock(), Rand())
         server.close()
-        await beside.aclose()
+        await other.aclose()
         assert 0 < knocks < 60
 
     run(body())
@@ -217,7 +217,7 @@ def test_a_state_log_counts_every_command_once_through_lost_acknowledgements(set
         return [*state, number]
 
     async def body() -> None:
-        async with setup() as (behind, beside, proxy):
+        async with setup() as (behind, other, proxy):
 
             def log_of(consensus: Consensus) -> StateLog[list[int]]:
                 return StateLog(
@@ -233,7 +233,7 @@ def test_a_state_log_counts_every_command_once_through_lost_acknowledgements(set
                     proxy.how = "after" if number % 2 else "before"
                 await log.propose(b"%d " % number + MARK)
             assert proxy.cuts == 6
-            assert await log_of(beside).load() == list(range(30)) == log.state
+            assert await log_of(other).load() == list(range(30)) == log.state
             await log.aclose()
 
     run(body())

@@ -145,9 +145,9 @@ def test_acknowledged_writes_survive_sigkill_of_the_host_and_others_take_over(tm
             pipe = processes[number].stdout
             assert pipe is not None
             while True:
-                told = json.loads(pipe.readline())
-                acknowledged[number] = told["position"]
-                if told["at_s"] > after_s:
+                reported = json.loads(pipe.readline())
+                acknowledged[number] = reported["position"]
+                if reported["at_s"] > after_s:
                     return
 
         for victim in range(3):

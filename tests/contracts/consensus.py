@@ -26,6 +26,7 @@ from tidemill.base.errors import (
 from tidemill.base.limits import LOG_RECORD_BYTES, REGISTER_BYTES
 from tidemill.consensus.api import Consensus, Lease, LogHead, Versioned, read_all_changes, resolve_append, resolve_cas
 from tidemill.consensus.change_journal import PAGE_HEADS
+from tidemill.consensus.operations import LEASE_TTL_MAX_MS
 
 OpenClient = Callable[[], Awaitable[Consensus]]
 
@@ -603,9 +604,20 @@ class ConsensusContract:
                 ]
                 # Nobody came in between: still the same term.
                 assert (await one.acquire(f"{root}/c", "h", 60_000)).term == 1
-                for ttl_ms in (0, -5):
-                    with pytest.raises(InvalidError):
-                        await one.acquire(root, "h", ttl_ms)
+
+        run(body())
+
+    def test_the_longest_time_to_live_is_the_one_that_the_error_names(self, open_client: OpenClient) -> None:
+        async def body() -> None:
+            async with clients(open_client, 1) as (one,):
+                name = unique()
+                for ttl_ms in (LEASE_TTL_MAX_MS + 1, 0, -5):
+                    with pytest.raises(InvalidError, match=f"1 to {LEASE_TTL_MAX_MS} ms: .* ttl_ms={ttl_ms}\\."):
+                        await one.acquire(name, "h", ttl_ms)
+                assert await one.leases(name) == []
+                lease = await one.acquire(name, "h", LEASE_TTL_MAX_MS)
+                assert lease.live and lease.ttl_ms == LEASE_TTL_MAX_MS
+                await one.release(name, "h", lease.term)
 
         run(body())
 

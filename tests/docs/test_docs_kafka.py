@@ -76,7 +76,7 @@ COUNT = len(CONFLUENT) + 2
 
 def test_every_case_of_confluents_suite_is_one_of_ours_or_is_told_with_its_reason() -> None:
     ours = set(re.findall(r"^def (test_\w+)", (ROOT / "tests/kafka/test_kafka_confluent_suite.py").read_text(), re.M))
-    told = dict(re.findall(r"^\| confluent \| `(\w+)` \((\d+)\) \| .+ \|$", TEXT, re.MULTILINE))
-    assert not ours & told.keys() and ours | told.keys() == CONFLUENT
-    floor = COUNT - sum(map(int, told.values()))
+    reported = dict(re.findall(r"^\| confluent \| `(\w+)` \((\d+)\) \| .+ \|$", TEXT, re.MULTILINE))
+    assert not ours & reported.keys() and ours | reported.keys() == CONFLUENT
+    floor = COUNT - sum(map(int, reported.values()))
     assert re.search(rf"^\| confluent-kafka-python, .* \| {floor} of {COUNT} \|$", TEXT, re.MULTILINE)

@@ -65,16 +65,16 @@ class Stalls:
 
     def named(self, what: str, holder: Callable[[dict[str, Any]], bool], table: str = "orders") -> float:
         """Seconds until `why` exits 2 and names the holder; fails past the limit, with what it said instead."""
-        began_s, told = time.monotonic(), (0, {})
+        began_s, reported = time.monotonic(), (0, {})
         while time.monotonic() - began_s < 60:
-            told = self.made.why(table)
-            if told[0] == 2 and holder(told[1]):
+            reported = self.made.why(table)
+            if reported[0] == 2 and holder(reported[1]):
                 seconds = time.monotonic() - began_s
-                print(f"| {what} | {seconds:.1f} s | {told[1].get('root', told[1].get('error', ''))[:120]} |")
+                print(f"| {what} | {seconds:.1f} s | {reported[1].get('root', reported[1].get('error', ''))[:120]} |")
                 assert seconds <= LIMIT_S + self.asking_s, f"{what}: {seconds:.1f} s"
                 return seconds
             time.sleep(0.2)
-        raise AssertionError(f"{what} is not named: {told}")
+        raise AssertionError(f"{what} is not named: {reported}")
 
     asking_s = 2.0
     """A `why` is a process of its own: what Python takes to start, import and ask, which `measured` finds out."""
@@ -119,7 +119,7 @@ def stalls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stalls]:
 def test_f604_an_open_transaction_at_set_up_is_named(stalls: Stalls) -> None:
     pid = stalls.blocker.info.backend_pid  # type: ignore[attr-defined]
     # there is no table yet: its capture is what stands
-    stalls.named("open transaction at set-up", lambda told: str(pid) in str(told), "capture:shop")
+    stalls.named("open transaction at set-up", lambda reported: str(pid) in str(reported), "capture:shop")
     stalls.blocker.close()  # type: ignore[attr-defined]
     stalls.insert()
     until(lambda: stalls.made.why("orders")[0] == 0, lambda: stalls.made.why("orders"))
@@ -130,7 +130,7 @@ def test_f605_a_stopped_driver_is_named(stalls: Stalls) -> None:
     pid = stalls.made.children()["pipeline"]
     stalls.made.signal("pipeline", signal.SIGSTOP)
     stalls.insert()
-    stalls.named("driver stopped", lambda told: told.get("root") == f"pid {pid} on {socket.gethostname()}")
+    stalls.named("driver stopped", lambda reported: reported.get("root") == f"pid {pid} on {socket.gethostname()}")
     stalls.made.signal("pipeline", signal.SIGCONT)
     stalls.fresh()
 
@@ -139,7 +139,7 @@ def test_f606_a_stopped_node_is_named(stalls: Stalls) -> None:
     stalls.fresh()
     pid = stalls.made.children()["node"]
     stalls.made.signal("node", signal.SIGSTOP)
-    stalls.named("node stopped", lambda told: str(pid) in str(told))
+    stalls.named("node stopped", lambda reported: str(pid) in str(reported))
     stalls.made.signal("node", signal.SIGCONT)
     stalls.fresh()
 
@@ -147,7 +147,7 @@ def test_f606_a_stopped_node_is_named(stalls: Stalls) -> None:
 def test_f607_a_database_that_is_down_is_named(stalls: Stalls) -> None:
     stalls.fresh()
     stalls.server.stop()
-    stalls.named("Postgres down", lambda told: str(stalls.server.port) in str(told.get("worst")))
+    stalls.named("Postgres down", lambda reported: str(stalls.server.port) in str(reported.get("worst")))
     stalls.server.start()
     stalls.insert()
     stalls.fresh()
@@ -175,7 +175,7 @@ def test_f608_a_slot_that_somebody_else_took_is_named(stalls: Stalls) -> None:
         assert thief.stdout is not None
         pid = int(thief.stdout.readline())
         stalls.insert()
-        stalls.named("slot taken", lambda told: str(pid) in str(told))
+        stalls.named("slot taken", lambda reported: str(pid) in str(reported))
     finally:
         thief.kill()
         thief.wait()
@@ -195,13 +195,13 @@ def test_f609_a_bucket_that_became_read_only_is_named(stalls: Stalls) -> None:
                 break
     os.truncate(filler, filler.stat().st_size)
     stalls.insert()
-    stalls.named("bucket full", lambda told: "No space" in str(told) or "ENOSPC" in str(told))
+    stalls.named("bucket full", lambda reported: "No space" in str(reported) or "ENOSPC" in str(reported))
     filler.unlink()
     stalls.fresh()
     made = subprocess.run(["mount", "-o", "remount,ro", str(stalls.bucket)], check=False)
     assert made.returncode == 0
     stalls.insert()
-    stalls.named("bucket read-only", lambda told: "ead-only" in str(told))
+    stalls.named("bucket read-only", lambda reported: "ead-only" in str(reported))
     subprocess.run(["mount", "-o", "remount,rw", str(stalls.bucket)], check=True)
     stalls.fresh()
 
@@ -210,7 +210,7 @@ def test_f610_a_derived_function_that_raises_is_named_and_the_table_beside_it_is
     stalls.fresh("totals")
     stalls.flag.touch()
     stalls.insert()
-    stalls.named("derived function raises", lambda told: "does not like it" in str(told), "totals")
+    stalls.named("derived function raises", lambda reported: "does not like it" in str(reported), "totals")
     stalls.fresh("orders")
     stalls.flag.unlink()
     stalls.fresh("totals")
@@ -225,7 +225,7 @@ def test_f611_a_locked_consensus_file_is_named_with_its_owner(stalls: Stalls) ->
     locker = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
     try:
         assert locker.stdout is not None and locker.stdout.readline()
-        stalls.named("SQLite locked", lambda told: str(locker.pid) in str(told))
+        stalls.named("SQLite locked", lambda reported: str(locker.pid) in str(reported))
     finally:
         locker.kill()
         locker.wait()

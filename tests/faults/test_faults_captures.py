@@ -120,7 +120,7 @@ def test_f613_captures_are_spread_move_from_a_frozen_and_a_killed_node_and_have_
     def held(node: str) -> int:
         return sum(owner == node for owner in owners(consensus).values())
 
-    def told() -> object:
+    def reported() -> object:
         return owners(consensus), [node.said[-2000:] for node in nodes.values()]
 
     with ExitStack() as stack:
@@ -129,12 +129,12 @@ def test_f613_captures_are_spread_move_from_a_frozen_and_a_killed_node_and_have_
             stack.callback(node.close)
         for node in nodes.values():
             node.ready()
-        until(lambda: held("n1") == held("n2") == CAPTURES // 2, told)
+        until(lambda: held("n1") == held("n2") == CAPTURES // 2, reported)
         with writing(databases):
             for database in databases:
                 database.moves()
             nodes["n1"].signal("node", signal.SIGSTOP)
-            until(lambda: held("n2") == CAPTURES, told)
+            until(lambda: held("n2") == CAPTURES, reported)
         for database in databases:
             database.confirmed()
         before = {d.name: len(records(nodes["n2"].kafka, d)) for d in databases}
@@ -149,7 +149,7 @@ def test_f613_captures_are_spread_move_from_a_frozen_and_a_killed_node_and_have_
         until(lambda: nodes["n1"].marks()[mark]["process"] == f"node:{owner}", nodes["n1"].marks)
         with writing(databases):
             nodes["n2"].kill()
-            until(lambda: held("n1") == CAPTURES, told)
+            until(lambda: held("n1") == CAPTURES, reported)
         for database in databases:
             last = database.confirmed()
             found = records(nodes["n1"].kafka, database)
@@ -166,7 +166,7 @@ def test_f614_a_node_that_does_not_reach_a_database_gives_its_capture_to_one_tha
     without = Cluster(tmp_path / "n1", f'{toml}"{away}"\n', name="n1")
     reaches = Cluster(tmp_path / "n2", f'{toml}"{database.dsn}"\n', name="n2")
 
-    def told() -> object:
+    def reported() -> object:
         return owners(consensus), without.said[-2000:], reaches.said[-2000:]
 
     with ExitStack() as stack:
@@ -175,10 +175,10 @@ def test_f614_a_node_that_does_not_reach_a_database_gives_its_capture_to_one_tha
         until(lambda: owners(consensus) == {"away": "n1"}, lambda: without.said)
         assert "WARNING: capture away: PostgreSQL does not answer" in without.said
         # It says so while it is alone, and nobody is there to take it.
-        until(lambda: without.state("capture:away") in ("stuck", "parked"), lambda: (without.marks(), told()))
+        until(lambda: without.state("capture:away") in ("stuck", "parked"), lambda: (without.marks(), reported()))
         stack.callback(reaches.close)
         reaches.up()
-        until(lambda: owners(consensus) == {"away": "n2"}, told)
+        until(lambda: owners(consensus) == {"away": "n2"}, reported)
         assert database.confirmed() == len(records(reaches.kafka, database)) == 1
         answers: list[Any] = []
 

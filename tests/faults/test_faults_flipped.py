@@ -92,7 +92,7 @@ def test_f620_a_store_that_flips_bits_is_named_everywhere_and_a_single_flip_reac
                     assert consumed(served, lambda found: len(found) >= len(WRITTEN)) == WRITTEN
                 else:
                     consumed(served, lambda _: words in served.get("/readyz")[1])
-                seen = served.told("objects@node:n1", words, ready=200)
+                seen = served.reported("objects@node:n1", words, ready=200)
                 world.call(lambda: s3.switch(""))
                 assert consumed(served, lambda found: len(found) >= len(WRITTEN)) == WRITTEN
             assert max(seen.values()) < PROMISED_S, seen

@@ -60,13 +60,13 @@ def produce(cluster: Cluster, values: list[str], timeout_s: float = 60.0) -> lis
     """The values that were acknowledged."""
     acknowledged: list[str] = []
 
-    def told(error: KafkaError | None, message: Message) -> None:
+    def reported(error: KafkaError | None, message: Message) -> None:
         if error is None:
             acknowledged.append((message.value() or b"").decode())
 
     producer = Producer({"bootstrap.servers": cluster.kafka, "message.timeout.ms": int(timeout_s * 1000)})
     for value in values:
-        producer.produce(TOPIC, value, on_delivery=told)
+        producer.produce(TOPIC, value, on_delivery=reported)
     producer.flush(timeout_s + 5)
     return acknowledged
 

@@ -29,8 +29,8 @@ def test_f601_a_bucket_that_is_away_at_start_is_waited_for_and_named(tmp_path: P
         assert made.get("/healthz")[0] == 200
         assert made.get("/v1/shape?table=x&offset=-1")[0] == 503
         until(lambda: made.why()[1].get("exit") == 3, made.why)
-        _, told = made.why("objects@node:n1")
-        assert address.split(":")[1] in told["worst"]["reason"]
+        _, reported = made.why("objects@node:n1")
+        assert address.split(":")[1] in reported["worst"]["reason"]
         # Its bucket is there from its first answer on: what both are kept in is this process's, whatever the port.
         before = free_address()
         maker = ThreadedMotoServer(host, int(before.split(":")[1]), verbose=False)
@@ -57,8 +57,8 @@ def test_f602_consensus_that_is_away_at_start_is_waited_for_and_named(tmp_path: 
         until(lambda: "waiting for consensus" in made.get("/readyz")[1], lambda: made.get("/readyz"))
         pid = made.children()["node"]
         assert made.get("/api/status")[0] == 503
-        exit_code, told = made.why()
-        assert exit_code == 4 and "error" in told
+        exit_code, reported = made.why()
+        assert exit_code == 4 and "error" in reported
         with server:
             made.ready()
             assert made.children()["node"] == pid

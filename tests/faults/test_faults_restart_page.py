@@ -112,11 +112,11 @@ def test_a_page_goes_on_where_it_was_after_a_restart_and_starts_over_without_a_s
         page.on("request", lambda request: begun.append(request.url) if "offset=-1" in request.url else None)
         page.goto(f"{address}/index.html")
 
-        def told() -> dict[str, Any]:
+        def reported() -> dict[str, Any]:
             return dict(page.evaluate("() => window.told ?? {rows: {}}"))
 
         def shows(rows: dict[str, str]) -> None:
-            until(lambda: told()["rows"] == rows, lambda: (told(), made.said))
+            until(lambda: reported()["rows"] == rows, lambda: (reported(), made.said))
 
         rows = {str(n): "before" for n in range(1, 51)}
         shows(rows)
@@ -128,8 +128,8 @@ def test_a_page_goes_on_where_it_was_after_a_restart_and_starts_over_without_a_s
         until(lambda: restarted(made, pid), lambda: made.said)
         connection.execute("INSERT INTO item VALUES (99, 'later')")
         shows({str(n): "before" for n in range(2, 41)} | {"1": "meanwhile", "99": "later"})
-        assert (told()["refetches"], len(begun)) == (0, 1), begun
+        assert (reported()["refetches"], len(begun)) == (0, 1), begun
         connection.execute("BEGIN; TRUNCATE item; INSERT INTO item VALUES (1, 'new'); COMMIT")
         shows({"1": "new"})
-        assert (told()["refetches"], told()["stale"]) == (1, 0)
+        assert (reported()["refetches"], reported()["stale"]) == (1, 0)
         browser.close()

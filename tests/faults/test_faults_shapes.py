@@ -69,10 +69,10 @@ def test_f101_anonymous_requests_end_nothing_but_their_own_shapes(tmp_path: Path
             for n in range(220, 400):
                 status, said = ask(made, f"grp = {n}")
                 assert status == 200 or "too many shapes on this node" in said
-            told = facts(made)
-            assert told["shapes"] <= 250
-            assert told["evicted_idle"] == 0
-            assert told["memory_bytes"] < told["memory_limit_bytes"]
+            reported = facts(made)
+            assert reported["shapes"] <= 250
+            assert reported["evicted_idle"] == 0
+            assert reported["memory_bytes"] < reported["memory_limit_bytes"]
             assert made.children()["node"] == pid
             names = [name for name in made.marks() if name.startswith("shape")]
             assert names == ["shapes:db"], "one mark for all of them"

@@ -111,7 +111,7 @@ def test_f616_a_directory_that_takes_no_file_is_named_everywhere_in_time(
     with monkeypatch.context() as broken:
         broken.setattr(RealSyscalls, "create", refuse)
         broken.setattr(durable_create, "_has_no_free_inodes", lambda root: not inodes_left)
-        seen = local.told("objects@node:n1", words, ready=503)
+        seen = local.reported("objects@node:n1", words, ready=503)
         local.answers_in_time()
     assert max(seen.values()) < PROMISED_S, seen
 
@@ -146,7 +146,7 @@ def named_in_time(remote: Remote, store: str, fault: str, mark: str, words: str,
     served.well()
     remote.world.call(lambda: proxy.switch(fault))
     try:
-        seen = served.told(mark, words, ready=ready)
+        seen = served.reported(mark, words, ready=ready)
         served.answers_in_time()
     finally:
         remote.world.call(lambda: proxy.switch(""))

@@ -17,8 +17,8 @@ def test_doctor_knows_the_node_that_holds_its_ports(tmp_path: Path) -> None:
     with cluster(tmp_path) as made:
         made.ready()
         until(lambda: "process:node:n1" in made.marks(), made.marks)
-        _, told = made.command("doctor", "--json")
-        found = {row["check"]: row for row in told["rows"]}
+        _, reported = made.command("doctor", "--json")
+        found = {row["check"]: row for row in reported["rows"]}
         for key in ("node.http", "node.kafka"):
             assert found[key]["ok"], found[key]
             assert f"pid={made.children()['node']}" in found[key]["found"]
@@ -28,8 +28,8 @@ def test_status_shows_the_memory_of_every_process(tmp_path: Path) -> None:
     with cluster(tmp_path) as made:
         made.ready()
         until(lambda: "process:node:n1" in made.marks(), made.marks)
-        _, told = made.command("status", "--memory", "--json")
-        used, _ = told["node:n1"]["resident"]
+        _, reported = made.command("status", "--memory", "--json")
+        used, _ = reported["node:n1"]["resident"]
         assert used > 1 << 20
 
 

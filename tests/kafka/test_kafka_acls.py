@@ -292,13 +292,13 @@ def test_a_transactional_producer_needs_its_id_its_topics_and_its_groups() -> No
         client.init_transactions(30)
         group = ck.Consumer({**confluent(broker, None, "PLAIN"), "group.id": "g"}).consumer_group_metadata()
         offsets = [ck.TopicPartition("t", 0, 3)]
-        errors_told: list[Any] = []
+        errors_reported: list[Any] = []
 
         def attempt() -> int:
             """The code of what it is refused with, or 0."""
             client.begin_transaction()
             try:
-                client.produce("t", b"v", partition=0, on_delivery=lambda error, _: errors_told.append(error))
+                client.produce("t", b"v", partition=0, on_delivery=lambda error, _: errors_reported.append(error))
                 client.flush(30)
                 client.send_offsets_to_transaction(offsets, group, 30)
                 client.commit_transaction(30)

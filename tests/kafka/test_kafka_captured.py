@@ -175,9 +175,7 @@ def compact(broker: RealBroker) -> None:
         assert topic is not None and topic.config["cleanup.policy"] == "compact"
         topics, metastore, clock, rand = broker.topics, broker.metastore, broker.clock, broker.rand
         rows = ExtentStore(metastore, clock, rand)
-        reconciler = Reconciler(
-            rows, broker.objects, topics._cache, topics._shared, clock, rand, topics._settings, topics._led
-        )
+        reconciler = Reconciler(rows, topics._around, topics._shared, topics._cache, topics._led)
         stage = PartitionsStage(broker.consensus, broker.objects, metastore, broker.clock)
         await stage.load()
         for unit in (await stage.gather()).values():

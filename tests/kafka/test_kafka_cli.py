@@ -73,9 +73,9 @@ def test_a_topic_is_altered_whole_or_not_at_all(world: World) -> None:
         ["--set", "retention.ms"],
         [],
     ):
-        told = world.run("alter", "t", "--set", "retention.ms=6", *wrong, code=2) if wrong else ""
-        told = told or world.run("alter", "t", code=2)
-        assert len(told.strip().splitlines()) == 1
+        reported = world.run("alter", "t", "--set", "retention.ms=6", *wrong, code=2) if wrong else ""
+        reported = reported or world.run("alter", "t", code=2)
+        assert len(reported.strip().splitlines()) == 1
     assert (world.row("t").partitions, world.row("t").config) == (4, {"retention.ms": "5"})
     world.broker.create_topic("captured", 1, kind="capture")
     assert "captured table" in world.run("alter", "captured", "--partitions", "2", code=2)
@@ -143,9 +143,9 @@ def test_a_topic_is_copied_by_json_byte_for_byte(world: World) -> None:
 
 def test_bad_input_is_one_sentence_and_what_came_before_it_is_acknowledged(world: World) -> None:
     world.broker.create_topic("bad", 1)
-    told = world.run("produce", "bad", "-K", ":", text=b"a:1\nno key\nb:2\n", code=2)
-    assert "1 of 1 records acknowledged" in told
-    assert "has no key" in told.splitlines()[-1]
+    reported = world.run("produce", "bad", "-K", ":", text=b"a:1\nno key\nb:2\n", code=2)
+    assert "1 of 1 records acknowledged" in reported
+    assert "has no key" in reported.splitlines()[-1]
     assert world.run("consume", "bad", "--keys") == "a\t1\n"
     for arguments in (
         ["consume", "bad", "--from", "7"], ["consume", "bad", "--from", "soon"], ["consume", "bad", "-p", "9"],

@@ -207,9 +207,9 @@ def test_a_session_is_told_that_a_partition_moved_and_goes_on_where_it_moved_to(
             each.client.ask(3, 1, b"\xff\xff\xff\xff")
         first = reader.fetch({("t", p): 0 for p in led}, epoch=0)
         elsewhere = other.fetch({("t", p): 0 for p in others}, epoch=0)
-        assert not any(each.code for each in (*first.told.values(), *elsewhere.told.values()))
+        assert not any(each.code for each in (*first.reported.values(), *elsewhere.reported.values()))
         wrong = other.fetch({("t", led[0]): 0}, session_id=elsewhere.session_id, epoch=1)
-        assert wrong.told["t", led[0]].code == error_codes.NOT_LEADER_OR_FOLLOWER
+        assert wrong.reported["t", led[0]].code == error_codes.NOT_LEADER_OR_FOLLOWER
         cluster.stop(goes)
         epoch = 0
         well: set[tuple[str, int]] = set()
@@ -218,12 +218,12 @@ def test_a_session_is_told_that_a_partition_moved_and_goes_on_where_it_moved_to(
             """They need not come together, and one that was told is told again only when it is another."""
             nonlocal epoch
             epoch += 1
-            told = reader.fetch({("t", p): 0 for p in others}, session_id=first.session_id, epoch=epoch).told
-            well.difference_update(told)
-            well.update(at for at, each in told.items() if not each.code)
+            reported = reader.fetch({("t", p): 0 for p in others}, session_id=first.session_id, epoch=epoch).reported
+            well.difference_update(reported)
+            well.update(at for at, each in reported.items() if not each.code)
             return well >= {("t", p) for p in others}
 
         until = time.monotonic() + 40
         while not moved():
             assert time.monotonic() < until
-        assert reader.fetch({}, session_id=first.session_id, epoch=epoch + 1).told == {}
+        assert reader.fetch({}, session_id=first.session_id, epoch=epoch + 1).reported == {}

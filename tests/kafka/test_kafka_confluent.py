@@ -199,9 +199,10 @@ def test_a_topic_made_anew_elsewhere_takes_the_next_record(broker: RealBroker) -
 
 
 def test_an_unknown_topic_is_an_error_when_creation_is_off() -> None:
+    from tidemill.base.config.listeners import KafkaSection
     from tidemill.kafka import KafkaSettings
 
-    broker = RealBroker(settings=KafkaSettings(auto_create_topics=False))
+    broker = RealBroker(settings=KafkaSettings(KafkaSection(auto_create_topics=False)))
     try:
         errors: list[Any] = []
         client = producer(broker, **{"message.timeout.ms": 3000})

@@ -52,10 +52,15 @@ from confluent_kafka.admin import (
 
 from support.kafka.harness import RealBroker
 from support.kafka.security import add, confluent, gate
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings
 
 SETTINGS = KafkaSettings(
-    group_initial_rebalance_delay_ms=0, group_min_session_timeout_ms=1_000, group_consumer_min_heartbeat_interval_ms=500
+    KafkaSection(
+        group_initial_rebalance_delay_ms=0,
+        group_min_session_timeout_ms=1_000,
+        group_consumer_min_heartbeat_interval_ms=500,
+    )
 )
 WAIT_S = 30.0
 Allow, Deny = AclPermissionType.ALLOW, AclPermissionType.DENY
@@ -250,12 +255,12 @@ def test_describe_operations(suite: Suite) -> None:
     alice = AdminClient(suite.config("alice"))
 
     def operations(describe: Callable[..., Any], *asked: Any) -> Any:
-        def told(**how: Any) -> Any:
+        def reported(**how: Any) -> Any:
             found = describe(*asked, request_timeout=WAIT_S, **how)
             return (next(iter(found.values())) if isinstance(found, dict) else found).result(WAIT_S)
 
-        assert told(include_authorized_operations=False).authorized_operations is None
-        return told(include_authorized_operations=True)
+        assert reported(include_authorized_operations=False).authorized_operations is None
+        return reported(include_authorized_operations=True)
 
     for kind, name, denied, describe, asked in (
         (ResourceType.BROKER, "kafka-cluster", AclOperation.ALTER_CONFIGS, alice.describe_cluster, ()),
@@ -505,8 +510,8 @@ def _polls_too_late(consumer: Consumer) -> None:
 def test_cooperative_rebalance_1(suite: Suite) -> None:
     """Another topic is one more assignment; who polls too late has lost everything and gets it again."""
     one, two = suite.topic("one"), suite.topic("two")
-    told: list[tuple[str, int]] = []
-    by = {f"on_{what}": (lambda _, partitions, what=what: told.append((what, len(partitions))))
+    reported: list[tuple[str, int]] = []
+    by = {f"on_{what}": (lambda _, partitions, what=what: reported.append((what, len(partitions))))
           for what in ("assign", "revoke", "lost")}  # fmt: skip
     consumer = suite.consumer(**COOPERATIVE)
     suite.seed(one, [b"a"])
@@ -515,26 +520,28 @@ def test_cooperative_rebalance_1(suite: Suite) -> None:
     assert polled(consumer).value() == b"a"
     consumer.subscribe([one, two], **by)
     assert polled(consumer).value() == b"b"
-    assert told == [("assign", 1), ("assign", 1)]
+    assert reported == [("assign", 1), ("assign", 1)]
     _polls_too_late(consumer)
     polled(consumer)
-    assert told == [("assign", 1), ("assign", 1), ("lost", 2), ("assign", 2)]
+    assert reported == [("assign", 1), ("assign", 1), ("lost", 2), ("assign", 2)]
     consumer.close()
 
 
 def test_cooperative_rebalance_2(suite: Suite) -> None:
     """Who has no handler for what is lost is told that it was revoked."""
     topic = suite.topic("one")
-    told: list[str] = []
+    reported: list[str] = []
     consumer = suite.consumer(**COOPERATIVE)
     suite.seed(topic, [b"a"])
-    consumer.subscribe([topic], on_assign=lambda *_: told.append("assign"), on_revoke=lambda *_: told.append("revoke"))
+    consumer.subscribe(
+        [topic], on_assign=lambda *_: reported.append("assign"), on_revoke=lambda *_: reported.append("revoke")
+    )
     assert polled(consumer).value() == b"a"
-    assert told == ["assign"]
+    assert reported == ["assign"]
     _polls_too_late(consumer)
-    assert told == ["assign"]
+    assert reported == ["assign"]
     polled(consumer)
-    assert told == ["assign", "revoke", "assign"]
+    assert reported == ["assign", "revoke", "assign"]
     consumer.close()
 
 

@@ -11,6 +11,7 @@ from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, batch, produce_body
 from support.kafka.session_reader import Answer, Fetcher, Place
 from support.waiting import eventually
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.fetch_sessions import sessions as sessions_module
 from tidemill.kafka.handlers import APIS
@@ -62,21 +63,21 @@ def test_a_session_is_told_what_changed_and_nothing_else(shared: RealBroker, ver
         world.produce(1, b"a", b"b")
         first = reader.fetch(world.places(0, 0, 0), epoch=0)
         assert first.code == 0 and first.session_id > 0
-        assert set(first.told) == set(world.places(0, 0, 0))
-        assert first.told[world.place(1)].batches == ((0, 2),)
+        assert set(first.reported) == set(world.places(0, 0, 0))
+        assert first.reported[world.place(1)].batches == ((0, 2),)
         session = {"session_id": first.session_id}
         again = reader.fetch({}, **session, epoch=1)
-        assert set(again.told) == {world.place(1)}, "it is given until its reader goes on"
+        assert set(again.reported) == {world.place(1)}, "it is given until its reader goes on"
         gone_on = reader.fetch({world.place(1): 2}, **session, epoch=2)
-        assert (gone_on.code, gone_on.session_id, gone_on.told) == (0, first.session_id, {})
+        assert (gone_on.code, gone_on.session_id, gone_on.reported) == (0, first.session_id, {})
         world.produce(2, b"c")
-        assert set(reader.fetch({}, **session, epoch=3).told) == {world.place(2)}
+        assert set(reader.fetch({}, **session, epoch=3).reported) == {world.place(2)}
         nothing = reader.fetch({}, **session, epoch=4, forgotten=(world.place(2),))
-        assert nothing.told == {}
+        assert nothing.reported == {}
         world.produce(2, b"d")
-        assert reader.fetch({}, **session, epoch=5).told == {}
+        assert reader.fetch({}, **session, epoch=5).reported == {}
         back = reader.fetch({world.place(2): 1}, **session, epoch=6)
-        assert back.told[world.place(2)].batches == ((1, 1),)
+        assert back.reported[world.place(2)].batches == ((1, 1),)
 
 
 @pytest.mark.parametrize("version", [7, 12, 13, 17])
@@ -93,7 +94,7 @@ def test_errors_of_sessions_are_kafkas(shared: RealBroker, version: int) -> None
         with world.fetcher(other) as mixed:
             assert mixed.fetch({}, session_id=session_id, epoch=2).code == error_codes.FETCH_SESSION_TOPIC_ID_ERROR
         ended = reader.fetch(world.places(0, 0), session_id=session_id, epoch=-1)
-        assert (ended.code, ended.session_id, len(ended.told)) == (0, 0, 2)
+        assert (ended.code, ended.session_id, len(ended.reported)) == (0, 0, 2)
         assert reader.fetch({}, session_id=session_id, epoch=2).code == error_codes.FETCH_SESSION_ID_NOT_FOUND
         first = reader.fetch(world.places(0, 0), epoch=0)
         second = reader.fetch(world.places(0, 0), session_id=first.session_id, epoch=0)
@@ -106,7 +107,7 @@ def test_a_session_without_partitions_ends(shared: RealBroker) -> None:
         assert reader.fetch({}, epoch=0).session_id == 0
         session_id = reader.fetch(world.places(0, 0), epoch=0).session_id
         emptied = reader.fetch({}, session_id=session_id, epoch=1, forgotten=tuple(world.places(0, 0)))
-        assert (emptied.code, emptied.session_id, emptied.told) == (0, 0, {})
+        assert (emptied.code, emptied.session_id, emptied.reported) == (0, 0, {})
         assert reader.fetch({}, session_id=session_id, epoch=2).code == error_codes.FETCH_SESSION_ID_NOT_FOUND
 
 
@@ -125,7 +126,7 @@ def test_a_long_poll_of_a_session_ends_when_one_of_its_partitions_moves(shared: 
         reader.client.send(1, 13, 7, reader.body({}, session_id=session_id, epoch=1, max_wait_ms=60_000))
         world.produce(2, b"x")
         answer = receive(reader)
-        assert answer.order == [world.place(2)] and answer.told[world.place(2)].batches == ((0, 1),)
+        assert answer.order == [world.place(2)] and answer.reported[world.place(2)].batches == ((0, 1),)
 
 
 def test_a_session_has_one_request_at_a_time_and_who_gave_one_up_begins_anew(shared: RealBroker) -> None:
@@ -165,11 +166,11 @@ def test_offsets_that_changed_are_told_and_end_no_wait(shared: RealBroker) -> No
     with World(shared, "starts") as world, world.fetcher() as reader:
         world.produce(0, b"a", b"b")
         session_id = reader.fetch(world.places(2, 0), epoch=0).session_id
-        assert reader.fetch({}, session_id=session_id, epoch=1).told == {}
+        assert reader.fetch({}, session_id=session_id, epoch=1).reported == {}
         shared.portal.call(shared.topics.delete_records(world.row.topic_id, 0, 1))
-        told = reader.fetch({}, session_id=session_id, epoch=2).told
-        assert set(told) == {world.place(0)} and told[world.place(0)].log_start == 1
-        assert reader.fetch({}, session_id=session_id, epoch=3).told == {}
+        reported = reader.fetch({}, session_id=session_id, epoch=2).reported
+        assert set(reported) == {world.place(0)} and reported[world.place(0)].log_start == 1
+        assert reader.fetch({}, session_id=session_id, epoch=3).reported == {}
 
 
 def test_what_fails_is_told_every_time_until_it_does_not(shared: RealBroker) -> None:
@@ -177,39 +178,39 @@ def test_what_fails_is_told_every_time_until_it_does_not(shared: RealBroker) -> 
         places = world.places(0, 9) | {("not-there-yet", 0): 0}
         session_id = reader.fetch(places, epoch=0).session_id
         for epoch in (1, 2):
-            told = reader.fetch({}, session_id=session_id, epoch=epoch).told
-            assert told[world.place(1)].code == error_codes.OFFSET_OUT_OF_RANGE
-            assert told["not-there-yet", 0].code != 0
-            assert len(told) == 2
+            reported = reader.fetch({}, session_id=session_id, epoch=epoch).reported
+            assert reported[world.place(1)].code == error_codes.OFFSET_OUT_OF_RANGE
+            assert reported["not-there-yet", 0].code != 0
+            assert len(reported) == 2
         shared.create_topic("not-there-yet", 1)
         epoch = 3
         until = time.monotonic() + 40
         while True:
-            told = reader.fetch({world.place(1): 0}, session_id=session_id, epoch=epoch).told
+            reported = reader.fetch({world.place(1): 0}, session_id=session_id, epoch=epoch).reported
             epoch += 1
-            if not any(each.code for each in told.values()):
+            if not any(each.code for each in reported.values()):
                 break
             assert time.monotonic() < until
-        assert reader.fetch({}, session_id=session_id, epoch=epoch).told == {}
+        assert reader.fetch({}, session_id=session_id, epoch=epoch).reported == {}
         beyond = reader.fetch({world.place(1): 9}, session_id=session_id, epoch=epoch + 1)
-        assert beyond.told[world.place(1)].code == error_codes.OFFSET_OUT_OF_RANGE
+        assert beyond.reported[world.place(1)].code == error_codes.OFFSET_OUT_OF_RANGE
         healed = reader.fetch({world.place(1): 0}, session_id=session_id, epoch=epoch + 2)
-        assert healed.told[world.place(1)].code == 0, "that it is well again is a change"
+        assert healed.reported[world.place(1)].code == 0, "that it is well again is a change"
 
 
 def test_a_partition_that_is_led_anew_is_followed_on(shared: RealBroker) -> None:
     with World(shared, "moved") as world, world.fetcher() as reader:
         world.produce(0, b"a")
         session_id = reader.fetch(world.places(1, 0), epoch=0).session_id
-        assert reader.fetch({}, session_id=session_id, epoch=1).told == {}
+        assert reader.fetch({}, session_id=session_id, epoch=1).reported == {}
 
         async def moved() -> None:
             shared.topics._led[world.row.topic_id, 0].close(NotLeaderError("moved by this test."))
 
         shared.portal.call(moved())
-        assert reader.fetch({}, session_id=session_id, epoch=2).told == {}
+        assert reader.fetch({}, session_id=session_id, epoch=2).reported == {}
         world.produce(0, b"b")
-        assert reader.fetch({}, session_id=session_id, epoch=3).told[world.place(0)].batches == ((1, 1),)
+        assert reader.fetch({}, session_id=session_id, epoch=3).reported[world.place(0)].batches == ((1, 1),)
 
 
 def test_a_topic_that_is_made_anew_under_its_name_is_another(shared: RealBroker) -> None:
@@ -221,14 +222,14 @@ def test_a_topic_that_is_made_anew_under_its_name_is_another(shared: RealBroker)
         shared.create_topic("anew", 3)
         epoch, until = 1, time.monotonic() + 40
         while True:
-            told = reader.fetch({world.place(0): 0}, session_id=session_id, epoch=epoch).told
+            reported = reader.fetch({world.place(0): 0}, session_id=session_id, epoch=epoch).reported
             epoch += 1
-            if world.place(0) in told and told[world.place(0)].code == 0:
+            if world.place(0) in reported and reported[world.place(0)].code == 0:
                 break
             assert time.monotonic() < until
-        assert told[world.place(0)].high_watermark == 0
+        assert reported[world.place(0)].high_watermark == 0
         world.produce(0, b"new")
-        assert reader.fetch({}, session_id=session_id, epoch=epoch).told[world.place(0)].batches == ((0, 1),)
+        assert reader.fetch({}, session_id=session_id, epoch=epoch).reported[world.place(0)].batches == ((0, 1),)
 
 
 def test_who_answered_waits_for_the_others(shared: RealBroker) -> None:
@@ -239,12 +240,12 @@ def test_who_answered_waits_for_the_others(shared: RealBroker) -> None:
                 world.produce(partition, value)
         how = {"max_bytes": 4000, "partition_bytes": 4000}
         first = reader.fetch(world.places(0, 0, 0, 0), epoch=0, **how)
-        given = [next(place for place, each in first.told.items() if each.batches)]
+        given = [next(place for place, each in first.reported.items() if each.batches)]
         at = dict.fromkeys(world.places(0, 0, 0, 0), 0)
         for epoch in range(1, 12):
             at[given[-1]] += 1
             answer = reader.fetch({given[-1]: at[given[-1]]}, session_id=first.session_id, epoch=epoch, **how)
-            (place,) = (place for place, each in answer.told.items() if each.batches)
+            (place,) = (place for place, each in answer.reported.items() if each.batches)
             given.append(place)
         assert [given.count(world.place(partition)) for partition in range(4)] == [3, 3, 3, 3]
         assert all(len(set(given[at : at + 4])) == 4 for at in (0, 4, 8))
@@ -252,7 +253,7 @@ def test_who_answered_waits_for_the_others(shared: RealBroker) -> None:
 
 def test_f214_sessions_have_slots_and_room_and_make_way_when_they_are_old(monkeypatch: pytest.MonkeyPatch) -> None:
     room = sessions_module.SESSION_BYTES * 3 + sessions_module.PARTITION_BYTES * 12
-    broker = RealBroker(settings=KafkaSettings(fetch_sessions_max=2, fetch_sessions_bytes_max=room))
+    broker = RealBroker(settings=KafkaSettings(KafkaSection(fetch_sessions_max=2), fetch_sessions_bytes_max=room))
     try:
         with World(broker, "t", 40) as world, world.fetcher() as reader:
             sessions = sessions_of(broker.server)
@@ -262,7 +263,7 @@ def test_f214_sessions_have_slots_and_room_and_make_way_when_they_are_old(monkey
 
             two, three = begin(2), begin(3)
             assert two and three and begin(3) == 0, "no slot, and nobody is old"
-            assert reader.fetch(world.places(*[0] * 40), epoch=0).told.keys() == world.places(*[0] * 40).keys()
+            assert reader.fetch(world.places(*[0] * 40), epoch=0).reported.keys() == world.places(*[0] * 40).keys()
             monkeypatch.setattr(sessions_module, "EVICT_AFTER_S", 0.0)
             sessions._sessions[two].used_s -= 1.0
             five = begin(5)
@@ -285,7 +286,7 @@ def test_f214_sessions_have_slots_and_room_and_make_way_when_they_are_old(monkey
 
 
 def test_a_session_that_makes_way_during_its_fetch_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    broker = RealBroker(settings=KafkaSettings(fetch_sessions_max=1))
+    broker = RealBroker(settings=KafkaSettings(KafkaSection(fetch_sessions_max=1)))
     try:
         with World(broker, "t") as world, world.fetcher() as waits, world.fetcher() as comes:
             session_id = waits.fetch(world.places(0), epoch=0).session_id

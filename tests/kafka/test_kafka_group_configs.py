@@ -16,6 +16,7 @@ from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import RawClient, alter, described, encode, fields, nested
 from support.kafka.security import add, allow, as_user, gate
 from support.waiting import eventually
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.groups.classic.state import GroupLimits
@@ -25,11 +26,13 @@ from tidemill.topics.config.alter import AlterOp
 
 GROUP = 32
 SETTINGS = KafkaSettings(
-    group_initial_rebalance_delay_ms=0,
-    group_consumer_session_timeout_ms=60_000,
-    group_consumer_min_session_timeout_ms=500,
-    group_consumer_max_session_timeout_ms=50_000,
-    group_consumer_heartbeat_interval_ms=200,
+    KafkaSection(
+        group_initial_rebalance_delay_ms=0,
+        group_consumer_session_timeout_ms=60_000,
+        group_consumer_min_session_timeout_ms=500,
+        group_consumer_max_session_timeout_ms=50_000,
+        group_consumer_heartbeat_interval_ms=200,
+    )
 )
 Changes = list[tuple[str, int, str | None]]
 
@@ -71,8 +74,8 @@ def test_what_is_taken_holds_exactly_and_whatever_stands_is_within_bounds(
     held = apply_configs(limits, after)
     for name, value in after.items():
         if before.get(name) != value:
-            told = held.consumer_session_ms if name == SESSION else held.consumer_heartbeat_ms
-            assert str(told) == value
+            reported = held.consumer_session_ms if name == SESSION else held.consumer_heartbeat_ms
+            assert str(reported) == value
 
 
 def test_a_group_has_configs_of_its_own_over_the_node_s_also_before_it_is_there(broker: RealBroker) -> None:
@@ -164,11 +167,11 @@ def test_members_live_by_what_their_group_says_from_their_next_heartbeat_on(brok
         joined = beat(client, "live", "m", 0)
         assert (int(joined.error_code), joined.heartbeat_interval.total_seconds()) == (0, 0.2)
         assert change(broker, "live", [(SESSION, AlterOp.SET, "500"), (HEARTBEAT, AlterOp.SET, "400")]) == 0
-        told = beat(client, "live", "m", joined.member_epoch)
-        assert told.heartbeat_interval.total_seconds() == 0.4
+        reported = beat(client, "live", "m", joined.member_epoch)
+        assert reported.heartbeat_interval.total_seconds() == 0.4
         # It is not heard of again: its session is over long before the node's.
         eventually(lambda: broker.portal.call(members(broker, "live")) == 0)
-        assert int(beat(client, "live", "m", told.member_epoch).error_code) == error_codes.UNKNOWN_MEMBER_ID
+        assert int(beat(client, "live", "m", reported.member_epoch).error_code) == error_codes.UNKNOWN_MEMBER_ID
         assert change(broker, "live", [(SESSION, AlterOp.DELETE, None), (HEARTBEAT, AlterOp.DELETE, None)]) == 0
         assert beat(client, "live", "m", 0).heartbeat_interval.total_seconds() == 0.2
 
@@ -218,14 +221,14 @@ def test_a_group_s_configs_are_seen_and_altered_by_who_may() -> None:
 def test_other_nodes_follow_and_a_group_that_is_deleted_keeps_its_configs(broker: RealBroker) -> None:
     other = GroupConfigCache(broker.catalogue, SETTINGS.group_limits)
     broker.portal.call(other.refresh())
-    told: list[int] = []
-    other.on_change(lambda: told.append(other.limits("kept").consumer_session_ms))
+    reported: list[int] = []
+    other.on_change(lambda: reported.append(other.limits("kept").consumer_session_ms))
     with RawClient(broker.port) as client:
         epoch = int(beat(client, "kept", "m", 0).member_epoch)
         assert change(broker, "kept", [(SESSION, AlterOp.SET, "7000")]) == 0
         broker.portal.call(other.refresh())
         broker.portal.call(other.refresh())
-        assert told == [7000]
+        assert reported == [7000]
         assert int(beat(client, "kept", "m", -1).error_code) == 0, epoch
     admin = AdminClient({"bootstrap.servers": broker.address})
     admin.delete_consumer_groups(["kept"])["kept"].result(30)

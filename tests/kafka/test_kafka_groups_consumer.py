@@ -16,12 +16,15 @@ from support.kafka.groups.consumer import ask, beat
 from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, fields, nested
 from support.waiting import eventually
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings, error_codes
 
 SETTINGS = KafkaSettings(
-    group_initial_rebalance_delay_ms=0,
-    group_consumer_session_timeout_ms=60_000,
-    group_consumer_heartbeat_interval_ms=200,
+    KafkaSection(
+        group_initial_rebalance_delay_ms=0,
+        group_consumer_session_timeout_ms=60_000,
+        group_consumer_heartbeat_interval_ms=200,
+    )
 )
 
 
@@ -76,10 +79,10 @@ def test_two_members_share_a_topic_and_commit_with_their_epochs(broker: RealBrok
     topic_id = next(iter(has(first)))
     second = beat(client, "share", "m2", 0)
     assert (second.member_epoch, has(second)) == (2, {})
-    told = beat(client, "share", "m1", 1)
-    assert has(told) == {topic_id: [0, 1]}
+    reported = beat(client, "share", "m1", 1)
+    assert has(reported) == {topic_id: [0, 1]}
     owned = nested(load_request_schema(68, 1), "topic_partitions")(
-        topic_id=told.assignment.topic_partitions[0].topic_id, partitions=(0, 1)
+        topic_id=reported.assignment.topic_partitions[0].topic_id, partitions=(0, 1)
     )
     assert beat(client, "share", "m1", 1, topic_partitions=(owned,)).member_epoch == 2
     assert has(beat(client, "share", "m2", 2)) == {topic_id: [2]}

@@ -92,8 +92,8 @@ def test_a_second_member_is_given_what_the_first_has_let_go_of_and_not_before() 
     second = world.join("m2")
     assert (second.epoch, second.assignment) == (2, {}), "nothing is free yet"
     assert world.group.phase is Phase.RECONCILING
-    told = world.ask("m1", 1)
-    assert (told.epoch, told.assignment) == (1, of(0, 1, 2))
+    reported = world.ask("m1", 1)
+    assert (reported.epoch, reported.assignment) == (1, of(0, 1, 2))
     assert world.ask("m1", 1).assignment is None, "it was told"
     assert world.ask("m2", 2).assignment is None, "and has not let go"
     assert world.ask("m1", 1, owned=of(0, 1, 2)).epoch == 2
@@ -173,14 +173,14 @@ def test_f234_who_is_not_heard_of_or_does_not_let_go_in_time_is_fenced() -> None
 
 def test_patterns_follow_the_topics_that_exist() -> None:
     world = World()
-    told = world.join("m1", topics="", pattern="ac")
-    assert told.assignment == of(0, 1, 2, 3, 4)
+    reported = world.join("m1", topics="", pattern="ac")
+    assert reported.assignment == of(0, 1, 2, 3, 4)
     world.seen.change("c", Topic("tc", 1))
     assert world.ask("m1", 1).assignment == of(0, 1, 2, 3, 4) | of(0, topic="tc")
     world.seen.change("a", None)
     assert world.ask("m1", 2).assignment == of(0, topic="tc")
-    told = world.ask("m1", 2, owned=of(0, topic="tc"))
-    assert told.epoch == 3
+    reported = world.ask("m1", 2, owned=of(0, topic="tc"))
+    assert reported.epoch == 3
     assert world.ask("m1", 3, pattern="", topics=frozenset()).assignment == {}
 
 
@@ -278,19 +278,19 @@ def test_epochs_go_on_where_a_group_changes_its_protocol() -> None:
 
 
 class Client:
-    """`told` is its assignment, `uses` what it has and has not let go of."""
+    """`reported` is its assignment, `uses` what it has and has not let go of."""
 
     def __init__(self, name: str, instance: str | None, topics: frozenset[str]) -> None:
         self.name = name
         self.instance = instance
         self.topics = topics
         self.epoch = 0
-        self.told: Partitions = {}
+        self.reported: Partitions = {}
         self.uses: dict[str, frozenset[int]] = {}
         self.waits: object = None
 
     def forget(self) -> None:
-        self.epoch, self.told, self.uses, self.waits = 0, {}, {}, None
+        self.epoch, self.reported, self.uses, self.waits = 0, {}, {}, None
 
 
 class Groups(RuleBasedStateMachine):
@@ -347,7 +347,7 @@ class Groups(RuleBasedStateMachine):
         self._must_be_durable(client, said)
         client.epoch = said.epoch
         if said.assignment is not None:
-            client.told = said.assignment
+            client.reported = said.assignment
 
     def _must_be_durable(self, client: Client, said: HeartbeatAnswer) -> None:
         """CG2: with the write under way not counted."""
@@ -362,7 +362,7 @@ class Groups(RuleBasedStateMachine):
 
     @rule(client=clients)
     def take_up(self, client: Client) -> None:
-        client.uses = {topic: frozenset(partitions) for topic, partitions in client.told.items()}
+        client.uses = {topic: frozenset(partitions) for topic, partitions in client.reported.items()}
 
     @rule(client=clients)
     def lose_the_answer(self, client: Client) -> None:

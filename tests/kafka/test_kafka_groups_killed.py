@@ -40,21 +40,21 @@ def test_groups_of_both_protocols_outlive_a_sigkill_of_their_coordinator(tmp_pat
         produce(addresses, "t", 0, 80)
         places = {(n % PARTITIONS, n // PARTITIONS) for n in range(160)}
 
-        def told(two: list[Member]) -> list[tuple[int, int]]:
+        def reported(two: list[Member]) -> list[tuple[int, int]]:
             return [place for member in two for place in member.got]
 
         def read(two: list[Member]) -> set[tuple[int, int]]:
             """With what was committed if its answer was lost with the node."""
             return {place for member in two for place in (*member.got, *member.unsure)}
 
-        eventually(lambda: all(len(told(two)) >= 40 for two in members.values()))
+        eventually(lambda: all(len(reported(two)) >= 40 for two in members.values()))
         nodes["n1"].kill()  # while they commit
         produce(addresses, "t", 80, 80)
         eventually(lambda: all(read(two) == places for two in members.values()))
         for strategy, two in members.items():
             eventually(lambda two=two: shared(*two))
             # Only what was committed is told: nobody reads it again.
-            assert len(told(two)) == len(set(told(two))), strategy
+            assert len(reported(two)) == len(set(reported(two))), strategy
             assert committed(addresses, groups[strategy], "t") == [160 // PARTITIONS] * PARTITIONS
         nodes["n1"].start()
         eventually(lambda: all(shared(*two) for two in members.values()))

@@ -266,7 +266,7 @@ def test_f235_a_classic_member_that_does_not_do_as_it_is_told_in_time_is_fenced(
         new.step()
         world.settle()
     assert world.heartbeat(old.member_id, old.generation) == error_codes.REBALANCE_IN_PROGRESS
-    told_at = world.now
+    reported_at = world.now
     for _ in range(8):
         world.now += 100
         world.heartbeat(old.member_id, old.generation)
@@ -274,7 +274,7 @@ def test_f235_a_classic_member_that_does_not_do_as_it_is_told_in_time_is_fenced(
         new.step()
         new.step()
         world.settle()
-    assert world.now > told_at + REBALANCE_MS and set(world.group.members) == {new.member_id}
+    assert world.now > reported_at + REBALANCE_MS and set(world.group.members) == {new.member_id}
     settled(world, [new])
     assert shared([new]) == ALL
 

@@ -11,7 +11,7 @@ from support.kafka.groups.moved import World, ask, run, stable
 from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import METASTORE_BATCH_BYTES
 from tidemill.kafka import error_codes
-from tidemill.kafka.groups import group_runner as led_module
+from tidemill.kafka.groups import group_runner, group_writer
 from tidemill.kafka.groups.classic.state import Phase, SyncAnswer, SyncRequest
 from tidemill.kafka.groups.consumer.state import HeartbeatRequest, Topic
 from tidemill.kafka.groups.coordinator import GroupUnavailableError
@@ -76,8 +76,8 @@ def test_the_next_coordinator_finds_the_members_of_the_consumer_protocol_and_the
 ):
     async def body(world: World) -> None:
         seen, old = OneTopic(), await world.node().get("g")
-        told = await old.consumer_heartbeat(joins("m1"), seen)
-        assert (told.epoch, told.assignment) == (1, {"t": frozenset({0, 1})})
+        reported = await old.consumer_heartbeat(joins("m1"), seen)
+        assert (reported.epoch, reported.assignment) == (1, {"t": frozenset({0, 1})})
         new = await world.node().get("g")
         assert (await new.consumer_heartbeat(HeartbeatRequest("m1", 1), seen)).assignment is None, (
             "nothing is told anew"
@@ -107,7 +107,7 @@ def test_the_next_coordinator_finds_the_members_of_the_consumer_protocol_and_the
 def test_f231_a_group_of_the_consumer_protocol_that_cannot_be_written_tells_what_is_durable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(led_module, "WRITE_BUDGET_S", 0.3)
+    monkeypatch.setattr(group_writer, "WRITE_BUDGET_S", 0.3)
 
     async def body(world: World) -> None:
         node, seen = world.node(), OneTopic()
@@ -135,8 +135,8 @@ def test_an_assignment_of_a_coordinator_that_was_replaced_reaches_nobody() -> No
         answer = await old.join(ask())
         new = await world.node().get("g")
         assert await stable(new, new_id="m2") == "m2"
-        told = await old.sync(SyncRequest(answer.member_id, None, answer.generation, assignments=(("m1", b"all"),)))
-        assert told.error == error_codes.NOT_COORDINATOR
+        reported = await old.sync(SyncRequest(answer.member_id, None, answer.generation, assignments=(("m1", b"all"),)))
+        assert reported.error == error_codes.NOT_COORDINATOR
         assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == ["m2"]
 
     run(body)
@@ -195,7 +195,7 @@ def test_a_write_of_unknown_outcome_is_made_once_and_never_later(how: str, renew
 
 
 def test_f231_a_group_that_cannot_be_written_ends_here_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(led_module, "WRITE_BUDGET_S", 0.3)
+    monkeypatch.setattr(group_writer, "WRITE_BUDGET_S", 0.3)
 
     async def body(world: World) -> None:
         node = world.node()
@@ -246,7 +246,7 @@ def test_commits_that_come_together_are_no_more_than_one_write_may_hold_and_each
         writes = [asyncio.ensure_future(led.write(noted(n * 100, 100))) for n in range(20)]
         assert {await write for write in writes} == {0}
         assert (await synced).error == 0
-        assert max(sizes) <= led_module.WRITE_BYTES and sum(sizes) > METASTORE_BATCH_BYTES
+        assert max(sizes) <= group_writer.WRITE_BYTES and sum(sizes) > METASTORE_BATCH_BYTES
         assert len(sizes) < 10, "what fits is written together"
         assert len(await world.offsets()) == 2_000
 
@@ -268,7 +268,7 @@ def test_a_commit_that_is_refused_is_refused_alone() -> None:
 
 
 def test_a_membership_that_keeps_changing_does_not_keep_offsets_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(led_module, "WRITE_BYTES", 0)
+    monkeypatch.setattr(group_writer, "WRITE_BYTES", 0)
 
     async def body(world: World) -> None:
         led = await world.node().get("g")
@@ -313,7 +313,7 @@ def test_a_group_moves_when_nodes_come_and_go_and_members_are_missed_without_bei
 
 
 def test_groups_that_hold_only_offsets_leave_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(led_module, "IDLE_S", 0.05)
+    monkeypatch.setattr(group_runner, "IDLE_S", 0.05)
 
     async def body(world: World) -> None:
         node = world.node()
@@ -328,7 +328,7 @@ def test_groups_that_hold_only_offsets_leave_memory(monkeypatch: pytest.MonkeyPa
 
 def test_f232_more_groups_or_bytes_than_the_node_holds_are_refused_and_those_there_go_on() -> None:
     async def body(world: World) -> None:
-        node = world.node(groups_max=1, groups_bytes_max=10)
+        node = world.node(groups_max=1, bytes_max=10)
         led = await node.get("g")
         with pytest.raises(GroupUnavailableError) as refused:
             await node.get("more")
@@ -342,6 +342,18 @@ def test_f232_more_groups_or_bytes_than_the_node_holds_are_refused_and_those_the
             with pytest.raises(GroupUnavailableError) as refused:
                 await node.get(name)
             assert refused.value.code == error_codes.INVALID_GROUP_ID
+
+    run(body)
+
+
+def test_a_deletion_ends_with_an_error_if_its_group_moves_away_meanwhile() -> None:
+    async def body(world: World) -> None:
+        led = await world.node().get("g")
+
+        async def move_away() -> None:
+            led.end(error_codes.NOT_COORDINATOR)
+
+        assert await led.delete(move_away) == error_codes.NOT_COORDINATOR
 
     run(body)
 

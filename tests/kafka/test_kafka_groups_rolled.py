@@ -61,7 +61,7 @@ class Group:
         assert found is not None
         assert found.type is kind and len(found.members) == len(self.live)
 
-    def told(self) -> list[tuple[int, int]]:
+    def reported(self) -> list[tuple[int, int]]:
         return [place for member in self._made for place in member.got]
 
 
@@ -96,9 +96,9 @@ def test_a_rolling_upgrade_and_downgrade_commits_every_record_once(group: Group,
         group.produce()
         group.rests(kind)
     # A member tells of what it has committed; nobody reads that again.
-    assert len(group.told()) == len(set(group.told()))
+    assert len(group.reported()) == len(set(group.reported()))
     if client == "confluent":
-        assert len(group.told()) == 9 * AT_ONCE
+        assert len(group.reported()) == 9 * AT_ONCE
 
 
 def test_static_members_are_replaced_one_by_one_under_their_instance(group: Group) -> None:
@@ -115,7 +115,7 @@ def test_static_members_are_replaced_one_by_one_under_their_instance(group: Grou
             members_of[instance] = group.join("confluent", strategy, instance)
             group.produce()
             group.rests(kind)
-    assert len(group.told()) == len(set(group.told())) == 5 * AT_ONCE
+    assert len(group.reported()) == len(set(group.reported())) == 5 * AT_ONCE
 
 
 def test_members_that_die_leave_the_group_in_the_protocol_of_the_others(group: Group) -> None:
@@ -134,7 +134,7 @@ def test_members_that_die_leave_the_group_in_the_protocol_of_the_others(group: G
     old.kill()
     group.produce()
     group.rests(ConsumerGroupType.CONSUMER)
-    assert len(group.told()) == len(set(group.told()))
+    assert len(group.reported()) == len(set(group.reported()))
 
 
 def test_a_coordinator_that_dies_leaves_members_of_both_protocols_as_they_are() -> None:
@@ -154,14 +154,15 @@ def test_a_coordinator_that_dies_leaves_members_of_both_protocols_as_they_are() 
         group.produce()
         group.rests(ConsumerGroupType.CONSUMER)
         assert [member.assignments for member in group.live] == before, "nobody was assigned anything anew"
-        assert len(group.told()) == len(set(group.told()))
+        assert len(group.reported()) == len(set(group.reported()))
     finally:
         group.close()
         cluster.close()
 
 
 def test_a_node_that_upgrades_nothing_says_so() -> None:
-    broker = RealBroker(settings=msgspec.structs.replace(SETTINGS, group_consumer_migration_policy="disabled"))
+    section = SETTINGS.section.model_copy(update={"group_consumer_migration_policy": "disabled"})
+    broker = RealBroker(settings=msgspec.structs.replace(SETTINGS, section=section))
     group = Group(broker.address)
     try:
         broker.create_topic("t", PARTITIONS)
@@ -172,8 +173,8 @@ def test_a_node_that_upgrades_nothing_says_so() -> None:
             {"bootstrap.servers": broker.address, "group.id": "g", "group.protocol": "consumer"}
         )  # fmt: skip
         refused.subscribe(["t"])
-        told = eventually(lambda: (m := refused.poll(0.2)) is not None and m.error())
-        assert told.code() == ck.KafkaError._FATAL and "The group id does not exist" in told.str()
+        reported = eventually(lambda: (m := refused.poll(0.2)) is not None and m.error())
+        assert reported.code() == ck.KafkaError._FATAL and "The group id does not exist" in reported.str()
         refused.close()
         group.produce()
         group.rests(ConsumerGroupType.CLASSIC)

@@ -14,6 +14,7 @@ from kio.index import load_request_schema
 from support.kafka.harness import Cluster, FakeBroker, RealBroker
 from support.kafka.raw import ZERO, RawClient, batch, encode, nested, produce_body
 from support.waiting import eventually
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.metastore.catalogue import TopicRow
 
@@ -49,7 +50,7 @@ REFUSALS: list[tuple[dict[str, Any], int]] = [
 
 @pytest.fixture(scope="module")
 def small() -> Any:
-    broker = FakeBroker(KafkaSettings(partitions_max=21))
+    broker = FakeBroker(KafkaSettings(KafkaSection(partitions_max=21)))
     broker.create_topic("t", 2)
     broker.create_topic("captured", 2, kind="capture")
     yield broker
@@ -105,7 +106,7 @@ def test_clients_of_every_node_use_what_a_topic_gained_and_old_records_stay() ->
         delivered: dict[int, int] = {}
         failures: list[Any] = []
 
-        def told(error: Any, message: Any) -> None:
+        def reported(error: Any, message: Any) -> None:
             if error is not None:
                 failures.append(error)
             else:
@@ -116,7 +117,7 @@ def test_clients_of_every_node_use_what_a_topic_gained_and_old_records_stay() ->
             assert time.monotonic() < deadline, (delivered, failures)
             for partition in range(6):
                 try:
-                    producer.produce("grows", b"later", partition=partition, on_delivery=told)
+                    producer.produce("grows", b"later", partition=partition, on_delivery=reported)
                 except KafkaException as error:  # its view is older: it asks again by itself
                     failures.append(error)
             producer.flush(5)
@@ -138,7 +139,7 @@ def test_clients_of_every_node_use_what_a_topic_gained_and_old_records_stay() ->
 
 
 def test_a_configured_limit_counts_what_a_topic_has_once(fake_broker: FakeBroker) -> None:
-    broker = FakeBroker(KafkaSettings(partitions_max=6))
+    broker = FakeBroker(KafkaSettings(KafkaSection(partitions_max=6)))
     try:
         broker.create_topic("t", 4)
         assert grow(broker, "t", 7)[0] == error_codes.POLICY_VIOLATION

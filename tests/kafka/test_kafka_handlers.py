@@ -28,6 +28,7 @@ from support.kafka.raw import (
 )
 from support.waiting import DEADLINE_S
 from tidemill.base.clock import SystemClock
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.api import dispatch as request_module
@@ -88,14 +89,16 @@ NOBODY = {
 
 
 def expected(key: int, version: int) -> int:
-    told = {11: version >= 4, 15: version >= 6}.get(key, True)
-    return REFUSED.get(key, NOBODY.get(key, 0)) if told else 0
+    reported = {11: version >= 4, 15: version >= 6}.get(key, True)
+    return REFUSED.get(key, NOBODY.get(key, 0)) if reported else 0
 
 
 @pytest.fixture(scope="module")
 def shared() -> Any:
     """Every request passes its check: nobody is a super user here, so that all is allowed."""
-    broker = FakeBroker(KafkaSettings(group_initial_rebalance_delay_ms=0), super_users=("User:ANONYMOUS",))
+    broker = FakeBroker(
+        KafkaSettings(KafkaSection(group_initial_rebalance_delay_ms=0)), super_users=("User:ANONYMOUS",)
+    )
     yield broker
     broker.close()
 
@@ -144,7 +147,7 @@ def test_f209_a_fault_of_any_type_ends_its_request_and_not_the_connection(
 
 
 def test_no_client_makes_partitions_beyond_the_limit_in_all() -> None:
-    broker = FakeBroker(KafkaSettings(partitions_max=10, default_partitions=4))
+    broker = FakeBroker(KafkaSettings(KafkaSection(partitions_max=10, default_partitions=4)))
     try:
         schema = load_request_schema(19, 4)
         element = nested(schema, "topics")
@@ -179,7 +182,7 @@ def test_metadata_creates_nothing_when_the_client_forbids_it(fake_broker: FakeBr
 
 
 def test_metadata_creates_nothing_when_the_setting_is_off() -> None:
-    broker = FakeBroker(KafkaSettings(auto_create_topics=False))
+    broker = FakeBroker(KafkaSettings(KafkaSection(auto_create_topics=False)))
     try:
         with RawClient(broker.port) as client:
             (topic,) = client.ask(3, 1, struct.pack(">ih", 1, 3) + b"new").topics
@@ -450,8 +453,8 @@ def test_offsets_of_what_cannot_be_looked_up_are_asked_for_again_and_not_called_
         fake_broker.portal.call(fake_broker.metastore.commit(rows))
         for version in (1, 5, 7, 8, 10):
             for (name, partition), row in places.items():
-                told = found(client, name, version, partition, row.topic_id)
-                assert told == (error_codes.COORDINATOR_LOAD_IN_PROGRESS, -1), (name, version)
+                reported = found(client, name, version, partition, row.topic_id)
+                assert reported == (error_codes.COORDINATOR_LOAD_IN_PROGRESS, -1), (name, version)
         topic = nested(load_request_schema(8, 7), "topics")
         part = nested(topic, "partitions")
         commit = encode(
@@ -465,8 +468,8 @@ def test_offsets_of_what_cannot_be_looked_up_are_asked_for_again_and_not_called_
                 ),
             )
         )  # fmt: skip
-        told = [int(p.error_code) for t in client.ask(8, 7, commit).topics for p in t.partitions]
-        assert told == [error_codes.COORDINATOR_LOAD_IN_PROGRESS] * 2
+        reported = [int(p.error_code) for t in client.ask(8, 7, commit).topics for p in t.partitions]
+        assert reported == [error_codes.COORDINATOR_LOAD_IN_PROGRESS] * 2
         monkeypatch.setattr(fake_broker.catalogue, "list", whole)
         monkeypatch.setattr("tidemill.kafka.metadata.topic_cache.SETTLE_S", DEADLINE_S)
         for version in (1, 5, 7, 8, 10):

@@ -54,14 +54,14 @@ def moved(broker: RealBroker, topic: TopicRow) -> None:
         return len(found) == PARTITIONS and all(reconciled == end > 0 for reconciled, end in found)
 
     async def collect() -> list[str]:
-        await keeper.run(StepBudget(broker.clock, 1))
+        await collector.run(StepBudget(broker.clock, 1))
         return [meta.key async for meta in broker.objects.list("l0/")]
 
     eventually(all_moved)
     context = JobContext(
         broker.consensus, broker.objects, broker.metastore, broker.clock, broker.rand, Retention(collect_after_s=0)
     )
-    keeper = L0GarbageCollector(context, quiet_s=0)
+    collector = L0GarbageCollector(context, quiet_s=0)
 
     def nothing_left() -> bool:
         broker.portal.call(checkpoint())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import structlog
 
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.net.connection_limits import LOG_INTERVAL_S, ConnectionLimits
 from tidemill.kafka.net.memory_budget import MemoryBudget
@@ -58,7 +59,7 @@ def test_the_connection_that_has_taken_nothing_for_longest_ends_first() -> None:
 
 
 def test_a_flood_is_told_once_in_a_while_with_the_key_to_change() -> None:
-    door = ConnectionLimits(KafkaSettings(connections_max=3, connections_per_address_max=2))
+    door = ConnectionLimits(KafkaSettings(KafkaSection(connections_max=3, connections_per_address_max=2)))
     with structlog.testing.capture_logs() as logs:
         assert [door.admit("a", 0.0) for _ in range(50)].count(True) == 2
         assert door.admit("b", 0.0) and not door.admit("c", 0.0)

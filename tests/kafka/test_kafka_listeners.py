@@ -29,7 +29,7 @@ def cluster() -> Iterator[Cluster]:
     cluster.close()
 
 
-def told(port: int) -> tuple[set[tuple[str, int]], list[int]]:
+def reported(port: int) -> tuple[set[tuple[str, int]], list[int]]:
     """(the brokers' addresses, leader of each partition) that Metadata names to who comes by this port."""
     with RawClient(port) as client:
         answer = client.ask(3, 5, ALL_TOPICS + b"\x00")
@@ -45,13 +45,13 @@ def describe_cluster() -> bytes:
 def test_every_client_is_told_the_addresses_of_its_own_listener(cluster: Cluster) -> None:
     a, b = cluster.nodes
     cluster.portal.call(a.catalogue.create_topic("t", 16))
-    eventually(lambda: len(told(b.port)[1]) == 16)
+    eventually(lambda: len(reported(b.port)[1]) == 16)
     for node in (a, b):
-        assert told(node.port)[0] == {("127.0.0.1", a.port), ("127.0.0.1", b.port)}
-        brokers, leaders = told(node.ports["outside"])
+        assert reported(node.port)[0] == {("127.0.0.1", a.port), ("127.0.0.1", b.port)}
+        brokers, leaders = reported(node.ports["outside"])
         assert brokers == {("localhost", a.ports["outside"]), ("localhost", b.ports["outside"])}
         assert -1 not in leaders
-    inside, leaders = told(a.ports["inside"])
+    inside, leaders = reported(a.ports["inside"])
     assert inside == {("localhost", a.ports["inside"])}
     assert set(leaders) == {1, -1}, "what b leads cannot be reached by a listener that b has not"
 

@@ -50,10 +50,10 @@ def list_offsets(client: RawClient, name: str, partition: int = 0) -> tuple[int,
 def test_the_first_fetch_by_the_id_of_a_topic_that_was_created_again_is_unknown_topic_id(shared: RealBroker) -> None:
     row = shared.create_topic("again-by-id", 2)
     with Fetcher(shared.port, [row]) as reader:
-        assert reader.fetch({("again-by-id", 0): 0}).told["again-by-id", 0].code == error_codes.NONE
+        assert reader.fetch({("again-by-id", 0): 0}).reported["again-by-id", 0].code == error_codes.NONE
         delete(shared, "again-by-id")
         shared.create_topic("again-by-id", 2)
-        assert reader.fetch({("again-by-id", 0): 0}).told["again-by-id", 0].code == error_codes.UNKNOWN_TOPIC_ID
+        assert reader.fetch({("again-by-id", 0): 0}).reported["again-by-id", 0].code == error_codes.UNKNOWN_TOPIC_ID
 
 
 def test_the_first_answers_about_a_topic_that_does_not_exist_are_unknown_topic_or_partition(
@@ -61,11 +61,11 @@ def test_the_first_answers_about_a_topic_that_does_not_exist_are_unknown_topic_o
 ) -> None:
     row = shared.create_topic("gone-by-name", 1)
     with Fetcher(shared.port, [row], version=12) as reader:
-        assert reader.fetch({("gone-by-name", 0): 0}).told["gone-by-name", 0].code == error_codes.NONE
+        assert reader.fetch({("gone-by-name", 0): 0}).reported["gone-by-name", 0].code == error_codes.NONE
         assert list_offsets(raw, "gone-by-name") == (error_codes.NONE, 0)
         delete(shared, "gone-by-name")
-        told = reader.fetch({("gone-by-name", 0): 0, ("never-there", 3): 0}).told
-        assert {each.code for each in told.values()} == {error_codes.UNKNOWN_TOPIC_OR_PARTITION}
+        reported = reader.fetch({("gone-by-name", 0): 0, ("never-there", 3): 0}).reported
+        assert {each.code for each in reported.values()} == {error_codes.UNKNOWN_TOPIC_OR_PARTITION}
     assert list_offsets(raw, "gone-by-name") == (error_codes.UNKNOWN_TOPIC_OR_PARTITION, -1)
     assert list_offsets(raw, "never-there-either") == (error_codes.UNKNOWN_TOPIC_OR_PARTITION, -1)
 
@@ -86,7 +86,7 @@ def test_the_first_answers_about_a_partition_that_does_not_exist_are_unknown_top
 ) -> None:
     row = shared.create_topic("narrow", 2)
     with Fetcher(shared.port, [row]) as reader:
-        assert reader.fetch({("narrow", 7): 0}).told["narrow", 7].code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
+        assert reader.fetch({("narrow", 7): 0}).reported["narrow", 7].code == error_codes.UNKNOWN_TOPIC_OR_PARTITION
     assert list_offsets(raw, "narrow", 8) == (error_codes.UNKNOWN_TOPIC_OR_PARTITION, -1)
 
 

@@ -12,6 +12,7 @@ from kio.index import load_request_schema
 
 from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import RawClient, batch, encode, example, fetch_body, fields, nested, produce_body
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.handlers import APIS
 from tidemill.kafka.schema import fetch, produce
@@ -87,10 +88,10 @@ def test_fetches_are_counted_and_the_records_still_come() -> None:
 
 
 def test_of_a_clients_time_every_answer_tells_and_nobody_elses_is_touched() -> None:
-    broker = FakeBroker(KafkaSettings(group_initial_rebalance_delay_ms=0))
+    broker = FakeBroker(KafkaSettings(KafkaSection(group_initial_rebalance_delay_ms=0)))
     row = broker.create_topic("t", 1)
     limit(broker, Quota(NO_ENTITY, stored_name("raw"), REQUEST, 1e-6))
-    told = 0
+    reported = 0
     for key, version in EVERY:
         group_or_topic = f"group-{version}" if key == 11 else "t"  # members that join one group wait for each other
         body = example(key, version, group_or_topic, uuid.UUID(row.topic_id))
@@ -98,8 +99,8 @@ def test_of_a_clients_time_every_answer_tells_and_nobody_elses_is_touched() -> N
             answer = client.ask(key, version, body)
         if hasattr(answer, "throttle_time") and key != 18:
             assert answer.throttle_time.total_seconds() == 1.0, (key, version)
-            told += 1
-    assert told > 100
+            reported += 1
+    assert reported > 100
     limit(broker, Quota(NO_ENTITY, stored_name("other"), REQUEST, 1e-6))
     with RawClient(broker.port) as client:
         began = time.monotonic()  # before the answer whose silence it is: that may arrive late

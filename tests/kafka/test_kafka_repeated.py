@@ -14,6 +14,7 @@ from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, batch, decode, produce_body
 from support.kafka.session_reader import Fetcher, Place, body_of
 from support.waiting import eventually
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.fetch_sessions import implicit as repeated_module
 from tidemill.kafka.fetch_sessions.request_diff import RequestDiff
@@ -102,7 +103,7 @@ def test_the_answer_is_that_of_a_connection_that_never_asked(
             with world.fetcher(version) as other:
                 expected = bytes_of(other, asked, **how)
             assert got == expected or turned
-            assert reader.read(decode(1, version, got)).told == reader.read(decode(1, version, expected)).told
+            assert reader.read(decode(1, version, got)).reported == reader.read(decode(1, version, expected)).reported
     eventually(lambda: world.kept == 0)
 
 
@@ -119,7 +120,7 @@ def test_a_repeated_fetch_is_not_read_again_and_ends_when_one_of_its_partitions_
     monkeypatch.setattr(k01_fetch, "decode", counted)
     with world.fetcher(12) as reader:
         first = reader.fetch(dict.fromkeys(world.places, 0))
-        asked = {place: told.high_watermark for place, told in first.told.items()}
+        asked = {place: reported.high_watermark for place, reported in first.reported.items()}
         reader.fetch(asked)
         assert read == [1] and world.kept == 1, "its offsets alone are others"
         items = list(asked.items())
@@ -137,8 +138,8 @@ def test_a_repeated_fetch_is_not_read_again_and_ends_when_one_of_its_partitions_
             assert got == number
             answers.append(reader.read(decode(1, 12, data)))
         for answer in answers:
-            assert [place for place, told in answer.told.items() if told.batches] == [world.places[70]]
-            assert len(answer.told) == len(world.places)
+            assert [place for place, reported in answer.reported.items() if reported.batches] == [world.places[70]]
+            assert len(answer.reported) == len(world.places)
         assert world.kept == 1, "of two at once one is kept"
     eventually(lambda: world.kept == 0)
 
@@ -151,14 +152,14 @@ def test_an_entry_that_names_another_partition_is_another_request(world: World) 
         at = body.index(struct.pack(">i", 5) + struct.pack(">iq", -1, 0))
         body[at : at + 4] = struct.pack(">i", 4_000)
         answer = reader.read(reader.client.ask(1, 11, bytes(body)))
-        assert [told.code for (_, partition), told in answer.told.items() if partition == 4_000] != [0]
-        assert len(answer.told) == len(world.places)
+        assert [reported.code for (_, partition), reported in answer.reported.items() if partition == 4_000] != [0]
+        assert len(answer.reported) == len(world.places)
 
 
 def test_a_client_that_is_gone_while_it_waits_leaves_nothing(world: World) -> None:
     with world.fetcher(12) as reader:
         first = reader.fetch(dict.fromkeys(world.places, 0))
-        asked = {place: told.high_watermark for place, told in first.told.items()}
+        asked = {place: reported.high_watermark for place, reported in first.reported.items()}
         reader.client.send(1, 12, 7, reader.body(asked, max_wait_ms=60_000))
         reader.client.send(1, 12, 8, reader.body(asked, max_wait_ms=60_000))
         leds = world.broker.topics._led.values()
@@ -167,11 +168,11 @@ def test_a_client_that_is_gone_while_it_waits_leaves_nothing(world: World) -> No
 
 
 def test_without_room_everything_is_read_each_time() -> None:
-    world = World(KafkaSettings(fetch_sessions_max=0))
+    world = World(KafkaSettings(KafkaSection(fetch_sessions_max=0)))
     try:
         with world.fetcher(12) as reader:
             for _ in range(3):
-                assert len(reader.fetch(dict.fromkeys(world.places, 0)).told) == len(world.places)
+                assert len(reader.fetch(dict.fromkeys(world.places, 0)).reported) == len(world.places)
                 assert world.kept == 0
             assert reader.fetch(dict.fromkeys(world.places, 0), epoch=0).session_id == 0
     finally:
@@ -250,12 +251,12 @@ def test_what_was_filled_in_is_what_would_be_written_of_all(
     topics = [(topic, [3 * number, 3 * number + 1, 3 * number + 2]) for number, topic in enumerate(ids)]
     blank = schema.FetchAnswerTemplate(topics, version)
     known = {partition: schema.PartitionRecords(partition, 0) for _, partitions in topics for partition in partitions}
-    for told in rounds:
-        told = {partition: answer._replace(partition=partition) for partition, answer in told.items()}
-        found = [((ids[partition // 3], partition), answer) for partition, answer in told.items()]
-        expected = known | told
+    for reported in rounds:
+        reported = {partition: answer._replace(partition=partition) for partition, answer in reported.items()}
+        found = [((ids[partition // 3], partition), answer) for partition, answer in reported.items()]
+        expected = known | reported
         whole = [(topic, [expected[partition] for partition in partitions]) for topic, partitions in topics]
         assert b"".join(map(bytes, blank.fill(found))) == b"".join(map(bytes, schema.encode(whole, version)))
-        known |= {p: answer._replace(batches=[], aborted=None) for p, answer in told.items()}
+        known |= {p: answer._replace(batches=[], aborted=None) for p, answer in reported.items()}
         # The kind of reader does not change between the rounds of one kept request.
-        known |= {p: known[p]._replace(aborted=()) for p, answer in told.items() if answer.aborted is not None}
+        known |= {p: known[p]._replace(aborted=()) for p, answer in reported.items() if answer.aborted is not None}

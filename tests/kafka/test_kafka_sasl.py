@@ -33,8 +33,10 @@ from support.kafka.raw import request_frame
 from support.kafka.security import PASSWORD, Authority, add, confluent, gate, plainly, token
 from support.waiting import eventually, run
 from tidemill.base.clock import Rand
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.net.listener_security import UNAUTHENTICATED_REQUEST_BYTES
+from tidemill.kafka.net.memory_budget import BudgetedSession, MemoryBudget
 from tidemill.security.sasl import MECHANISMS, Authenticator, AuthFailureThrottle
 from tidemill.security.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, ScramServer
 from tidemill.security.users import Users
@@ -282,6 +284,26 @@ def test_an_old_handshake_is_followed_by_bare_messages(plain: FakeBroker) -> Non
     bad.close()
 
 
+def test_a_bare_reply_counts_as_an_unsent_answer_until_it_is_sent(
+    plain: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    count = MemoryBudget.answers
+
+    def record(budget: MemoryBudget, session: BudgetedSession, size: int) -> None:
+        counted.append(size)
+        count(budget, session, size)
+
+    monkeypatch.setattr(MemoryBudget, "answers", record)
+    client = Dialogue(plain)
+    assert client.handshake("SCRAM-SHA-256", version=0) == 0
+    counted.clear()
+    reply = client.raw(b"n,,n=alice,r=abcdef")
+    assert reply.startswith(b"r=abcdef")
+    eventually(lambda: counted[-1:] == [0] and 4 + len(reply) in counted)
+    client.close()
+
+
 def test_what_is_pipelined_behind_a_proof_waits_for_it(plain: FakeBroker) -> None:
     client = Dialogue(plain)
     name = b"PLAIN"
@@ -484,7 +506,9 @@ def test_f245_while_the_metastore_is_away_nobody_is_told_of_a_wrong_password(
 
 
 def test_many_half_open_proofs_leave_room_for_an_honest_one() -> None:
-    small = KafkaSettings(connections_max=64, connections_per_address_max=64, authentication_timeout_s=3.0)
+    small = KafkaSettings(
+        KafkaSection(connections_max=64, connections_per_address_max=64), authentication_timeout_s=3.0
+    )
     broker = FakeBroker(small, gate=gate())
     add(broker, "alice")
     crowd = []

@@ -20,6 +20,7 @@ from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import RawClient, batch, decode, example, fetch_body, produce_body, request_frame
 from support.waiting import eventually, run
 from tidemill.base.clock import ManualClock, SystemClock
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.kafka import KafkaSettings, error_codes
@@ -479,7 +480,7 @@ def test_no_mutation_of_a_request_breaks_the_broker(shared_broker: FakeBroker, d
 
 @pytest.fixture(scope="module")
 def shared_broker() -> Iterator[FakeBroker]:
-    broker = FakeBroker(KafkaSettings(auto_create_topics=False))
+    broker = FakeBroker(KafkaSettings(KafkaSection(auto_create_topics=False)))
     broker.create_topic("fuzz", 2)
     yield broker
     broker.close()

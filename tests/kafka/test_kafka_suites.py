@@ -11,7 +11,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from suites import SUITES, passed, told
+from suites import SUITES, passed, reported
 from suites_node import NotHere, Outcome
 
 MARKS = {"librdkafka": pytest.mark.node, "franz-go": pytest.mark.go}
@@ -30,8 +30,8 @@ def test_a_clients_own_suite_passes_but_for_what_is_written_down(
         found = suite.run(tmp_path, "")
     except NotHere as error:
         pytest.skip(f"{name}: {error}")
-    warnings.warn(told(name, found), stacklevel=1)
-    assert passed(found) >= suite.floor, told(name, found)
+    warnings.warn(reported(name, found), stacklevel=1)
+    assert passed(found) >= suite.floor, reported(name, found)
 
 
 def test_the_floors_are_those_of_the_documentation() -> None:
@@ -42,5 +42,5 @@ def test_the_floors_are_those_of_the_documentation() -> None:
 
 def test_what_a_suite_misses_is_told_by_name() -> None:
     found = [Outcome("a", "passed"), Outcome("b", "failed", "no such thing"), Outcome("c", "skipped")]
-    assert told("some", found) == "failed  b  no such thing\nskipped c\nsome: 1 passed, 1 failed, 1 skipped"
+    assert reported("some", found) == "failed  b  no such thing\nskipped c\nsome: 1 passed, 1 failed, 1 skipped"
     assert passed(found) == 1

@@ -19,6 +19,7 @@ from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import request_frame
 from support.kafka.security import Authority, trusting
 from support.waiting import eventually, run
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.net.listener_security import ListenerSecurity
@@ -223,7 +224,9 @@ def test_clear_text_at_a_port_of_tls_ends_that_connection_only(authority: Author
 
 
 def test_f241_connections_that_prove_nothing_leave_room_and_end(authority: Authority) -> None:
-    settings = KafkaSettings(connections_max=64, connections_per_address_max=64, authentication_timeout_s=3.0)
+    settings = KafkaSettings(
+        KafkaSection(connections_max=64, connections_per_address_max=64), authentication_timeout_s=3.0
+    )
     broker = FakeBroker(settings, gate=authority.gate())
     hello = b"\x16\x03\x01\x02\x00\x01\x00"
     crowd = []
@@ -292,14 +295,15 @@ def test_f242_new_files_serve_new_connections_and_bad_files_nobody(
 def test_files_that_cannot_be_used_are_named_with_their_key(authority: Authority, tmp_path: Path) -> None:
     certificate, key = authority.server()
     other = Authority(tmp_path / "other").server()[1]
-    from tidemill.security.tls import ServerCertificates, TlsSettings
+    from tidemill.base.config.listeners import TlsSection
+    from tidemill.security.tls import ServerCertificates
 
     for settings, named in (
-        (TlsSettings(str(tmp_path / "none.pem"), key), "tls.certificate"),
-        (TlsSettings(certificate, str(tmp_path)), "key="),
-        (TlsSettings(certificate, other), "matching PEM files"),
-        (TlsSettings(certificate, key, "", "required"), "tls.client_ca"),
-        (TlsSettings(certificate, key, key, "required"), "tls.client_ca"),
+        (TlsSection(certificate=str(tmp_path / "none.pem"), key=key), "tls.certificate"),
+        (TlsSection(certificate=certificate, key=str(tmp_path)), "key="),
+        (TlsSection(certificate=certificate, key=other), "matching PEM files"),
+        (TlsSection(certificate=certificate, key=key, client_auth="required"), "tls.client_ca"),
+        (TlsSection(certificate=certificate, key=key, client_ca=key, client_auth="required"), "tls.client_ca"),
     ):
         with pytest.raises(InvalidError, match=named):
             ServerCertificates(settings).load()

@@ -23,7 +23,7 @@ class Led:
 
     def __init__(self) -> None:
         self.marked: list[int] = []
-        self.told: set[str] = set()
+        self.reported: set[str] = set()
         self._fails = True
 
     def leader_of(self, topic_id: str, partition: int) -> str:
@@ -35,7 +35,7 @@ class Led:
     async def mark(
         self, topic_id: str, partition: int, marker: Marker, here: TransactionSnapshot | None = None
     ) -> None:
-        if partition == 1 and "other" not in self.told:
+        if partition == 1 and "other" not in self.reported:
             raise NotLeaderError("another node leads.", leader="other")
         if partition == 2 and self._fails:
             self._fails = False
@@ -59,7 +59,7 @@ def test_a_partition_led_elsewhere_is_its_leaders_to_mark_and_nothing_to_log() -
             consensus, TransactionCompletion(consensus, made, NoGroups()), ProducerIds(consensus, rand), SystemClock(),
             rand, coordinates=lambda _: True, limits=TransactionLimits(timeout_max_ms=60_000, expires_ms=1 << 40),
         )  # fmt: skip
-        transactions.completion.remind = lambda node, _: topics.told.add(node)
+        transactions.completion.remind = lambda node, _: topics.reported.add(node)
         code, producer_id, epoch = await transactions.init("id", timeout_ms=60_000)
         assert code == 0
         assert await transactions.add("id", producer_id, epoch, partitions={"t": (0, 1, 2)}) == 0

@@ -16,6 +16,7 @@ from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, encode, fields, nested
 from support.waiting import eventually
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.groups.offline_admin import OfflineGroupAdmin
@@ -236,7 +237,7 @@ class Producer:
 
 @pytest.fixture
 def endpoint() -> Iterator[RealBroker]:
-    broker = RealBroker(settings=KafkaSettings(group_initial_rebalance_delay_ms=0))
+    broker = RealBroker(settings=KafkaSettings(KafkaSection(group_initial_rebalance_delay_ms=0)))
     broker.create_topic("in", 1)
     yield broker
     broker.close()

@@ -266,11 +266,11 @@ def test_an_operator_ends_a_transaction_in_one_partition(topic: RealBroker, clie
 
         def mark(epoch: int, *, commit: bool = False) -> int:
             place = nested(marker, "topics")(name="t", partition_indexes=(0,))
-            told = fields(
+            reported = fields(
                 marker, producer_id=client.identity[0], producer_epoch=epoch, transaction_result=commit,
                 coordinator_epoch=0, topics=(place,),
             )  # fmt: skip
-            answer = ask(raw, 27, 1, markers=(told,))
+            answer = ask(raw, 27, 1, markers=(reported,))
             return int(answer.markers[0].topics[0].partitions[0].error_code)
 
         def hanging() -> list[int]:

@@ -12,6 +12,7 @@ from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, batch, fetch_body, produce_body
 from support.kafka.session_reader import Fetcher
 from support.waiting import eventually
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings, error_codes
 
 FOR_EVER_MS = 0x7FFFFFFF
@@ -41,7 +42,7 @@ def test_a_poll_without_an_end_ends_when_a_connection_would_be_idle() -> None:
 
 
 def test_what_is_refused_for_good_is_told_without_ending_the_wait_for_the_rest() -> None:
-    broker = RealBroker(settings=KafkaSettings(auto_create_topics=False))
+    broker = RealBroker(settings=KafkaSettings(KafkaSection(auto_create_topics=False)))
     try:
         row = broker.create_topic("t", 1)
         with Fetcher(broker.port, [row], 12) as reader:
@@ -50,15 +51,15 @@ def test_what_is_refused_for_good_is_told_without_ending_the_wait_for_the_rest()
             epoch, code = 1, 0
             until = time.monotonic() + 40
             while code != error_codes.UNKNOWN_TOPIC_OR_PARTITION:
-                code = reader.fetch({}, session_id=session_id, epoch=epoch).told["nowhere", 0].code
+                code = reader.fetch({}, session_id=session_id, epoch=epoch).reported["nowhere", 0].code
                 epoch += 1
                 assert time.monotonic() < until
             began = time.monotonic()
-            told = reader.fetch({}, session_id=session_id, epoch=epoch, max_wait_ms=400).told
-            assert set(told) == {("nowhere", 0)} and time.monotonic() - began >= 0.35
+            reported = reader.fetch({}, session_id=session_id, epoch=epoch, max_wait_ms=400).reported
+            assert set(reported) == {("nowhere", 0)} and time.monotonic() - began >= 0.35
             began = time.monotonic()
             alone = reader.fetch({("nowhere", 0): 0}, max_wait_ms=60_000)
-            assert alone.told["nowhere", 0].code and time.monotonic() - began < 30, "there is nothing to wait for"
+            assert alone.reported["nowhere", 0].code and time.monotonic() - began < 30, "there is nothing to wait for"
     finally:
         broker.close()
 
@@ -135,7 +136,7 @@ def test_a_client_that_reads_nothing_is_cut_off_with_all_that_waits_for_it() -> 
 
 @pytest.mark.parametrize("how", ["reset", "close", "half"])
 def test_a_crowd_that_waits_for_one_partition_is_answered_whoever_leaves_meanwhile(how: str) -> None:
-    broker = RealBroker(settings=KafkaSettings(connections_max=500, connections_per_address_max=500))
+    broker = RealBroker(settings=KafkaSettings(KafkaSection(connections_max=500, connections_per_address_max=500)))
     try:
         broker.create_topic("t", 1)
         clients = [RawClient(broker.port) for _ in range(120)]

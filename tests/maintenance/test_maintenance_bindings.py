@@ -113,15 +113,15 @@ def test_f726_who_keeps_bindings_for_long_is_told_with_how_many_and_how_they_are
         await world.write(shard, KEYS)
         stood_ms = world.clock.now_ms()
 
-        async def told(minutes: int) -> StageStatus | None:
+        async def reported(minutes: int) -> StageStatus | None:
             for _ in range(minutes):
                 await mint_for(world, remap, 60)
                 await world.tend()
                 await look(world, upkeep)
             return world.tracker.mark(f"keeper:bindings:{SOURCE}")
 
-        assert await told(50) is None, "as long as the process is shown as blind"
-        mark = await told(20)
+        assert await reported(50) is None, "as long as the process is shown as blind"
+        mark = await reported(20)
         assert mark is not None and (mark.position, mark.held_by) == (stood_ms, "pipeline:p")
         assert "8,4" in mark.reason and "tidemill pipeline delete p" in mark.reason, mark.reason
         later_ms = world.clock.now_ms() + 10_000
@@ -130,11 +130,11 @@ def test_f726_who_keeps_bindings_for_long_is_told_with_how_many_and_how_they_are
         hold = await world.open("t")  # the pipeline goes on, and a reader stays where it was
         await hold.set_hold("export", stood_ms, 86_400_000)
         await world.write(shard, KEYS)
-        mark = await told(1)
+        mark = await reported(1)
         assert mark is not None and mark.held_by == "shard:t" and "table describe t" in mark.reason
 
         world.rows.listed["pipeline"] = []
-        assert await told(1) is None
+        assert await reported(1) is None
         head = await world.consensus().log_head(f"remap/{SOURCE}")
         assert head.next - head.start <= 3 * 60 + 65
 
@@ -147,7 +147,7 @@ def source_of_pipeline(world: World) -> BindingsUpkeep:
     return BindingsUpkeep(world.context, world.tracker)
 
 
-def told_now(world: World) -> StageStatus | None:
+def reported_now(world: World) -> StageStatus | None:
     return world.tracker.mark(f"keeper:bindings:{SOURCE}")
 
 
@@ -170,7 +170,7 @@ def test_a_pipeline_that_works_is_not_told_however_long_the_history_is() -> None
             await world.write(shard, [1, 2])
             await world.tend()
             await look(world, upkeep)
-            assert told_now(world) is None
+            assert reported_now(world) is None
         assert remap.length > 8 * 12, "the history is kept"
 
     run(scenario())
@@ -192,7 +192,7 @@ def test_a_source_that_was_idle_and_then_is_not_is_kept_by_nobody() -> None:
         for _ in range(2):  # the shard was not visited since, nor is there a newer manifest
             await look(world, upkeep)
             assert upkeep.facts()["held_by"] == {SOURCE: "t"}
-            assert told_now(world) is None
+            assert reported_now(world) is None
 
     run(scenario())
 
@@ -207,12 +207,12 @@ def test_who_has_not_begun_and_what_no_manifest_was_seen_of_is_not_told() -> Non
         shard = await world.open("t")
         await look(world, upkeep)
         assert upkeep.facts()["held_by"] == {SOURCE: "t"}
-        assert told_now(world) is None
+        assert reported_now(world) is None
         await world.write(shard, KEYS)
         await world.tend(persisted=False)
         await look(world, upkeep)
         assert upkeep.facts()["held_by"] == {SOURCE: "t"}
-        assert told_now(world) is None
+        assert reported_now(world) is None
 
     run(scenario())
 
@@ -231,7 +231,7 @@ def test_a_pipeline_that_catches_up_is_not_stuck() -> None:
         async def state() -> StageState:
             await mint_for(world, remap, 100)
             await look(world, upkeep)
-            mark, now_ms = told_now(world), world.clock.now_ms()
+            mark, now_ms = reported_now(world), world.clock.now_ms()
             assert mark is not None and mark.held_by == "pipeline:p"
             return derive_status(mark, "node:n", now_ms, now_ms).state
 

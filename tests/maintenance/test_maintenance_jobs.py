@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import pytest
 
@@ -12,8 +13,9 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.errors import CorruptError
 from tidemill.base.runtime import tasks
 from tidemill.base.status.status import StatusTracker
-from tidemill.consensus import leader_election
+from tidemill.consensus.leader_election import LeaseRequest
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.maintenance import scheduler
 from tidemill.maintenance.scheduler import (
     REPORTED_UNITS_MAX,
     Job,
@@ -50,11 +52,11 @@ def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch:
         tracker = StatusTracker()
         faults: list[BaseException] = [RecursionError("too deep"), Panic("native code"), ValueError("nobody listed me")]
         steps = {"bad": 0, "good": 0}
-        told: list[str] = []
+        reported: list[str] = []
 
         async def bad(budget: StepBudget) -> bool:
             failure = tracker.failure("keeper:bad")
-            told.append(failure.error if failure is not None else "")
+            reported.append(failure.error if failure is not None else "")
             if faults:
                 raise faults.pop(0)
             if steps["good"] <= 10:
@@ -69,7 +71,7 @@ def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch:
         jobs = jobs_on(MemoryState(), "a", tracker, Job("bad", 0.01, Steps(bad)), Job("good", 0.01, Steps(good)))
         running = asyncio.create_task(jobs.run())
         await until(lambda: steps["bad"] > 1)
-        assert told[:4] == [
+        assert reported[:4] == [
             "", "RecursionError: too deep", "Panic: native code", "ValueError: nobody listed me",
         ]  # fmt: skip
         assert tracker.failure("keeper:bad") is None
@@ -82,11 +84,7 @@ def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch:
 def test_one_node_at_a_time_runs_a_job_and_another_takes_over_with_a_newer_term(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        leader_election.run_while_leading,
-        "__kwdefaults__",
-        {**leader_election.run_while_leading.__kwdefaults__, "ttl_ms": 1500},
-    )
+    monkeypatch.setattr(scheduler, "LeaseRequest", partial(LeaseRequest, ttl_ms=1500))
 
     async def scenario() -> None:
         state, terms, at_once = MemoryState(), [], [0, 0]
@@ -118,13 +116,13 @@ def test_one_node_at_a_time_runs_a_job_and_another_takes_over_with_a_newer_term(
 
 def test_however_many_units_fail_only_a_few_dozen_are_told_and_all_are_counted() -> None:
     tracker, clock = StatusTracker(), SystemClock()
-    told = UnitFailures("keeper:shards", tracker, clock)
+    reported = UnitFailures("keeper:shards", tracker, clock)
     for n in range(1000):
-        told.failed(f"s{n}", CorruptError("a record cannot be read."))
-    assert told.count == 1000 and len(tracker.report("n", 0).marks) == REPORTED_UNITS_MAX
+        reported.failed(f"s{n}", CorruptError("a record cannot be read."))
+    assert reported.count == 1000 and len(tracker.report("n", 0).marks) == REPORTED_UNITS_MAX
     for n in range(10):
-        told.clear_failure(f"s{n}")
-    told.failed("s999", ValueError("again"))
-    assert told.count == 990 and len(tracker.report("n", 0).marks) == REPORTED_UNITS_MAX - 9
+        reported.clear_failure(f"s{n}")
+    reported.failed("s999", ValueError("again"))
+    assert reported.count == 990 and len(tracker.report("n", 0).marks) == REPORTED_UNITS_MAX - 9
     with pytest.raises(asyncio.CancelledError):
-        told.failed("s5", asyncio.CancelledError())
+        reported.failed("s5", asyncio.CancelledError())

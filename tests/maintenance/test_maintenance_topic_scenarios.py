@@ -88,7 +88,7 @@ def test_without_a_word_of_its_partition_no_object_goes() -> None:
 
         (node,) = world.nodes
         (led,) = node._led.values()
-        led._enqueue_for_commit = lambda pending: None  # type: ignore[method-assign]
+        led.intake._enqueue_for_commit = lambda pending: None  # type: ignore[method-assign]
         sending = asyncio.ensure_future(world.send(node, await _row(world), 0))
         while len(world.stored()) < 5:
             await asyncio.sleep(0)
@@ -99,7 +99,7 @@ def test_without_a_word_of_its_partition_no_object_goes() -> None:
                 world.clock.advance(10_000)
                 await world.metastore.flush()
                 try:
-                    await world.keeper.run(StepBudget(world.clock, 1))
+                    await world.collector.run(StepBudget(world.clock, 1))
                 except UnavailableError:
                     continue
         finally:
@@ -133,10 +133,10 @@ def test_a_bucket_of_many_pages_is_collected_page_by_page(monkeypatch: pytest.Mo
         for _ in range(80):
             world.clock.advance(10_000)
             await world.metastore.flush()
-            while await world.keeper.run(StepBudget(world.clock, 0)):
+            while await world.collector.run(StepBudget(world.clock, 0)):
                 pass
         assert world.stored() == stays
-        assert world.keeper.facts()["deleted_objects"] == 11
+        assert world.collector.facts()["deleted_objects"] == 11
         await world.aclose()
 
     run(scenario())
@@ -150,7 +150,7 @@ def test_a_reset_at_any_time_loses_nothing_and_collection_begins_anew(rounds: in
         world = World()
         stays = await garbage_of(world, 4)
         await world.keep(rounds * 10)
-        world.keeper = L0GarbageCollector(world.keeper._g, quiet_s=0)
+        world.collector = L0GarbageCollector(world.collector._g, quiet_s=0)
         assert world.stored() >= stays
         await world.keep(200)
         assert world.stored() == stays
@@ -165,11 +165,11 @@ def test_two_that_collect_at_once_delete_the_same_and_nothing_more() -> None:
     async def scenario() -> None:
         world = World()
         stays = await garbage_of(world, 6)
-        other = L0GarbageCollector(world.keeper._g, quiet_s=0)
+        other = L0GarbageCollector(world.collector._g, quiet_s=0)
         for _ in range(25):
             world.clock.advance(10_000)
             await world.metastore.flush()
-            await asyncio.gather(*(each.run(StepBudget(world.clock, 1)) for each in (world.keeper, other)))
+            await asyncio.gather(*(each.run(StepBudget(world.clock, 1)) for each in (world.collector, other)))
         assert world.stored() == stays
         await world.aclose()
 
@@ -196,7 +196,7 @@ def test_collection_that_is_cut_off_in_the_middle_goes_on_where_it_was() -> None
             world.clock.advance(10_000)
             await world.metastore.flush()
             try:
-                await world.keeper.run(StepBudget(world.clock, 1))
+                await world.collector.run(StepBudget(world.clock, 1))
             except (UnavailableError, asyncio.CancelledError):
                 continue
         assert failures >= 9
@@ -210,18 +210,20 @@ def test_young_garbage_goes_as_soon_as_the_grace_is_over_and_not_before() -> Non
     async def scenario() -> None:
         world = World()
         stays = await garbage_of(world, 2)
-        while not any(garbage.ready_s is not None for garbage in world.keeper._garbage.values()):
+        while not any(garbage.ready_s is not None for garbage in world.collector._garbage.values()):
             await world.keep(10)
-        (ready_s,) = {garbage.ready_s for garbage in world.keeper._garbage.values()}
+        (ready_s,) = {garbage.ready_s for garbage in world.collector._garbage.values()}
         assert ready_s is not None
-        grace_s = world.keeper._g.retention.collect_after_s
-        while not await world.keeper._persisted.is_persisted_up_to(next(iter(world.keeper._garbage.values())).horizon):
+        grace_s = world.collector._g.retention.collect_after_s
+        while not await world.collector._persisted.is_persisted_up_to(
+            next(iter(world.collector._garbage.values())).horizon
+        ):
             await asyncio.sleep(0.01)
         world.clock.advance(int((ready_s + grace_s - world.clock.monotonic_s()) * 1000) - 1)
-        await world.keeper.run(StepBudget(world.clock, 1))
+        await world.collector.run(StepBudget(world.clock, 1))
         assert len(world.stored()) == 3
         world.clock.advance(1)
-        await world.keeper.run(StepBudget(world.clock, 1))
+        await world.collector.run(StepBudget(world.clock, 1))
         assert world.stored() == stays
         await world.aclose()
 

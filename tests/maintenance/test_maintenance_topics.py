@@ -51,7 +51,7 @@ def test_a_wall_clock_that_is_set_neither_shortens_nor_lengthens_the_grace(jump_
         await world.send(node, row, 0)
         await world.send(node, row, 0)
         await world.forget(node, row, 0)
-        while not any(garbage.horizon for garbage in world.keeper._garbage.values()):
+        while not any(garbage.horizon for garbage in world.collector._garbage.values()):
             await world.keep(10)
         world.clock.jump(jump_ms)
         await world.keep(40)
@@ -70,9 +70,9 @@ def test_an_object_whose_batches_are_on_their_way_stays_however_long_it_takes() 
         node = world.node()
         await world.send(node, row, 0)
         led = node._led[row.topic_id, 0]
-        turned = led._enqueue_for_commit
+        turned = led.intake._enqueue_for_commit
         held: list[Any] = []
-        led._enqueue_for_commit = held.append  # type: ignore[method-assign]
+        led.intake._enqueue_for_commit = held.append  # type: ignore[method-assign]
         sending = asyncio.create_task(world.send(node, row, 0))
         while not held:
             await asyncio.sleep(0)
@@ -81,7 +81,7 @@ def test_an_object_whose_batches_are_on_their_way_stays_however_long_it_takes() 
         await asyncio.sleep(0)
         for _ in range(5):
             world.clock.advance(10_000)
-            await world.keeper.run(StepBudget(world.clock, 1))
+            await world.collector.run(StepBudget(world.clock, 1))
         assert len(world.stored()) == 2
         turned(held[0])
         await sending
@@ -100,14 +100,14 @@ def test_what_a_dead_writer_uploaded_and_never_placed_goes_and_the_partition_is_
         await world.send(node, row, 0)
         (placed,) = world.stored()
         led = node._led[row.topic_id, 0]
-        led._enqueue_for_commit = lambda pending: None  # type: ignore[method-assign]
+        led.intake._enqueue_for_commit = lambda pending: None  # type: ignore[method-assign]
         sending = asyncio.create_task(world.send(node, row, 0))
         while len(world.stored()) < 2:
             await asyncio.sleep(0)
         sending.cancel()
         await world.keep(300)
         assert world.stored() == {placed}
-        assert world.keeper.facts()["settled"] == 1
+        assert world.collector.facts()["settled"] == 1
         # A leader paused all the while is refused when it comes back with it.
         head = await world.consensus.log_head(partition_log(row.topic_id, 0))
         assert head.term > led._appender.term
@@ -138,7 +138,7 @@ def test_an_object_of_a_writer_that_goes_on_writing_goes_and_nobody_is_made_to_s
             await world.forget(other, row, 1)
             await world.keep(10)
         assert shared not in world.stored()
-        assert world.keeper.facts()["settled"] == 0
+        assert world.collector.facts()["settled"] == 0
         await world.aclose()
 
     run(scenario())
@@ -162,7 +162,7 @@ def test_what_an_idle_partition_decided_once_is_not_asked_again_while_its_leader
             await world.forget(node, row, 0)
             await world.keep(10)
         assert retried not in world.stored()
-        assert world.keeper.facts()["settled"] == 1
+        assert world.collector.facts()["settled"] == 1
         await world.aclose()
 
     run(scenario())
@@ -184,7 +184,7 @@ def test_f725_a_partition_that_cannot_be_read_ends_the_round_and_nothing_is_dele
         for _ in range(30):
             world.clock.advance(10_000)
             with pytest.raises(CorruptError, match="rollup"):
-                await world.keeper.run(StepBudget(world.clock, 1))
+                await world.collector.run(StepBudget(world.clock, 1))
         assert world.stored() == before
         world.objects._objects[rollup] = data
         await world.keep(300)
@@ -418,7 +418,7 @@ def test_strange_objects_under_the_prefix_stay() -> None:
         await world.objects.put("l0/somebody-elses", b"hello")
         await world.keep()
         assert world.stored() == {"l0/somebody-elses"}
-        assert world.keeper.facts()["strange"] == 1
+        assert world.collector.facts()["strange"] == 1
         await world.aclose()
 
     run(scenario())

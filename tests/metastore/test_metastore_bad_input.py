@@ -138,7 +138,7 @@ async def hurt_database(objects: ObjectStore) -> Hurt:
     return Hurt(world, database)
 
 
-async def told(hurt: Hurt, name: str) -> TidemillError:
+async def reported(hurt: Hurt, name: str) -> TidemillError:
     meet, kind, _ = BAD[name]
     with pytest.raises(kind) as caught:
         await meet(hurt)
@@ -151,7 +151,7 @@ def test_each_bad_input_has_its_error_and_nothing_else_is_affected(name: str, ob
     async def body() -> None:
         hurt = await hurt_database(objects)
         world, database = hurt.world, hurt.database
-        error = await told(hurt, name)
+        error = await reported(hurt, name)
         assert re.search(BAD[name][2], error.message), error.message
         # One sentence with its data at the end, and what to do.
         assert re.search(r": ([a-z0-9_]+=.*)+\.$", error.message) and error.fix.endswith("."), str(error)
@@ -177,7 +177,7 @@ def test_no_two_bad_inputs_are_told_alike(objects: ObjectStore) -> None:
         said = {}
         for name in BAD:
             hurt = await hurt_database(objects)
-            said[name] = (await told(hurt, name)).message.partition(":")[0]
+            said[name] = (await reported(hurt, name)).message.partition(":")[0]
             await hurt.database.aclose()
             async for found in objects.list(""):
                 await objects.delete(found.key)

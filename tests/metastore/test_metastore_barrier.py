@@ -22,19 +22,19 @@ def test_a_broken_round_is_told_to_its_callers_and_to_those_who_joined_the_next(
             if rounds == 1:
                 raise RuntimeError("a bug")
 
-        told_owner: list[str] = []
-        barrier = Barrier(break_first, "b", lambda name, error: told_owner.append(f"{name}: {error}"))
+        reported_owner: list[str] = []
+        barrier = Barrier(break_first, "b", lambda name, error: reported_owner.append(f"{name}: {error}"))
         early = asyncio.ensure_future(barrier.wait())
         await asyncio.sleep(0.01)
         late = asyncio.ensure_future(barrier.wait())
         await asyncio.sleep(0.01)
         going.set()
         async with asyncio.timeout(40):
-            for told in (early, late):
+            for reported in (early, late):
                 with pytest.raises(ClosedError, match="failed"):
-                    await told
+                    await reported
             await barrier.wait()
-        assert rounds == 2 and told_owner == ["b: a bug"]
+        assert rounds == 2 and reported_owner == ["b: a bug"]
         await barrier.aclose()
 
     asyncio.run(body())

@@ -96,11 +96,11 @@ def test_it_works_while_the_cluster_moves_on() -> None:
     async def body(world: World) -> None:
         await persisted(world, 3)
         moving = asyncio.ensure_future(world.move_on())
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
 
         async def keep() -> None:
             while True:
-                await keeper.round()
+                await checkpointer.round()
                 await world.metastore.flush(30)
 
         keeping = asyncio.ensure_future(keep())

@@ -90,11 +90,11 @@ async def check_restored_equals_live(world: World) -> None:
 
 def test_rows_hold_what_the_logs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(world: World) -> None:
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         for _ in range(5):
             for _ in range(4):
                 await world.step()
-            await keeper.round()
+            await checkpointer.round()
             await check_restored_equals_live(world)
 
     run(body)
@@ -103,10 +103,10 @@ def test_rows_hold_what_the_logs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_idle_round_writes_nothing() -> None:
     async def body(world: World) -> None:
         await world.step()
-        keeper = world.keeper()
-        assert await keeper.round() > 0
+        checkpointer = world.checkpointer()
+        assert await checkpointer.round() > 0
         commits = world.shared[0].commits
-        assert await keeper.round() == 0
+        assert await checkpointer.round() == 0
         assert world.shared[0].commits == commits
 
     run(body)
@@ -114,10 +114,10 @@ def test_an_idle_round_writes_nothing() -> None:
 
 def test_a_round_writes_only_what_changed_and_reads_only_what_is_new() -> None:
     async def body(world: World) -> None:
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         for _ in range(20):
             await world.step()
-        await keeper.round()
+        await checkpointer.round()
         seqno = world.shared[0].seqno
         reads: list[tuple[str, int]] = []
         read = world.consensus.read
@@ -128,7 +128,7 @@ def test_a_round_writes_only_what_changed_and_reads_only_what_is_new() -> None:
 
         world.consensus.read = counted  # type: ignore[method-assign,assignment]
         await world.produce(partition=1)
-        await keeper.round()
+        await checkpointer.round()
         changed = [key for key, row in world.shared[0].rows.items() if row.seqno > seqno]
         topic_id = world.topic.topic_id
         assert [key for key in changed if key.startswith(PARTITIONS.prefix())] == [PARTITIONS.key(topic_id, 1)]
@@ -145,9 +145,9 @@ def test_crash_between_any_two_writes_keeps_inputs_at_or_beyond_outputs() -> Non
     async def body(world: World) -> None:
         recorder = Recorder(world)
         moving = asyncio.ensure_future(world.move_on())
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         for number in range(12):
-            await keeper.round()
+            await checkpointer.round()
             await asyncio.sleep(0.002)
             if number % 4 == 3:
                 await world.compact(world.table)
@@ -167,11 +167,11 @@ def test_a_round_in_many_small_commits_is_restorable_after_each(monkeypatch: pyt
 
     async def body(world: World) -> None:
         recorder = Recorder(world)
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         for _ in range(4):
             for _ in range(10):
                 await world.step(rows=2)
-            await keeper.round()
+            await checkpointer.round()
         check_all(recorder)
         assert len(recorder.moments) > 40
         await check_restored_equals_live(world)
@@ -186,10 +186,10 @@ def test_compaction_in_many_small_commits_is_restorable_after_each(monkeypatch: 
 
     async def body(world: World) -> None:
         recorder = Recorder(world)
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         for _ in range(20):
             await world.step(rows=2)
-        await keeper.round()
+        await checkpointer.round()
         before = len(recorder.moments)
         since, upper = await world.table.frontiers()
         await world.table.downgrade_since("test", 1, max(since, upper - 2))
@@ -197,7 +197,7 @@ def test_compaction_in_many_small_commits_is_restorable_after_each(monkeypatch: 
             await world.step(rows=2)
         while await compact_once(world.table, world.objects, world.rand) is not None:
             pass
-        await keeper.round()
+        await checkpointer.round()
         assert len(recorder.moments) > before + 5
         known = [b.lower for b in world.table.state.batches]
         for rows in recorder.moments[before:]:
@@ -217,10 +217,10 @@ def test_the_wrong_order_of_writing_is_found() -> None:
 
     async def body(world: World) -> None:
         recorder = Recorder(world)
-        keeper = world.keeper()
-        keeper._stages.reverse()
+        checkpointer = world.checkpointer()
+        checkpointer._stages.reverse()
         await world.step()
-        await keeper.round()
+        await checkpointer.round()
         with pytest.raises(AssertionError, match="ahead of its bindings"):
             check_all(recorder)
 
@@ -230,8 +230,8 @@ def test_the_wrong_order_of_writing_is_found() -> None:
 def test_the_wrong_order_of_gathering_is_found() -> None:
     async def body(world: World) -> None:
         recorder = Recorder(world)
-        keeper = world.keeper()
-        partitions, _, shards, _ = keeper._stages
+        checkpointer = world.checkpointer()
+        partitions, _, shards, _ = checkpointer._stages
         gather = shards.gather
 
         async def late() -> object:
@@ -242,7 +242,7 @@ def test_the_wrong_order_of_gathering_is_found() -> None:
 
         shards.gather = late  # type: ignore[method-assign,assignment]
         await world.step()
-        await keeper.round()
+        await checkpointer.round()
         with pytest.raises(AssertionError, match="ahead of its topic"):
             check_all(recorder)
 
@@ -258,13 +258,13 @@ def _returning(units: object) -> Callable[[], Awaitable[object]]:
 
 def test_compacted_batches_replace_what_they_cover() -> None:
     async def body(world: World) -> None:
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         for _ in range(12):
             await world.step()
-        await keeper.round()
+        await checkpointer.round()
         assert await world.compact(world.table)
         await world.step()
-        await keeper.round()
+        await checkpointer.round()
         await check_restored_equals_live(world)
         assert world.table.state.since > 0
 
@@ -273,14 +273,14 @@ def test_compacted_batches_replace_what_they_cover() -> None:
 
 def test_partitions_that_were_rolled_up_under_the_keeper_are_followed_on() -> None:
     async def body(world: World) -> None:
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         await world.step()
-        await keeper.round()
+        await checkpointer.round()
         for _ in range(40):
             await world.produce()
         assert (await world.consensus.log_head(partition_log(world.topic.topic_id, 0))).start > 0
         await world.step()
-        await keeper.round()
+        await checkpointer.round()
         await check_restored_equals_live(world)
 
     run(body, rollup_records=8)
@@ -290,11 +290,11 @@ def test_a_new_keeper_goes_on_from_the_rows() -> None:
     async def body(world: World) -> None:
         for _ in range(5):
             await world.step()
-        await world.keeper("n1").round()
+        await world.checkpointer("n1").round()
         for _ in range(5):
             await world.step()
         seqno = world.shared[0].seqno
-        await world.keeper("n2").round()
+        await world.checkpointer("n2").round()
         await check_restored_equals_live(world)
         old = [k for k, row in world.shared[0].rows.items() if row.seqno <= seqno and k.startswith(EXTENTS.prefix())]
         assert len(old) == 5, "extents that were there are not written again"
@@ -305,7 +305,7 @@ def test_a_new_keeper_goes_on_from_the_rows() -> None:
 def test_a_replaced_keeper_writes_nothing_any_more() -> None:
     async def body(world: World) -> None:
         await world.step()
-        old, new = world.keeper("old"), world.keeper("new", world.open())
+        old, new = world.checkpointer("old"), world.checkpointer("new", world.open())
         await old.round()
         await new.round()
         await world.step()
@@ -321,9 +321,9 @@ def test_a_replaced_keeper_writes_nothing_any_more() -> None:
 
 def test_a_failed_commit_is_made_good_by_the_next_round() -> None:
     async def body(world: World) -> None:
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         await world.step()
-        await keeper.round()
+        await checkpointer.round()
         await world.step()
 
         def refuse(_: Callable[[], int]) -> int:
@@ -331,8 +331,8 @@ def test_a_failed_commit_is_made_good_by_the_next_round() -> None:
 
         world.shared[0].fault = refuse
         with pytest.raises(UnavailableError):
-            await keeper.round()
-        await keeper.round()
+            await checkpointer.round()
+        await checkpointer.round()
         await check_restored_equals_live(world)
 
     run(body)
@@ -340,9 +340,9 @@ def test_a_failed_commit_is_made_good_by_the_next_round() -> None:
 
 def test_a_commit_of_unknown_outcome_is_looked_up_and_not_taken_for_another_keeper() -> None:
     async def body(world: World) -> None:
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         await world.step()
-        await keeper.round()
+        await checkpointer.round()
         await world.step()
 
         def unheard(write: Callable[[], int]) -> int:
@@ -351,8 +351,8 @@ def test_a_commit_of_unknown_outcome_is_looked_up_and_not_taken_for_another_keep
 
         world.shared[0].fault = unheard
         with pytest.raises(UnknownOutcomeError):
-            await keeper.round()
-        await keeper.round()
+            await checkpointer.round()
+        await checkpointer.round()
         await check_restored_equals_live(world)
 
     run(body)
@@ -422,7 +422,7 @@ def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_one() -
         topic_id = world.topic.topic_id
         for _ in range(3):
             await world.produce()
-        await world.keeper().round()
+        await world.checkpointer().round()
         for _ in range(3):
             await world.produce()
         row = family_rows(PARTITIONS, rows_of(world.shared[0]))[0]
@@ -438,10 +438,10 @@ def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_one() -
         await old.aclose()
         world._sequences = {0: 9, 1: 0}
         await world.produce(count=5)
-        keeper = world.keeper()
-        await keeper.round()
+        checkpointer = world.checkpointer()
+        await checkpointer.round()
         await world.produce(count=5)
-        await keeper.round()
+        await checkpointer.round()
         again = Restored(rows_of(world.shared[0])).partitions[topic_id, 0]
         assert again.high_watermark == 19
         live, _ = await catch_up(world.consensus, world.objects, partition_log(topic_id, 0), PartitionState())
@@ -460,7 +460,7 @@ def test_the_rows_of_a_shard_that_was_restored_stay_until_those_of_the_restored_
     async def body(world: World) -> None:
         for _ in range(12):
             await world.step()
-        await world.keeper().round()
+        await world.checkpointer().round()
         before = Restored(rows_of(world.shared[0]))
         fresh = MemoryConsensus(world.clock)
         attempt = Attempt("a1", "uuid", "key", (), 1)
@@ -481,7 +481,7 @@ def test_the_rows_of_a_shard_that_was_restored_stay_until_those_of_the_restored_
         assert await compact_once(world.table, world.objects, world.rand) is not None
 
         recorder = Recorder(world)
-        await world.keeper("n2").round()
+        await world.checkpointer("n2").round()
         assert len(recorder.moments) > 3
         for rows in recorder.moments:
             found = Restored(rows).shards
@@ -497,15 +497,15 @@ def test_the_rows_of_a_shard_that_was_restored_stay_until_those_of_the_restored_
 
 def test_a_deleted_topic_leaves_no_rows() -> None:
     async def body(world: World) -> None:
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         await world.step()
-        await keeper.round()
+        await checkpointer.round()
         await world.catalogue.delete(type(world.topic), "clicks")
-        await keeper.round()
+        await checkpointer.round()
         left = Restored(rows_of(world.shared[0]))
         assert not left.partitions and not left.bindings
         assert not [key for key in rows_of(world.shared[0]) if key.startswith(EXTENTS.prefix())]
-        await world.keeper("n2").round()
+        await world.checkpointer("n2").round()
 
     run(body)
 
@@ -515,11 +515,11 @@ def test_rows_are_never_overwritten_by_an_empty_consensus() -> None:
 
     async def body(world: World) -> None:
         await world.step()
-        await world.keeper().round()
+        await world.checkpointer().round()
         world.consensus = MemoryConsensus(world.clock)
         before = rows_of(world.shared[0])
         with pytest.raises(CorruptError, match="replaced without"):
-            await world.keeper().round()
+            await world.checkpointer().round()
         after = rows_of(world.shared[0])
         key = CHECKPOINTS.key(slot_of(0, 1))
         assert {k: v for k, v in after.items() if k != key} == {k: v for k, v in before.items() if k != key}
@@ -542,9 +542,9 @@ def test_over_several_domains_a_stage_is_durable_before_the_next_one_writes() ->
 
             domain.flush = flush  # type: ignore[method-assign]
         moving = asyncio.ensure_future(world.move_on())
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         for _ in range(6):
-            await keeper.round()
+            await checkpointer.round()
             await asyncio.sleep(0.002)
         moving.cancel()
         await asyncio.gather(moving, return_exceptions=True)
@@ -584,12 +584,12 @@ def test_a_commit_has_no_more_rows_than_a_batch_takes(rows_a_group: int) -> None
 
 def test_the_mark_says_how_old_the_checkpoint_is_and_who_holds_it_back() -> None:
     async def body(world: World) -> None:
-        keeper: Checkpointer = world.keeper()
+        checkpointer: Checkpointer = world.checkpointer()
         await world.step()
-        await keeper.round()
+        await checkpointer.round()
         [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.STAGE_NAME]
         assert mark.position == mark.target > 0
-        age_ms = keeper.facts()["checkpoint_age_ms"]
+        age_ms = checkpointer.facts()["checkpoint_age_ms"]
         assert isinstance(age_ms, int) and age_ms < 10_000
 
         def refuse(_: Callable[[], int]) -> int:
@@ -597,7 +597,7 @@ def test_the_mark_says_how_old_the_checkpoint_is_and_who_holds_it_back() -> None
 
         await world.step()
         world.shared[0].fault = refuse
-        running = asyncio.ensure_future(keeper.run())
+        running = asyncio.ensure_future(checkpointer.run())
         while True:
             await asyncio.sleep(0.001)
             [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.STAGE_NAME]

@@ -45,7 +45,7 @@ async def check(world: World, database: Database) -> None:
 
 def settled(database: Database) -> bool:
     levels = database.version.levels
-    return database.compactor.merging is None and pick_job(levels, database.options, {}) is None
+    return database.background.compactor.merging is None and pick_job(levels, database.options, {}) is None
 
 
 class Held:
@@ -112,10 +112,10 @@ def test_a_scan_begun_before_a_merge_ends_on_the_files_it_began_on() -> None:
         before = dict(world.rows)
         scan = database.scan()
         first = await anext(aiter(scan))
-        await database.compact()
+        await database.background.compact()
         await flushed(world, database, {key: b"" for key in world.rows})
-        await database.compact()
-        await database.collect_garbage()
+        await database.background.compact()
+        await database.background.collect_garbage()
         rest = await collect(scan)
         assert list(zip(*first, strict=True)) + rest == expected(before)
         await database.aclose()
@@ -134,15 +134,15 @@ def test_a_snapshot_is_stable_over_merges_and_collections_and_its_files_go_after
         pinned = {world.files.key(file) for file in database.version.files}
         for n in range(4):
             await flushed(world, database, {**numbered(range(50 + n, 100), f"new{n}-"), b"row/%06d" % n: b""})
-            await database.compact()
-            await database.collect_garbage()
+            await database.background.compact()
+            await database.background.collect_garbage()
             assert await collect(snapshot.scan()) == expected(before)
             assert await snapshot.get(b"row/000000") == before[b"row/000000"]
             await check(world, database)
         assert pinned <= set(await world.sst_keys())
         snapshot.close()
-        await database.collect_garbage()
-        await database.collect_garbage()
+        await database.background.collect_garbage()
+        await database.background.collect_garbage()
         assert set(await world.sst_keys()) == {world.files.key(file) for file in database.version.files}
         await check(world, database)
         await database.aclose()
@@ -180,7 +180,7 @@ def test_a_get_meets_a_merge_at_every_point_of_its_reads() -> None:
 
         async def tend() -> None:
             while busy:
-                await database.collect_garbage()
+                await database.background.collect_garbage()
                 await asyncio.sleep(0)
 
         async with asyncio.TaskGroup() as group:
@@ -220,7 +220,7 @@ def test_tombstones_never_resurrect_what_lies_below() -> None:
         await until(lambda: settled(database))
         assert len(database.version.levels) > 2
         await check(world, database)
-        await database.compact()
+        await database.background.compact()
         assert sum(file.rows for file in database.version.files) == len(world.rows)
         await check(world, database)
         await database.aclose()
@@ -234,7 +234,7 @@ def test_all_versions_of_a_key_meet_in_one_merge() -> None:
         database = await world.open()
         for n in range(6):
             await flushed(world, database, {b"k": b"%d" % n, b"other/%d" % n: b"x"})
-        await database.compact()
+        await database.background.compact()
         assert database.version.rows == 7
         row = await database.get_row(b"k")
         assert row is not None and (row.seqno, row.value) == (6, b"5")
@@ -250,7 +250,7 @@ def test_level_sizes_converge() -> None:
         source = random.Random(8)
         for _ in range(80):
             world.put(database, {source.randbytes(8): source.randbytes(40) for _ in range(20)})
-            await database.wait_for_room()
+            await database.background.stall.wait()
             await database.flush()
         await until(lambda: settled(database))
         levels = database.version.levels
@@ -272,7 +272,7 @@ def test_small_flushes_of_ascending_keys_do_not_pile_up_small_files() -> None:
         world = World(MemoryObjects(SystemClock()), options)
         database = await world.open(background=True)
         for n in range(150):
-            await database.wait_for_room()
+            await database.background.stall.wait()
             await flushed(world, database, numbered(range(5 * n, 5 * n + 5), "ascending"))
         await until(lambda: settled(database))
         assert len(database.version.files) < 30
@@ -306,10 +306,10 @@ def test_an_output_that_may_not_be_stored_is_made_again_under_a_new_name(error: 
         await until(lambda: database.stats().merges == 1)
         tried = [key for key in world.objects.puts if "sst/" in key]
         assert len(set(tried)) == len(tried)
-        assert database.stats().merge_error == "" and database.compactor.stats.failures == 1
+        assert database.stats().merge_error == "" and database.background.compactor.stats.failures == 1
         assert database.versions.lowest_in_flight == database.versions._next_number
         await check(world, database)
-        await database.collect_garbage()
+        await database.background.collect_garbage()
         named = {world.files.key(file) for file in database.version.files}
         assert not stored or set(await world.sst_keys()) > named
         await database.aclose()
@@ -329,7 +329,7 @@ def test_a_refused_manifest_is_tried_again_without_merging_again() -> None:
         await until(lambda: database.stats().merges == 1)
         made = {key for key in world.objects.puts if "sst/" in key}
         assert made == {world.files.key(file) for file in database.version.files}
-        assert database.compactor.stats.failures == 2
+        assert database.background.compactor.stats.failures == 2
         await check(world, database)
         await database.aclose()
 
@@ -383,7 +383,7 @@ def test_a_manifest_of_unknown_fate_or_a_newer_epoch_breaks_the_database(
         world.objects.before_put = failing("manifest/", kind("no"))
         database = await world.open(background=True)
         await until(lambda: database.end_reason is not None)
-        for broken in (database.collect_garbage, database.compact, database.flush):
+        for broken in (database.background.collect_garbage, database.background.compact, database.flush):
             with pytest.raises(kind):
                 await broken()
         with pytest.raises(kind):
@@ -412,7 +412,7 @@ def test_a_damaged_input_is_told_and_heals_when_the_object_is_restored() -> None
         await until(lambda: database.stats().merge_error != "")
         assert key.rpartition("-")[2].removesuffix(".sst") in database.stats().merge_error
         with pytest.raises(CorruptError):
-            await database.compact()
+            await database.background.compact()
         # Other rows can be written and read all the time.
         await flushed(world, database, {b"aside": b"x"})
         assert await database.get(b"aside") == b"x"
@@ -444,7 +444,7 @@ def test_a_merge_that_dies_of_a_bug_is_tried_again() -> None:
         database = await open_with(world, Buggy(world))
         await until(lambda: "nobody foresaw this" in database.stats().merge_error)
         await until(lambda: database.stats().merges >= 1 and settled(database))
-        assert database.stats().merge_error == "" and database.failure is None
+        assert database.stats().merge_error == "" and database.background.failure is None
         await check(world, database)
         await database.aclose()
 
@@ -464,7 +464,7 @@ def test_a_merge_cut_off_by_closing_leaves_orphans_that_are_swept() -> None:
         database = await world.open()
         await check(world, database)
         await flushed(world, database, {b"own manifest": b"x"})
-        done = await database.collect_garbage()
+        done = await database.background.collect_garbage()
         assert done.deleted_files == len(orphans) and not done.missing
         assert set(await world.sst_keys()) == {world.files.key(file) for file in database.version.files}
         await check(world, database)
@@ -480,16 +480,16 @@ def test_a_cancelled_compact_changes_nothing_and_may_be_repeated() -> None:
         await fill_level_0(world, database)
         gate = Gate("sst/")
         world.objects.before_put = gate
-        compacting = asyncio.ensure_future(database.compact())
+        compacting = asyncio.ensure_future(database.background.compact())
         await until(lambda: gate.waiting == 1)
-        before = database.version
-        assert database.compactor.merging is not None and database.compactor.merging.rows == before.rows
+        before, compactor = database.version, database.background.compactor
+        assert compactor.merging is not None and compactor.merging.rows == before.rows
         compacting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await compacting
-        assert database.version is before and database.compactor.merging is None
+        assert database.version is before and compactor.merging is None
         gate.open.set()
-        await database.compact()
+        await database.background.compact()
         assert not database.version.levels[0]
         await check(world, database)
         await database.aclose()
@@ -505,12 +505,12 @@ def test_collection_spares_the_outputs_of_a_merge_that_is_not_committed_yet() ->
         await fill_level_0(world, database)
         await until(lambda: len(world.objects.puts) > 2 * SMALL.l0_compact)
         for _ in range(3):
-            done = await database.collect_garbage()
+            done = await database.background.collect_garbage()
             assert done.skipped_in_flight > 0 and done.deleted_files == 0
         held.let_go.set()
         await until(lambda: database.stats().merges == 1)
         await check(world, database)
-        assert not (await database.collect_garbage()).missing
+        assert not (await database.background.collect_garbage()).missing
         await database.aclose()
 
     run(main())
@@ -536,7 +536,7 @@ def test_a_database_outlives_its_workers_deaths(tmp_path: Path) -> None:
                 os.kill(worker.pid, signal.SIGKILL)
             await check(world, database)
         await until(lambda: settled(database) and database.stats().merge_error == "")
-        assert len(killed) == 2 and database.compactor.stats.failures >= 1
+        assert len(killed) == 2 and database.background.compactor.stats.failures >= 1
         assert database.stats().merges >= 1
         await check(world, database)
         await database.aclose()
@@ -555,7 +555,7 @@ def test_the_pace_of_merges_is_limited_on_request(tmp_path: Path) -> None:
             await fill_level_0(world, database)
             moved = database.version.size_bytes
             start_s = world.clock.monotonic_s()
-            await database.compact()
+            await database.background.compact()
             took_s.append(world.clock.monotonic_s() - start_s)
             await check(world, database)
             await database.aclose()

@@ -16,6 +16,7 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.api import DomainRows
 from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.settings import DomainContext
 from tidemill.metastore.factory import NODE, TOOL
 from tidemill.objects.factory import open_objects
 from tidemill.objects.memory import MemoryObjects
@@ -54,7 +55,9 @@ async def real_domain(directory: Path | None, nodes: int) -> AsyncIterator[OpenP
         stores.append(consensus)
         settings = NODE if len(opened) < nodes else TOOL
         domain = await Domain.open(
-            consensus, objects, "0", holder=f"p{len(opened)}/1", clock=clock, rand=rand, settings=settings
+            DomainContext(
+                consensus, objects, "0", holder=f"p{len(opened)}/1", clock=clock, rand=rand, settings=settings
+            )
         )
         opened.append(domain)
         return domain

@@ -113,7 +113,7 @@ def test_random_against_a_shadow_map_with_deletes(objects: ObjectStore) -> None:
         database = await world.open(background=True)
         source = random.Random(5)
         for turn in range(300):
-            await database.wait_for_room()
+            await database.background.stall.wait()
             rows = [
                 (b"row/%03d" % source.randrange(400), b"" if source.random() < 0.3 else b"%d" % turn) for _ in range(9)
             ]
@@ -207,7 +207,7 @@ def test_a_damaged_file_does_not_keep_a_database_from_opening(objects: ObjectSto
         await world.objects.delete((await world.sst_keys())[1])
         database = await world.open(options=msgspec.structs.replace(SMALL, pre_open=9))
         await until(lambda: sum(SST in key for key in world.objects.reads) == 3)
-        assert await database.get_many([b"a", b"c"]) == [b"1", b"1"] and database.failure is None
+        assert await database.get_many([b"a", b"c"]) == [b"1", b"1"] and database.background.failure is None
         with pytest.raises(MissingError):
             await database.get(b"b")
         await database.aclose()
@@ -225,12 +225,12 @@ def test_read_only_throws(objects: ObjectStore) -> None:
         assert await collect(reader.scan()) == expected(world.rows)
         with pytest.raises(InvalidError, match="read-only"):
             reader.apply(9, [b"a"], [b"1"])
-        for call in (reader.flush, reader.compact, reader.collect_garbage):
+        for call in (reader.flush, reader.background.compact, reader.background.collect_garbage):
             with pytest.raises(InvalidError, match="read-only"):
                 await call()
         with pytest.raises(InvalidError, match="read-only"):
             await reader.commit_edit(Edit())
-        await reader.wait_for_room()
+        await reader.background.stall.wait()
         assert await collect(reader.scan()) == expected(world.rows)
 
     run(body())
@@ -256,7 +256,7 @@ def test_get_finds_a_key_at_a_lower_seqno(objects: ObjectStore) -> None:
         with database.snapshot() as snapshot:
             assert await snapshot.get_row(b"old") == (1, b"1")
         assert await database.get_many([b"old", b"a"]) == [b"1", b"2"]
-        await database.compact()
+        await database.background.compact()
         assert await database.get_row(b"old") == (1, b"1")
 
     run(body())
@@ -519,7 +519,7 @@ def test_a_flush_yields_to_the_loop_after_every_slice_of_rows(monkeypatch: pytes
         await database.flush()
         ticking.cancel()
         assert max(at_once) <= 100 and len(at_once) >= 40
-        assert database.flusher.longest_slice_rows <= 100
+        assert database.background.flusher.longest_slice_rows <= 100
         assert await collect(database.scan()) == expected(world.rows)
 
     run(body())
@@ -620,11 +620,11 @@ async def every_call_raises(database: Database, kind: type[TidemillError]) -> No
         database.get(b"a"),
         database.get_row(b"a"),
         database.get_many([b"a"]),
-        database.wait_for_room(),
+        database.background.stall.wait(),
         database.flush(),
-        database.compact(),
+        database.background.compact(),
         database.refresh(),
-        database.collect_garbage(),
+        database.background.collect_garbage(),
         database.commit_edit(Edit()),
     ):
         with pytest.raises(kind):
@@ -667,7 +667,7 @@ def test_a_cold_get_reads_at_most_two_ranges_and_a_warm_one_none(objects: Object
         world = World(objects)
         database = await world.open()
         world.put(database, numbered(range(500)))
-        await database.compact()
+        await database.background.compact()
         await database.aclose()
         database = await world.open()
         world.objects.reads.clear()
@@ -733,15 +733,15 @@ def test_a_cold_read_outlives_the_merge_that_removes_its_file() -> None:
         await until(lambda: gate.waiting > 0 and database.versions.pins == 2)
         world.objects.before_read = None
         before = set(await world.sst_keys())
-        await database.compact()
-        await database.collect_garbage()
+        await database.background.compact()
+        await database.background.collect_garbage()
         assert set(await world.sst_keys()) > before  # pinned by the two reads
         gate.open.set()
         assert await reading == b"v30" and await reading_many == [b"v31", b"v32"]
         for turn in range(SMALL.manifests_kept):  # until no retained manifest names them
             world.put(database, {b"x": b"%d" % turn})
             await database.flush()
-        await database.collect_garbage()
+        await database.background.collect_garbage()
         assert not before & set(await world.sst_keys())
 
     run(body())
@@ -784,18 +784,18 @@ def test_writers_are_slowed_and_then_stopped_as_level_0_grows() -> None:
         options = msgspec.structs.replace(SMALL, l0_compact=2, l0_slow=3, l0_stop=4)
         world = World(memory(), options)
         database = await world.open()
-        database.compacts = True  # as if the loop ran, and were late
+        database.background.compacts = True  # as if the loop ran, and were late
         waits = []
         for turn in range(4):
-            await database.wait_for_room()
+            await database.background.stall.wait()
             waits.append((database.stats().slowed, database.stats().stopped))
             world.put(database, numbered(range(turn, 20)))
             await database.flush()
         assert waits == [(0, 0), (0, 0), (0, 0), (1, 0)]
-        stopped = asyncio.create_task(database.wait_for_room())
+        stopped = asyncio.create_task(database.background.stall.wait())
         await until(lambda: database.stats().stopped == 1)
         assert not stopped.done()
-        await database.compact()
+        await database.background.compact()
         await stopped
         assert database.stats().waited_s > 0
 
@@ -808,10 +808,10 @@ def test_writers_stop_while_more_than_two_write_buffers_are_full_and_may_be_canc
         database = await world.open()
         gate = world.objects.before_put = Gate(SST)
         world.put(database, numbered(range(15)))
-        await database.wait_for_room()
+        await database.background.stall.wait()
         await until(lambda: gate.waiting > 0)
         world.put(database, numbered(range(15, 30)))
-        stopped = [asyncio.create_task(database.wait_for_room()) for _ in range(3)]
+        stopped = [asyncio.create_task(database.background.stall.wait()) for _ in range(3)]
         await until(lambda: database.stats().stopped == 3)
         stopped[0].cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -829,7 +829,7 @@ def test_no_merge_loop_no_stop() -> None:
         world = World(memory(), msgspec.structs.replace(SMALL, l0_compact=1, l0_slow=1, l0_stop=2))
         database = await world.open(background=False)
         for turn in range(5):
-            await database.wait_for_room()
+            await database.background.stall.wait()
             world.put(database, {b"a": b"%d" % turn})
             await database.flush()
         assert len(database.version.levels[0]) == 5
@@ -855,8 +855,8 @@ def test_what_ended_the_background_work_is_told_to_the_writer_who_waits_for_it()
         world.put(database, numbered(range(9)))
         await database.flush()  # the second file: now the loop merges, and its manifest is refused
         with pytest.raises(UnavailableError, match="has ended"):
-            await database.wait_for_room()
-        assert isinstance(database.failure, ConflictError)
+            await database.background.stall.wait()
+        assert isinstance(database.background.failure, ConflictError)
         await database.aclose()
 
     run(body())
@@ -871,9 +871,9 @@ def test_a_stop_that_lasts_because_flushes_fail_is_told_to_the_writer(monkeypatc
         world.objects.before_put = failing(SST, UnavailableError("the bucket is away"), times=1_000)
         world.put(database, numbered(range(30)))
         with pytest.raises(UnavailableError, match=r"keeps failing.*the bucket is away"):
-            await database.wait_for_room()
+            await database.background.stall.wait()
         world.objects.before_put = None
-        await database.wait_for_room()  # the next try of the flush makes room
+        await database.background.stall.wait()  # the next try of the flush makes room
         assert database.max_persisted_seqno == 1
 
     run(body())
@@ -953,7 +953,7 @@ def test_an_edit_that_removes_what_is_gone_is_a_conflict() -> None:
         world.put(database, numbered(range(20)))
         await database.flush()
         old = database.version.levels[0][0]
-        await database.compact()
+        await database.background.compact()
         with pytest.raises(ConflictError, match="not live"):
             await database.commit_edit(Edit(removed=(old,)))
         assert await collect(database.scan()) == expected(world.rows)
@@ -966,13 +966,13 @@ def test_a_number_is_in_flight_until_its_file_is_in_a_version() -> None:
         world = World(memory())
         database = await world.open()
         assert database.versions.lowest_in_flight == 1
-        name = database.next_file_name()
+        name = database.versions.next_file_name()
         world.put(database, numbered(range(5)))
         gate = world.objects.before_put = Gate(MANIFEST)
         flushing = asyncio.create_task(database.flush())
         await until(lambda: gate.waiting == 1)
         assert database.versions.lowest_in_flight == name.number == 1
-        database.release_file_names([name])
+        database.versions.release_file_names([name])
         assert database.versions.lowest_in_flight == 2  # the flush's, whose file is stored already
         gate.open.set()
         await flushing
@@ -980,7 +980,7 @@ def test_a_number_is_in_flight_until_its_file_is_in_a_version() -> None:
         manifest = await world.newest_manifest()
         assert manifest is not None and manifest.next_file_number == 3
         again = await world.open()
-        assert again.next_file_name().number == 3
+        assert again.versions.next_file_name().number == 3
 
     run(body())
 
@@ -999,7 +999,7 @@ def test_statistics_add_up() -> None:
         assert stats.levels[0].files == 3 and stats.levels[0].rows == 90
         assert stats.write_amplification == 1.0
         snapshot.close()
-        await database.compact()
+        await database.background.compact()
         stats = database.stats()
         assert (stats.merges, stats.merged_rows, stats.pins, stats.memtable_bytes) == (1, 90, 0, 0)
         assert 1.5 < stats.write_amplification < 2.5

@@ -18,7 +18,7 @@ from support.waiting import DEADLINE_S, until
 from tidemill.base.errors import ConflictError, FencedError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.domain import replicated_manifest
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.domain.settings import prefix_of
+from tidemill.metastore.domain.settings import DomainContext, prefix_of
 from tidemill.metastore.domain.state import DomainState
 from tidemill.metastore.lsm.manifest import Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
@@ -188,9 +188,16 @@ def test_a_reset_is_done_though_another_node_leads_after_it(world: DomainWorld) 
     async def body(world: DomainWorld) -> None:
         domain = await world.node()
         eager = await Domain.open(
-            await world.client(), world.objects(), "main", holder="eager", clock=world.clock, rand=world.rand,
-            settings=replace(LEADS, lease_ttl_ms=90),
-        )  # fmt: skip
+            DomainContext(
+                await world.client(),
+                world.objects(),
+                "main",
+                holder="eager",
+                clock=world.clock,
+                rand=world.rand,
+                settings=replace(LEADS, lease_ttl_ms=90),
+            )
+        )
         try:
             await domain.reset("00000000-0000-4000-8000-000000000000", None, timeout_s=1.0)
             assert domain.domain_uuid == "00000000-0000-4000-8000-000000000000"
@@ -376,7 +383,7 @@ def test_followers_read_over_flush_compaction_and_trimmed_batches(world: DomainW
         late = await world.node(FOLLOWS)
         assert await rows_of(late) == expected
         assert leader._leader is not None
-        await leader._leader.database.compact()
+        await leader._leader.database.background.compact()
         await follower.sync()
         manifest = follower.state.manifest
         assert manifest is not None and await rows_of(follower) == expected

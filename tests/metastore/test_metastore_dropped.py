@@ -22,14 +22,14 @@ async def drop(world: World, name: str) -> None:
 def test_rows_of_a_dropped_shard_go_with_it_and_those_of_the_next_one_replace_them(restarted: bool) -> None:
     async def scenario() -> None:
         async with World() as world:
-            keeper = world.keeper()
+            checkpointer = world.checkpointer()
             for _ in range(4):
                 await world.step()
-            await keeper.round()
+            await checkpointer.round()
             await drop(world, "derived")
             if restarted:
-                keeper = world.keeper("n2")
-            await keeper.round()
+                checkpointer = world.checkpointer("n2")
+            await checkpointer.round()
             rows = rows_of(world.shared[0])
             assert [row.name for row in family_rows(SHARDS, rows)] == ["table"]
             assert {row.name for row in family_rows(SHARD_BATCHES, rows)} == {"table"}
@@ -38,8 +38,8 @@ def test_rows_of_a_dropped_shard_go_with_it_and_those_of_the_next_one_replace_th
             upper = (await world.remap.latest()).time_ms + 1  # type: ignore[union-attr]
             await world.follow(world.table, upper, rows=3)
             if restarted:
-                keeper = world.keeper("n3")
-            await keeper.round()
+                checkpointer = world.checkpointer("n3")
+            await checkpointer.round()
             state = Restored(rows_of(world.shared[0])).shards["table"]
             assert (state.shard_id, state.upper, len(state.batches)) == (world.table.shard_id, upper, 1)
 
@@ -51,7 +51,7 @@ def test_a_restore_does_not_bring_a_dropped_shard_back() -> None:
         async with World(1, real=True) as world:
             await persisted(world)
             await drop(world, "derived")
-            await world.keeper("n2").round()
+            await world.checkpointer("n2").round()
             await world.metastore.flush(30)
             fresh = MemoryConsensus(world.clock)
             done = await Restorer(fresh, world.objects, world.clock, world.rand).run()

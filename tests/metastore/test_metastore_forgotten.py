@@ -25,17 +25,17 @@ async def mint(world: World, count: int) -> None:
 def test_rows_of_forgotten_bindings_are_deleted(restarted: bool) -> None:
     async def scenario() -> None:
         async with World() as world:
-            keeper = world.keeper()
+            checkpointer = world.checkpointer()
             await world.step()
             for _ in range(4):
                 await mint(world, 100)
-                await keeper.round()
+                await checkpointer.round()
                 latest = await world.remap.latest()
                 assert latest is not None
                 await world.remap.truncate_before(latest.time_ms - 20)
                 if restarted:
-                    keeper = world.keeper("another")
-                await keeper.round()
+                    checkpointer = world.checkpointer("another")
+                await checkpointer.round()
                 rows = family_rows(BINDINGS, rows_of(world.shared[0]))
                 head = await world.consensus.log_head("remap/topic/clicks")
                 assert [row.log_position for row in rows] == list(range(head.start, head.next))
@@ -49,14 +49,14 @@ def test_rows_of_forgotten_bindings_are_deleted(restarted: bool) -> None:
 def test_a_source_forgotten_past_its_newest_row_begins_anew_in_the_rows() -> None:
     async def scenario() -> None:
         async with World() as world:
-            keeper = world.keeper()
+            checkpointer = world.checkpointer()
             await world.step()
-            await keeper.round()
+            await checkpointer.round()
             await mint(world, 300)
             latest = await world.remap.latest()
             assert latest is not None
             await world.remap.truncate_before(latest.time_ms)
-            await keeper.round()
+            await checkpointer.round()
             rows = family_rows(BINDINGS, rows_of(world.shared[0]))
             head = await world.consensus.log_head("remap/topic/clicks")
             assert head.start > 0
@@ -72,9 +72,9 @@ def test_restored_bindings_go_on_where_they_were_and_are_forgotten_again() -> No
             await mint(world, 200)
             latest = await world.remap.latest()
             assert latest is not None
-            await world.keeper("n2").round()
+            await world.checkpointer("n2").round()
             await world.remap.truncate_before(latest.time_ms - 30)
-            await world.keeper("n2").round()
+            await world.checkpointer("n2").round()
             await world.metastore.flush(30)
             fresh = MemoryConsensus(world.clock)
             done = await Restorer(fresh, world.objects, world.clock, world.rand).run()

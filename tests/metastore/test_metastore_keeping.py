@@ -51,8 +51,8 @@ def keeping(world: World, metastore: Metastore | None = None, node: str = "n1") 
 @pytest.mark.parametrize("domains", [1, 3])
 def test_the_cluster_manifest_and_signs_of_life_are_kept_and_old_ones_removed(domains: int) -> None:
     async def body(world: World) -> None:
-        keeper = keeping(world)
-        running = asyncio.ensure_future(keeper.run())
+        checkpointer = keeping(world)
+        running = asyncio.ensure_future(checkpointer.run())
 
         async def shown() -> bool:
             return bool(await keys(world, ALIVE_PREFIX))
@@ -71,7 +71,7 @@ def test_the_cluster_manifest_and_signs_of_life_are_kept_and_old_ones_removed(do
         assert len(await keys(world, CLUSTER_PREFIX)) == 1, "an unchanged manifest is not written again"
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        await keeper.withdraw_presence()
+        await checkpointer.withdraw_presence()
         assert await keys(world, ALIVE_PREFIX) == []
 
     run(body, domains)

@@ -73,14 +73,14 @@ async def check(path: Path, epoch: int, acked: int) -> None:
 
     # Before this epoch has a manifest nothing of the dead one's is swept.
     before = {files.key(name) async for name in files.list()}
-    done = await database.collect_garbage()
+    done = await database.background.collect_garbage()
     assert done.deleted_files == 0 and not done.missing
     assert {files.key(name) async for name in files.list()} == before
 
     rows = batch(persisted + 1)
     database.apply(persisted + 1, [key for key, _ in rows], [value for _, value in rows])
     await database.flush()
-    done = await database.collect_garbage()
+    done = await database.background.collect_garbage()
     assert not done.missing and done.skipped_newer_epoch == 0
     assert {files.key(name) async for name in files.list()} == {files.key(file) for file in database.version.files}
     assert dict(await collect(database.scan())) == state_at(persisted + 1)

@@ -47,7 +47,7 @@ def check(url: str, bucket: Path, acked: int) -> None:
         assert await rows_of(domain) == expected
         assert_invariants(domain.state)
         await replicated_manifest_is_in_the_bucket(domain)
-        done = await database.collect_garbage()
+        done = await database.background.collect_garbage()
         assert not done.missing
 
         # Of its own: a commit, a manifest; then what the dead left behind may go.
@@ -56,7 +56,7 @@ def check(url: str, bucket: Path, acked: int) -> None:
         # It merges beside this: so until the bucket holds what the version names and nothing else.
         async with asyncio.timeout(DEADLINE_S):
             while await listed(database.files) != {file.number for file in database.version.files}:
-                done = await database.collect_garbage()
+                done = await database.background.collect_garbage()
                 assert not done.missing and not done.skipped_newer_epoch
                 await asyncio.sleep(0.01)
         assert await rows_of(domain) == state_at(last + 1) | {LAST: b"%d" % (last + 1)}

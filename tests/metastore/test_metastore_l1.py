@@ -147,14 +147,14 @@ async def _unnamed(world: World, extent: Any, row: Any) -> None:
         (_unnamed, "it has no row"),
     ],
 )
-def test_what_is_broken_is_named(damage: Callable[[World, Any, Any], Awaitable[None]], told: str) -> None:
+def test_what_is_broken_is_named(damage: Callable[[World, Any, Any], Awaitable[None]], reported: str) -> None:
     async def body(world: World) -> None:
         await moved(world)
         topic_id = world.topic.topic_id
         [extent, *_] = await world.metastore.rows(L1_EXTENTS, topic_id, 0)
         row = await world.metastore.get(L1_PARTITIONS, topic_id, 0)
         await damage(world, extent, row)
-        assert [line for line in await lines(world) if told in line]
+        assert [line for line in await lines(world) if reported in line]
 
     run(body)
 
@@ -220,12 +220,16 @@ async def rows_after_every_commit(seed: int, *, bound: bool = True) -> int:
             rows.partition_rows = places  # type: ignore[method-assign]
         settings = TopicSettings(l1_object_bytes=source.choice((1, 200, 1 << 20)))
         reconciler = Reconciler(
-            rows, world.objects, ObjectCache(0), world.objects, world.clock, Rand(), settings, world.topics._led
+            rows,
+            replace(world.topics._around, settings=settings),
+            world.objects,
+            ObjectCache(0),
+            world.topics._led,
         )
         context = JobContext(
             world.consensus, world.objects, world.metastore, world.clock, world.rand, Retention(collect_after_s=0)
         )
-        keeper, collecting = world.keeper(), L1GarbageCollector(context)
+        checkpointer, collecting = world.checkpointer(), L1GarbageCollector(context)
 
         async def cut() -> None:
             for led in world.topics._led.values():
@@ -234,7 +238,7 @@ async def rows_after_every_commit(seed: int, *, bound: bool = True) -> int:
         steps: list[Callable[[], Awaitable[object]]] = [
             lambda: world.produce(source.randint(1, 3), source.randint(0, 1)),
             cut,
-            keeper.round,
+            checkpointer.round,
             lambda: reconciler.run_round(world.topic.topic_id, range(2)),
             lambda: collecting.run(StepBudget(world.clock, 1)),
         ]

@@ -84,23 +84,23 @@ def test_an_unreadable_log_holds_back_what_is_made_from_it_and_nothing_else(
             "derived": shard_log_name(world.derived.state.shard_id),
         }
         unreadable = Unreadable(world, error)
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         await everything_moves(world)
-        await keeper.round()
+        await checkpointer.round()
         before = stages(world)
         for _ in range(2):
             await everything_moves(world)
             unreadable.logs = {logs[what]}
             with pytest.raises(error):
-                await keeper.round()
+                await checkpointer.round()
             unreadable.logs = set()
             after = stages(world)
             assert {name for name in after if after[name] == before[name]} == late
             before |= {name: after[name] for name in after.keys() - late}
-        await keeper.round()
+        await checkpointer.round()
         after = stages(world)
         assert not {name for name in late if after[name] <= before[name]}, "it is made good once it can be read"
-        assert await keeper.round() == 0
+        assert await checkpointer.round() == 0
 
     run(body)
 
@@ -109,15 +109,15 @@ def test_a_topic_that_feeds_nothing_holds_back_nothing() -> None:
     async def body(world: World) -> None:
         other = await world.catalogue.create_topic("other", 1)
         unreadable = Unreadable(world)
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         await everything_moves(world)
-        await keeper.round()
+        await checkpointer.round()
         before = stages(world)
         await everything_moves(world)
         await world.topics.produce_nowait(other.topic_id, 0, encode_batch([Record(None, b"v", (), 1)]))
         unreadable.logs = {partition_log(other.topic_id, 0)}
         with pytest.raises(CorruptError):
-            await keeper.round()
+            await checkpointer.round()
         after = stages(world)
         assert not {name for name in after if after[name] <= before.get(name, -1) and name != "partition 0"}, after
 
@@ -128,14 +128,14 @@ def test_a_shard_of_no_pipeline_waits_since_it_may_be_made_from_anything() -> No
     async def body(world: World) -> None:
         await world.catalogue.put(PipelineRow("p", {"table": "topic:clicks"}))
         unreadable = Unreadable(world)
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         await everything_moves(world)
-        await keeper.round()
+        await checkpointer.round()
         before = stages(world)
         await everything_moves(world)
         unreadable.logs = {shard_log_name(world.table.state.shard_id)}
         with pytest.raises(CorruptError):
-            await keeper.round()
+            await checkpointer.round()
         assert stages(world)["derived"] == before["derived"]
 
     run(body)
@@ -143,16 +143,16 @@ def test_a_shard_of_no_pipeline_waits_since_it_may_be_made_from_anything() -> No
 
 def test_a_register_of_nodes_that_cannot_be_read_holds_back_the_nodes_alone() -> None:
     async def body(world: World) -> None:
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         await everything_moves(world)
         found = await world.consensus.head("cluster/nodes")
         await world.consensus.cas("cluster/nodes", found.seq if found else 0, b"\xc1", "n")
         with pytest.raises(CorruptError, match="cluster/nodes"):
-            await keeper.round()
+            await checkpointer.round()
         assert stages(world)["partition 0"] > 0
         seqno = world.shared[0].seqno
         with pytest.raises(CorruptError):
-            await keeper.round()
+            await checkpointer.round()
         assert world.shared[0].seqno == seqno, "what was written is not written again"
 
     run(body)
@@ -160,22 +160,22 @@ def test_a_register_of_nodes_that_cannot_be_read_holds_back_the_nodes_alone() ->
 
 def test_an_incomplete_round_makes_the_checkpoint_no_younger_and_names_what_is_late() -> None:
     async def body(world: World) -> None:
-        keeper: Checkpointer = world.keeper()
+        checkpointer: Checkpointer = world.checkpointer()
         await everything_moves(world)
-        await keeper.round()
+        await checkpointer.round()
         [row] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
         assert row.complete and row.gathered_ms > 0
         unreadable = Unreadable(world)
         await everything_moves(world)
         unreadable.logs = {remap_log_name("topic/clicks")}
-        running = asyncio.ensure_future(keeper.run())
-        while not keeper.facts()["checkpoint_late"]:
+        running = asyncio.ensure_future(checkpointer.run())
+        while not checkpointer.facts()["checkpoint_late"]:
             await asyncio.sleep(0.001)
         await asyncio.sleep(0)
         [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.STAGE_NAME]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        assert keeper.facts()["checkpoint_late"] == ["table derived", "table table", "topic/clicks"]
+        assert checkpointer.facts()["checkpoint_late"] == ["table derived", "table table", "topic/clicks"]
         assert mark.position == row.gathered_ms
         [after] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
         assert after.gathered_ms == row.gathered_ms
@@ -188,11 +188,11 @@ def test_taking_over_makes_the_checkpoint_no_younger() -> None:
 
     async def body(world: World) -> None:
         await everything_moves(world)
-        await world.keeper("n1").round()
+        await world.checkpointer("n1").round()
         [row] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
         while world.clock.now_ms() <= row.gathered_ms:
             await asyncio.sleep(0.001)
-        await world.keeper("n2")._claim_rows()
+        await world.checkpointer("n2")._claim_rows()
         [after] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
         assert (after.holder, after.gathered_ms) == ("n2", row.gathered_ms)
 
@@ -201,12 +201,12 @@ def test_taking_over_makes_the_checkpoint_no_younger() -> None:
 
 def test_a_row_too_large_for_a_commit_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(world: World) -> None:
-        keeper = world.keeper()
+        checkpointer = world.checkpointer()
         await everything_moves(world)
-        await keeper.round()
+        await checkpointer.round()
         before = stages(world)
         await everything_moves(world)
-        registers = keeper._stages[3]
+        registers = checkpointer._stages[3]
         gather = registers.gather
 
         async def huge() -> dict[str, Unit]:
@@ -215,11 +215,11 @@ def test_a_row_too_large_for_a_commit_stops_nothing_else(monkeypatch: pytest.Mon
 
         monkeypatch.setattr(registers, "gather", huge)
         with pytest.raises(InvalidError, match="too large: thing=nodes"):
-            await keeper.round()
+            await checkpointer.round()
         after = stages(world)
         assert not {name for name in after if after[name] == before[name]}
         monkeypatch.setattr(registers, "gather", gather)
-        await keeper.round()
+        await checkpointer.round()
 
     run(body)
 

@@ -9,7 +9,7 @@ from tidemill.base.status.status import StageState, StageStatus, StatusTracker, 
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.persist_loop import OVERDUE_S
-from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.objects.memory import MemoryObjects
 
 INTERVAL_S = 600.0
@@ -20,9 +20,17 @@ def test_rows_that_wait_for_their_interval_are_on_time_and_late_ones_are_named()
         clock, tracker = ManualClock(), StatusTracker()
         settings = DomainSettings(persist_interval_s=INTERVAL_S)
         domain = await Domain.open(
-            MemoryConsensus(clock), MemoryObjects(clock), "0", holder="n/1", clock=clock, rand=Rand(1),
-            settings=settings, tracker=tracker,
-        )  # fmt: skip
+            DomainContext(
+                MemoryConsensus(clock),
+                MemoryObjects(clock),
+                "0",
+                holder="n/1",
+                clock=clock,
+                rand=Rand(1),
+                settings=settings,
+                tracker=tracker,
+            )
+        )
         await domain.wait_until_leading(10.0)
 
         def mark() -> StageStatus:

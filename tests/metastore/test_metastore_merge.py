@@ -343,7 +343,7 @@ async def test_others_run_between_slices_and_progress_is_told() -> None:
     for seqno in (1, 2):
         await shelf.flush({b"%d-%05d" % (seqno, n): b"v" * 100 for n in range(5000)}, seqno)
     job = shelf.prepared(job_of(shelf))
-    told: list[int] = []
+    reported: list[int] = []
     turns = 0
     ended = False
 
@@ -354,11 +354,11 @@ async def test_others_run_between_slices_and_progress_is_told() -> None:
             await asyncio.sleep(0)
 
     task = asyncio.ensure_future(other())
-    await shelf.merger.merge(job, told.append)
+    await shelf.merger.merge(job, reported.append)
     ended = True
     await task
     assert turns >= job.rows // (2 * options.slice_rows)
-    assert told == sorted(told) and told[-1] == job.rows
+    assert reported == sorted(reported) and reported[-1] == job.rows
 
 
 @in_loop

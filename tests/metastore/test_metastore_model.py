@@ -67,7 +67,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule(rows=batches)
     def put(self, rows: list[tuple[bytes, bytes]]) -> None:
-        self.run(self.database.wait_for_room())
+        self.run(self.database.background.stall.wait())
         self.log.append((self.world.put(self.database, rows), rows))
 
     @rule()
@@ -76,11 +76,11 @@ class Engine(RuleBasedStateMachine):
 
     @rule()
     def compact(self) -> None:
-        self.run(self.database.compact())
+        self.run(self.database.background.compact())
 
     @rule()
     def collect_garbage(self) -> None:
-        assert self.run(self.database.collect_garbage()).missing == ()
+        assert self.run(self.database.background.collect_garbage()).missing == ()
 
     @rule(times=st.integers(1, 20))
     def let_others_run(self, times: int) -> None:

@@ -156,11 +156,18 @@ class Replicated(RuleBasedStateMachine):
         node = Node(f"node-{slot}", self.nodes[slot].life.number + 1)
 
         async def build() -> None:
-            told = self.settings if slot < 2 else as_follower(self.settings)
+            reported = self.settings if slot < 2 else as_follower(self.settings)
             node.domain = await Domain.open(
-                MemoryConsensus(self.clock, self.memory), self.objects, "main", holder=f"node-{slot}",
-                clock=self.clock, rand=self.rand, settings=told,
-            )  # fmt: skip
+                DomainContext(
+                    MemoryConsensus(self.clock, self.memory),
+                    self.objects,
+                    "main",
+                    holder=f"node-{slot}",
+                    clock=self.clock,
+                    rand=self.rand,
+                    settings=reported,
+                )
+            )
 
         self.loop.run_until_complete(self.loop.create_task(build(), context=node.context))
         self.nodes[slot], node.seen = node, len(self.history) - 1
@@ -261,13 +268,13 @@ class Replicated(RuleBasedStateMachine):
         if leader is None:
             return
         marked = [self.marked(rows) for rows in data]
-        told: dict[bytes, int] = {}
+        reported: dict[bytes, int] = {}
 
         async def one(mark: bytes, rows: Batch) -> None:
             try:
-                told[mark] = await leader.domain.commit(rows)
+                reported[mark] = await leader.domain.commit(rows)
             except OF_CHANGE:
-                told[mark] = 0
+                reported[mark] = 0
             except UnknownOutcomeError:
                 pass
 
@@ -288,7 +295,7 @@ class Replicated(RuleBasedStateMachine):
         outcomes = []
         for mark, rows in marked:
             seqno = self.run(reader, lambda domain, mark=mark: self.fate(domain, mark))  # type: ignore[misc]
-            assert told.get(mark, seqno) == seqno, "an answer and the log say different things"
+            assert reported.get(mark, seqno) == seqno, "an answer and the log say different things"
             if seqno:
                 outcomes.append((seqno, rows))
         self.happened(outcomes)
@@ -399,9 +406,9 @@ class Replicated(RuleBasedStateMachine):
             assert domain._leader is not None
             database = domain._leader.database
             try:
-                await database.compact()
+                await database.background.compact()
                 for _ in range(2 if collect else 0):  # a file goes when it was seen dead before
-                    await database.collect_garbage()
+                    await database.background.collect_garbage()
             except (FencedError, ClosedError, UnknownOutcomeError, UnavailableError, ConflictError, MissingError):
                 return  # its term is over, which the log told, or a file that the next leader has collected
 
@@ -497,8 +504,8 @@ async def persisted_seqno(domain: Domain) -> int:
     return domain.state.persisted_seqno
 
 
-def as_follower(told: DomainSettings) -> DomainSettings:
-    values = {name: getattr(told, name) for name in told.__struct_fields__}
+def as_follower(reported: DomainSettings) -> DomainSettings:
+    values = {name: getattr(reported, name) for name in reported.__struct_fields__}
     return DomainSettings(**values | {"lead": False, "may_lead": False})
 
 

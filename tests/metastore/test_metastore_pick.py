@@ -217,11 +217,11 @@ def check_job(levels: tuple[tuple[FileMeta, ...], ...], job: Job) -> None:
     hulls = list(job.runs) if job.move else [tuple(job.inputs)]
     for hull in hulls:
         low, high = min(f.smallest for f in hull), max(f.largest for f in hull)
-        beside = [f for f in levels[job.target] if f not in inside] if job.target < len(levels) else []
+        neighbours = [f for f in levels[job.target] if f not in inside] if job.target < len(levels) else []
         if not job.move:
-            assert not [f for f in beside if f.smallest <= high and low <= f.largest]
+            assert not [f for f in neighbours if f.smallest <= high and low <= f.largest]
         else:
-            assert not [f for f in beside for moved in hull if overlap(f, moved)]
+            assert not [f for f in neighbours for moved in hull if overlap(f, moved)]
     for left, right in pairwise(job.older):
         assert left[1] < right[0]
 

@@ -461,17 +461,17 @@ def test_a_backlog_is_noticed_by_who_never_stops_asking(monkeypatch: pytest.Monk
 
 def test_answers_are_heard_though_consensus_was_away_when_the_log_was_found_cut() -> None:
     class Cut(MemoryConsensus):
-        told = 0
+        reported = 0
 
         async def wait(self, log: str, beyond: int, timeout_s: float) -> bool:
-            if log == REPLIES and not self.told:
-                self.told = 1
+            if log == REPLIES and not self.reported:
+                self.reported = 1
                 raise MissingError("truncated")
             return await super().wait(log, beyond, timeout_s)
 
         async def log_head(self, log: str) -> LogHead:
-            if log == REPLIES and self.told == 1:
-                self.told = 2
+            if log == REPLIES and self.reported == 1:
+                self.reported = 2
                 raise UnavailableError("away")
             return await super().log_head(log)
 
@@ -481,7 +481,7 @@ def test_answers_are_heard_though_consensus_was_away_when_the_log_was_found_cut(
         follower = await world.node(FOLLOWS, consensus=consensus)
         async with asyncio.timeout(DEADLINE_S):
             await follower.commit([(b"a", b"1")])
-        assert consensus.told == 2
+        assert consensus.reported == 2
 
     run(body, DomainWorld())
 
@@ -631,10 +631,10 @@ def test_f516_a_request_that_nobody_executed_in_time_is_refused_by_the_leader_th
         async with asyncio.timeout(DEADLINE_S):
             while len(await replies()) < 2:
                 await asyncio.sleep(0.02)
-        told = await replies()
-        assert isinstance(outcome_of_reply(told["old"]), UnavailableError) and "not be" in told["old"].text
-        assert isinstance(outcome_of_reply(told["young"]), int)
-        assert "flush" not in told
+        reported = await replies()
+        assert isinstance(outcome_of_reply(reported["old"]), UnavailableError) and "not be" in reported["old"].text
+        assert isinstance(outcome_of_reply(reported["young"]), int)
+        assert "flush" not in reported
         assert await rows_of(leader) == {b"b": b"young"}
         # The position moved past them all: they are gone from the log for good.
         async with asyncio.timeout(DEADLINE_S):

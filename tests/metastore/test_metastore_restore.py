@@ -157,7 +157,7 @@ def test_what_was_not_persisted_is_lost_and_nothing_else() -> None:
         ends = [(await world.topics.offsets(world.topic.topic_id, p)).high_watermark for p in range(2)]
         for _ in range(6):
             await world.step()
-        await world.keeper("n2").round()  # in the log, but in no manifest
+        await world.checkpointer("n2").round()  # in the log, but in no manifest
         fresh = MemoryConsensus(world.clock)
         await Restorer(fresh, world.objects, world.clock, world.rand).run()
         shard = await open_shard(fresh, world.objects, world.clock, world.rand, "table")

@@ -15,7 +15,7 @@ from tidemill.consensus.state_log.replica import ROLLUP
 from tidemill.metastore.domain import codec
 from tidemill.metastore.domain.codec import decode_state, decode_state_yielding, encode_state, encode_state_yielding
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.metastore.domain.state import DomainState, VolatileBatch, assert_invariants, batch_bytes
 from tidemill.objects.memory import MemoryObjects
 
@@ -83,7 +83,9 @@ def test_a_state_that_cannot_be_rolled_up_ends_no_term() -> None:
         clock = SystemClock()
         consensus, objects = NoRollups(clock), MemoryObjects(clock)
         settings = DomainSettings(rollup_after_records=1)
-        domain = await Domain.open(consensus, objects, "0", holder="n", clock=clock, rand=Rand(), settings=settings)
+        domain = await Domain.open(
+            DomainContext(consensus, objects, "0", holder="n", clock=clock, rand=Rand(), settings=settings)
+        )
         await domain.wait_until_leading(10)
         term = domain.term
         for number in range(3):
@@ -92,7 +94,7 @@ def test_a_state_that_cannot_be_rolled_up_ends_no_term() -> None:
             while consensus.tried <= number:
                 await asyncio.sleep(0.001)
         await asyncio.sleep(0)
-        assert domain.term == term and domain.failed is None
+        assert domain.term == term and domain._failures.last is None
         await domain.aclose()
 
     async def bounded() -> None:

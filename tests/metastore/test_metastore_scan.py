@@ -63,7 +63,7 @@ def test_every_range_in_both_directions_over_layers_and_files(
             elif then == "flush":
                 await database.flush()
             elif then == "down":  # several levels, each with its files
-                await database.compact()
+                await database.background.compact()
                 files = database.version.levels[-1]
                 await database.commit_edit(
                     Edit(added=tuple((len(held) % 3 + 2, file) for file in files), removed=files)
@@ -225,7 +225,7 @@ def test_a_scan_opens_a_levels_files_as_it_gets_there() -> None:
         world = World(memory())
         database = await world.open()
         world.put(database, {b"%06d" % number: b"%050d" % number for number in range(2_000)})
-        await database.compact()
+        await database.background.compact()
         assert len(database.version.levels[-1]) > 5
         await database.aclose()
         database = await reopened(world)

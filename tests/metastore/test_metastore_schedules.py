@@ -54,7 +54,7 @@ class Life:
         self.database = await world.open(background=True)
         world.objects.before_put = world.objects.before_read = self.slowly
         for turn in range(80):
-            await patiently(self.database.wait_for_room)
+            await patiently(self.database.background.stall.wait)
             rows = {source.choice(KEYS): b"" if source.random() < 0.3 else b"%d" % turn for _ in range(5)}
             self.log.append((world.put(self.database, rows), rows))
             for key, value in rows.items():
@@ -63,9 +63,9 @@ class Life:
             if chance < 0.1:
                 await patiently(self.database.flush)
             elif chance < 0.15:
-                await patiently(self.database.compact)
+                await patiently(self.database.background.compact)
             elif chance < 0.25:
-                assert (await patiently(self.database.collect_garbage)).missing == ()
+                assert (await patiently(self.database.background.collect_garbage)).missing == ()
             elif chance < 0.28:
                 await self.reopen()
             await asyncio.sleep(source.uniform(0, 0.01))

@@ -50,8 +50,8 @@ def test_implicit_snapshots_are_stable_across_compaction(objects: ObjectStore) -
             seen = list(zip(keys, values, strict=True))
             world.put(database, {key: b"" for key in numbered(range(0, 200, 2))})
             world.put(database, numbered(range(300, 320)))
-            await database.compact()
-            await database.collect_garbage()
+            await database.background.compact()
+            await database.background.collect_garbage()
             assert seen + await collect(scan) == expected(before, reverse=reverse)
             assert await collect(unread) == expected(before, reverse=reverse)
             world.put(database, numbered(range(120, 130), "memory"))
@@ -78,8 +78,8 @@ def test_explicit_snapshots_are_stable_across_compaction(objects: ObjectStore) -
             if turn % 4 == 0:
                 await database.flush()
             if turn % 9 == 0:
-                await database.compact()
-                await database.collect_garbage()
+                await database.background.compact()
+                await database.background.collect_garbage()
         for snapshot, rows in taken:
             assert await collect(snapshot.scan()) == expected(rows)
             assert await collect(snapshot.scan(b"row/02", b"row/07", reverse=True)) == expected(
@@ -129,7 +129,7 @@ def test_a_snapshot_get_sees_a_tombstone_that_is_in_one_file_with_its_row(object
         assert database.version.levels[0][0].tombstones == 1
         for merged in (False, True):
             if merged:
-                await database.compact()
+                await database.background.compact()
             with database.snapshot() as snapshot:
                 world.put(database, {b"foo": b"again"})
                 world.put(database, {b"foo": b""})
@@ -150,15 +150,15 @@ def test_a_snapshots_files_stay_until_it_is_closed(objects: ObjectStore) -> None
             await database.flush()
         old = set(await world.sst_keys())
         snapshot = database.snapshot()
-        await database.compact()
+        await database.background.compact()
         assert await snapshot.get(b"row/000007") == b"v7"  # a cold read pins and unpins on its own account
         assert await snapshot.get_many([b"row/000031", b"row/000001"]) == [b"v31", b"v1"]
-        await database.collect_garbage()
+        await database.background.collect_garbage()
         assert old < set(await world.sst_keys())
-        assert {database.files.key(file) for file in database.pinned_files()} == old
+        assert {database.files.key(file) for file in database.versions.pinned_files()} == old
         snapshot.close()
         snapshot.close()  # idempotent
-        await database.collect_garbage()
+        await database.background.collect_garbage()
         assert not old & set(await world.sst_keys())
         with pytest.raises(ClosedError, match="snapshot is closed"):
             await snapshot.get(b"a")
@@ -181,14 +181,14 @@ def test_what_is_cached_of_a_file_goes_when_nobody_needs_the_file() -> None:
         (old,) = database.version.levels[0]
         with database.snapshot() as snapshot:
             world.put(database, numbered(range(60), "w"))
-            await database.compact()
+            await database.background.compact()
             assert cached() == {old}  # pinned; merges fill no cache
             await collect(database.scan())
             assert cached() == {old, *database.version.files}
             assert await snapshot.get(b"row/000001") == b"v1"
         assert cached() == database.version.files
         world.put(database, numbered(range(60), "x"))
-        await database.compact()
+        await database.background.compact()
         assert cached() == set()
 
     run(body())
@@ -237,7 +237,7 @@ def test_a_scan_outlives_the_snapshot_it_was_made_from() -> None:
             scan = snapshot.scan()
         before = dict(world.rows)
         world.put(database, {b"row/000001": b"new"})
-        await database.compact()
+        await database.background.compact()
         assert await collect(scan) == expected(before)
 
     run(body())
@@ -284,11 +284,11 @@ def test_refresh_sees_changes(objects: ObjectStore) -> None:
             assert await reader.refresh() is False
             await writer.flush()
             if turn == 3:
-                await writer.compact()
+                await writer.background.compact()
             assert await reader.refresh() is True
             assert reader.max_persisted_seqno == reader.max_applied_seqno == world.seqno
             assert await collect(reader.scan()) == expected(world.rows)
-        await writer.compact()
+        await writer.background.compact()
         assert await reader.refresh() is True  # the same seqno, other files
         assert await collect(reader.scan()) == expected(world.rows)
 
@@ -322,7 +322,7 @@ def test_refresh_keeps_snapshots(objects: ObjectStore) -> None:
         before = dict(world.rows)
         with reader.snapshot() as snapshot:
             world.put(writer, {**numbered(range(10, 40), "w"), b"row/000001": b""})
-            await writer.compact()
+            await writer.background.compact()
             assert await reader.refresh() is True
             assert await collect(snapshot.scan()) == expected(before)
             assert await snapshot.get(b"row/000001") == b"v1"
@@ -410,7 +410,7 @@ def test_a_follower_takes_batches_on_top_of_its_files_and_flushes_nothing(object
             rows = {**numbered(range(turn, 30, 5), "w"), b"row/000000": b""}
             seqno = world.put(writer, rows)
             follower.apply(seqno, list(rows), list(rows.values()))
-            await follower.wait_for_room()
+            await follower.background.stall.wait()
         assert await collect(follower.scan()) == expected(world.rows)
         assert await follower.get(b"row/000000") is None
         with pytest.raises(InvalidError, match="read-only"):

@@ -110,8 +110,8 @@ def test_the_size_so_far_is_about_the_size_of_the_file() -> None:
     writer = SstWriter(Options())
     for at in range(0, 20_000, 2_000):
         writer.add(*(column[at : at + 2_000] for column in rows))
-    told = writer.size_bytes
-    assert told == pytest.approx(writer.finish()[1].size_bytes, rel=0.1)
+    reported = writer.size_bytes
+    assert reported == pytest.approx(writer.finish()[1].size_bytes, rel=0.1)
 
 
 def test_buffers_are_few() -> None:

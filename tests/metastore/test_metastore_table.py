@@ -11,11 +11,10 @@ import pytest
 from support.metastore.sst_world import PREFIX, Rows, Watched, numbered_rows, on_memory_and_local, opener, write_sst
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, UnavailableError
-from tidemill.metastore.lsm.block_cache import BlockCache
 from tidemill.metastore.lsm.file_store import FileName, SstFiles
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.sst import FORMAT
-from tidemill.metastore.lsm.table_cache import TableCache
+from tidemill.metastore.lsm.table_cache import BlockCache, TableCache
 from tidemill.objects.memory import MemoryObjects
 
 ROWS = numbered_rows(10_000, value_bytes=100)

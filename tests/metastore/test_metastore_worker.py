@@ -67,14 +67,14 @@ async def test_the_worker_makes_what_the_loop_makes(tmp_path: Path) -> None:
     shelf = shelf_at(tmp_path)
     everything = await fill(shelf)
     worker = WorkerExecutor(str(tmp_path), OPTIONS)
-    told: list[int] = []
+    reported: list[int] = []
     try:
         assert worker.pid is None, "nothing is started before the first job"
-        by_worker = await worker.merge(job_of(shelf), told.append)
+        by_worker = await worker.merge(job_of(shelf), reported.append)
         inline = await shelf.merger.merge(job_of(shelf))
     finally:
         await worker.aclose()
-    assert len(inline) > 1 and told[-1] == job_of(shelf).rows
+    assert len(inline) > 1 and reported[-1] == job_of(shelf).rows
     for mine, theirs in zip(inline, by_worker, strict=True):
         assert await shelf.rows_of(mine) == await shelf.rows_of(theirs)
         assert msgspec.structs.replace(mine, number=0, nonce="") == msgspec.structs.replace(theirs, number=0, nonce="")

@@ -47,7 +47,7 @@ async def write_back(world: World, consensus: MemoryConsensus, attempt: str = "a
 async def filled(world: World, steps: int = 12) -> None:
     for _ in range(steps):
         await world.step()
-    await world.keeper().round()
+    await world.checkpointer().round()
 
 
 def test_a_restored_partition_serves_every_record_and_goes_on() -> None:
@@ -83,7 +83,7 @@ def test_a_restored_shard_has_a_new_id_and_the_same_contents_and_takes_appends()
     async def body(world: World) -> None:
         await filled(world)
         await world.compact(world.table)
-        await world.keeper("n2").round()
+        await world.checkpointer("n2").round()
         fresh = MemoryConsensus(world.clock)
         await write_back(world, fresh)
         shard = await open_shard(fresh, world.objects, world.clock, Rand(4), "table")

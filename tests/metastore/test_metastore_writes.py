@@ -33,6 +33,7 @@ from tidemill.metastore.domain.commit.write_path import ROOM_WAIT_S
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.follower import APPLY_ROWS
 from tidemill.metastore.domain.leader import REPLAY_ROWS
+from tidemill.metastore.domain.settings import DomainContext
 from tidemill.metastore.domain.state import DomainState, PersistedManifest, assert_invariants
 from tidemill.metastore.lsm.database import Database
 from tidemill.metastore.lsm.manifest import MAGIC
@@ -569,9 +570,9 @@ def test_a_follower_whose_file_was_collected_refreshes_and_reads_on() -> None:
         await follower.sync()
         old = follower.state.manifest
         assert leader._leader is not None
-        await leader._leader.database.compact()
+        await leader._leader.database.background.compact()
         await asyncio.sleep(0.01)
-        await leader._leader.database.collect_garbage()
+        await leader._leader.database.background.collect_garbage()
         objects = [meta.key async for meta in world.objects().list("") if "/sst/" in meta.key]
         assert len(objects) == 1 and follower.state.manifest is old
         assert await follower.get(b"k") == b"3"
@@ -751,7 +752,7 @@ def test_a_manifest_of_a_newer_format_is_named_and_the_domain_not_led() -> None:
         await leader._log.propose(encode_command(reset))
         await leader.aclose()
         other = await Domain.open(
-            await world.client(), world.objects(), "main", holder="x", clock=world.clock, rand=world.rand
+            DomainContext(await world.client(), world.objects(), "main", holder="x", clock=world.clock, rand=world.rand)
         )
         with pytest.raises(UnavailableError, match="newer version of tidemill"):
             await other.wait_until_leading(1)
@@ -775,13 +776,15 @@ def test_a_manifest_of_another_domain_is_refused() -> None:
         await stray._log.propose(encode_command(ResetManifest("other", one.state.manifest)))
         await stray.aclose()
         follower = await Domain.open(
-            await other.client(),
-            world.objects(),
-            "main",
-            holder="x",
-            clock=world.clock,
-            rand=world.rand,
-            settings=FOLLOWS,
+            DomainContext(
+                await other.client(),
+                world.objects(),
+                "main",
+                holder="x",
+                clock=world.clock,
+                rand=world.rand,
+                settings=FOLLOWS,
+            )
         )
         with pytest.raises(CorruptError, match="another domain"):
             await follower.sync()
@@ -817,7 +820,7 @@ def test_a_leader_whose_database_lost_its_background_work_opens_anew() -> None:
         await leader.commit([(b"a", b"1")])
         assert leader._leader is not None
         first = leader._leader
-        first.database._task_failed("metastore collection", RuntimeError("a bug"))
+        first.database.background._task_failed("metastore collection", RuntimeError("a bug"))
         await until(lambda: leader.leading and leader._leader is not first)
         assert await rows_of(leader) == {b"a": b"1"}
 

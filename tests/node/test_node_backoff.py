@@ -34,7 +34,7 @@ class Game:
         self.captures = captures
         self.holders: dict[str, str] = {}
         self.offers = {node: frozenset(captures) for node in nodes}
-        self.told: list[tuple[float, str, frozenset[str]]] = []
+        self.reported: list[tuple[float, str, frozenset[str]]] = []
         self.moves: list[tuple[float, str, str]] = []
         self.held_s: dict[tuple[str, str], int] = {}
         self._ticked = asyncio.Event()
@@ -47,7 +47,7 @@ class Game:
 
     def _telling(self, node: str) -> Callable[[frozenset[str]], None]:
         def tell(withheld: frozenset[str]) -> None:
-            self.told.append((self.now_s + SEEN_AFTER_S, node, frozenset(self.captures) - withheld))
+            self.reported.append((self.now_s + SEEN_AFTER_S, node, frozenset(self.captures) - withheld))
 
         return tell
 
@@ -74,9 +74,9 @@ class Game:
     async def play(self, for_s: int) -> None:
         for _ in range(for_s):
             self.now_s += 1
-            for told in [told for told in self.told if told[0] <= self.now_s]:
-                self.told.remove(told)
-                self.offers[told[1]] = told[2]
+            for reported in [reported for reported in self.reported if reported[0] <= self.now_s]:
+                self.reported.remove(reported)
+                self.offers[reported[1]] = reported[2]
             self._view = dict(self.holders), {node: tuple(sorted(offers)) for node, offers in self.offers.items()}
             ticked, self._ticked = self._ticked, asyncio.Event()
             ticked.set()

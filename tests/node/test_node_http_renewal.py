@@ -35,7 +35,7 @@ class World:
         routes = [Route("/", self._hello), Route("/slow", self._slow)]
         self.server = HttpServer(Starlette(routes=routes), on_failure=_broke, tls=self.authority.tls())
         self.context = ssl.create_default_context(cafile=self.authority.certificate)
-        self.told: list[BaseException] = []
+        self.reported: list[BaseException] = []
         self.works = 0
 
     async def _hello(self, request: Request) -> Response:
@@ -59,7 +59,7 @@ class World:
             try:
                 await self.server.watch_certificates(works)
             except InvalidError as error:
-                self.told.append(error)
+                self.reported.append(error)
                 await asyncio.sleep(0.02)
 
     async def serial(self) -> int:
@@ -117,10 +117,10 @@ def test_f249_new_connections_get_the_new_certificate_and_old_ones_go_on(tmp_pat
             writer.close()
             key = world.authority.certificate.parent / "server.key"
             good, works = key.read_bytes(), world.works
-            world.told.clear()  # of a key that was there before its certificate
+            world.reported.clear()  # of a key that was there before its certificate
             key.write_text("nothing")
             async with asyncio.timeout(40):
-                while not world.told:
+                while not world.reported:
                     await asyncio.sleep(0.02)
             await world.settled()  # the former one serves
             key.write_bytes(good)
@@ -158,7 +158,7 @@ def test_a_connection_that_never_ends_holds_no_renewal_up(tmp_path: Path, monkey
                 while listening(world.server.port) > 2:  # ours, and the worker's
                     await asyncio.sleep(0.02)
             # Seen between the two files it is one certificate with the key of another: told, and tried again.
-            assert [each for each in world.told if "certificate and key" not in str(each)] == []
+            assert [each for each in world.reported if "certificate and key" not in str(each)] == []
         finally:
             world.go_on.set()
             following.cancel()

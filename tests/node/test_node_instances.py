@@ -37,7 +37,9 @@ def test_what_is_no_driver_is_nobody_s() -> None:
 def test_of_a_pipeline_that_nobody_does_any_more_one_driver_stays_and_else_all_that_ended_go(
     said: dict[tuple[str, str, int], tuple[bool, bool]],
 ) -> None:
-    names = {process_name(pipeline, instance_name(label, n)): told for (pipeline, label, n), told in said.items()}
+    names = {
+        process_name(pipeline, instance_name(label, n)): reported for (pipeline, label, n), reported in said.items()
+    }
     reports = [
         StatusReport(process, NOW_MS - (2 * STATUS_BLIND_AFTER_MS if silent else 0), ())
         for process, (silent, _) in names.items()

@@ -70,7 +70,7 @@ def test_nothing_acknowledged_is_lost_or_doubled_when_the_node_is_killed_while_r
     failed: list[str] = []
     stop = threading.Event()
 
-    def told(partition: int, number: int) -> Callable[[Any, Any], None]:
+    def reported(partition: int, number: int) -> Callable[[Any, Any], None]:
         return lambda error, _: failed.append(str(error)) if error is not None else acked[partition].append(number)
 
     def load() -> None:
@@ -78,7 +78,7 @@ def test_nothing_acknowledged_is_lost_or_doubled_when_the_node_is_killed_while_r
         while not stop.is_set():
             for partition in range(PARTITIONS):
                 value = b"%d" % number + b"." * 2_000
-                client.produce("killed", value=value, partition=partition, on_delivery=told(partition, number))
+                client.produce("killed", value=value, partition=partition, on_delivery=reported(partition, number))
             number += 1
             client.poll(0.005)
         if client.flush(100):

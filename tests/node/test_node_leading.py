@@ -13,7 +13,7 @@ from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Lease
-from tidemill.consensus.leader_election import run_while_leading
+from tidemill.consensus.leader_election import LeaseRequest, run_while_leading
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TopicRow
 from tidemill.metastore.factory import create_metastore
@@ -43,9 +43,11 @@ def test_a_second_node_leads_only_after_the_first_has_let_go() -> None:
             return run
 
         async with Tasks(print) as tasks:
-            first = tasks.spawn(run_while_leading(consensus, "x", "a/1", b"", body("a"), ttl_ms=TTL_MS), name="a")
+            first = tasks.spawn(
+                run_while_leading(consensus, LeaseRequest("x", "a/1", ttl_ms=TTL_MS), body("a")), name="a"
+            )
             await until(lambda: running == ["a"])
-            tasks.spawn(run_while_leading(consensus, "x", "b/1", b"", body("b"), ttl_ms=TTL_MS), name="b")
+            tasks.spawn(run_while_leading(consensus, LeaseRequest("x", "b/1", ttl_ms=TTL_MS), body("b")), name="b")
             first.cancel()
             await until(lambda: running == ["b"])
         assert overlaps == [["a"], ["b"]]
@@ -67,7 +69,7 @@ def test_the_body_ends_when_another_takes_the_lease() -> None:
                 ended.append(lease.term)
 
         async with Tasks(print) as tasks:
-            tasks.spawn(run_while_leading(consensus, "x", "a/1", b"", run, ttl_ms=TTL_MS), name="a")
+            tasks.spawn(run_while_leading(consensus, LeaseRequest("x", "a/1", ttl_ms=TTL_MS), run), name="a")
             await until(lambda: terms)
             await consensus.release("x", "a/1", terms[0])
             await consensus.acquire("x", "thief", 60_000)
@@ -84,7 +86,7 @@ def test_an_error_of_the_body_is_raised_and_the_lease_is_given_back() -> None:
             raise InvalidError("wrong dsn.")
 
         with pytest.raises(InvalidError, match="wrong dsn"):
-            await run_while_leading(consensus, "x", "a/1", b"", run, ttl_ms=60_000)
+            await run_while_leading(consensus, LeaseRequest("x", "a/1", ttl_ms=60_000), run)
         assert not (await consensus.leases("x"))[0].live
 
     asyncio.run(scenario())
@@ -104,7 +106,7 @@ def test_a_stopped_leader_gives_the_lease_up_once_its_body_has_ended() -> None:
                 live_at_the_end.append((await consensus.leases("x"))[0].live)
 
         async with Tasks(print) as tasks:
-            tasks.spawn(run_while_leading(consensus, "x", "a/1", b"", run, ttl_ms=3_600_000), name="a")
+            tasks.spawn(run_while_leading(consensus, LeaseRequest("x", "a/1", ttl_ms=3_600_000), run), name="a")
             await led.wait()
         assert live_at_the_end == [True]
         assert not (await consensus.leases("x"))[0].live
@@ -136,8 +138,8 @@ def test_a_release_that_fails_does_not_hide_how_the_body_ended() -> None:
             return
 
         with pytest.raises(InvalidError, match="wrong dsn"):
-            await run_while_leading(Unreleasing(9), "x", "a/1", b"", wrong, ttl_ms=60_000)
-        await run_while_leading(Unreleasing(9), "x", "a/1", b"", done, ttl_ms=60_000)
+            await run_while_leading(Unreleasing(9), LeaseRequest("x", "a/1", ttl_ms=60_000), wrong)
+        await run_while_leading(Unreleasing(9), LeaseRequest("x", "a/1", ttl_ms=60_000), done)
 
     asyncio.run(scenario())
 
@@ -154,7 +156,7 @@ def test_an_own_earlier_life_that_cannot_be_released_now_is_tried_again_after_a_
         started_s = asyncio.get_running_loop().time()
         async with asyncio.timeout(DEADLINE_S):
             await run_while_leading(
-                consensus, "x", "n/2", b"", run, own_earlier_life=lambda h: h.startswith("n/"), ttl_ms=TTL_MS
+                consensus, LeaseRequest("x", "n/2", ttl_ms=TTL_MS), run, own_earlier_life=lambda h: h.startswith("n/")
             )
         assert led.is_set()
         assert asyncio.get_running_loop().time() - started_s >= 2 * TTL_MS / 3000
@@ -172,7 +174,9 @@ def test_a_restarted_node_takes_back_what_its_killed_process_held() -> None:
             led.set()
 
         async with asyncio.timeout(DEADLINE_S):
-            await run_while_leading(consensus, "x", "n/2", b"", run, own_earlier_life=lambda h: h.startswith("n/"))
+            await run_while_leading(
+                consensus, LeaseRequest("x", "n/2"), run, own_earlier_life=lambda h: h.startswith("n/")
+            )
         assert led.is_set()
 
     asyncio.run(scenario())

@@ -83,21 +83,21 @@ class Load:
         number = 0
         while not self._stop.is_set():
             for partition in range(PARTITIONS):
-                told = self._told(partition, number)
-                self._producer.produce("t", str(number), partition=partition, on_delivery=told)
+                reported = self._reported(partition, number)
+                self._producer.produce("t", str(number), partition=partition, on_delivery=reported)
             number += 1
             self._producer.poll(0.02)
         if self._producer.flush(100):
             self.failed.append("not flushed")
 
-    def _told(self, partition: int, number: int) -> Any:
-        def told(error: Any, _: Any) -> None:
+    def _reported(self, partition: int, number: int) -> Any:
+        def reported(error: Any, _: Any) -> None:
             if error is None:
                 self.acked[partition].append(number)
             else:
                 self.failed.append(str(error))
 
-        return told
+        return reported
 
     def goes_on(self, count: int = 10) -> None:
         """Every partition acknowledges so many more."""

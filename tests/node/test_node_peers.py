@@ -98,7 +98,7 @@ def test_a_lease_is_late_when_its_node_neither_renews_it_nor_gives_it_up() -> No
         await until(lambda: here.late_nodes() == ("frozen",))
         await until(lambda: [each.name for each in here.members()] == ["here"])
         await until(lambda: here.late_nodes() == ("frozen",))
-        await frozen._acquire()
+        await frozen._lease.acquire()
         await until(lambda: here.late_nodes() == ())
         await here.aclose()
 
@@ -114,8 +114,8 @@ def test_no_lease_is_late_while_all_may_be_for_want_of_consensus() -> None:
         await asyncio.sleep(1.2)
         await here._refresh_view()
         assert here.late_nodes() == ()
-        await here._acquire()
-        here._kept_until_s = 0.0
+        await here._lease.acquire()
+        here._lease._grace_until_s = 0.0
         await here._refresh_view()
         assert here.late_nodes() == ("other",)
 

@@ -9,7 +9,7 @@ import pytest
 from tidemill.base.clock import SystemClock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Lease
-from tidemill.consensus.leader_election import run_while_leading
+from tidemill.consensus.leader_election import LeaseRequest, run_while_leading
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.node.captures import balancer
 from tidemill.node.captures.balancer import CaptureBalancer
@@ -60,7 +60,7 @@ def test_a_capture_that_another_should_have_ends_before_its_lease_is_given_up(mo
 
         body = CaptureBalancer("n1/1", look, SystemClock()).with_handover("a", run)
         async with asyncio.timeout(30):
-            await run_while_leading(consensus, "capture/a", "n1/1", b"", body)
+            await run_while_leading(consensus, LeaseRequest("capture/a", "n1/1"), body)
         assert at_end == [True]
         assert not any(lease.live for lease in await consensus.leases("capture/"))
 

@@ -92,18 +92,18 @@ def test_f612_consensus_that_goes_away_between_two_steps_of_the_start_is_waited_
         running = asyncio.ensure_future(node.run(stop))
         board = StatusBoard(consensus, Rand())  # type: ignore[arg-type]
 
-        async def told() -> StageStatus | None:
+        async def reported() -> StageStatus | None:
             return next((m for r in await board.reports() for m in r.marks if m.name == "node:n1" and m.error), None)
 
         await until(lambda: running.done() or (len(tries) >= 2 and "cannot start" in node.not_ready_reason()))
         assert not running.done(), running.exception()
-        while (mark := await told()) is None:
+        while (mark := await reported()) is None:
             await asyncio.sleep(0.02)
         assert WHY in mark.error and mark.held_by == "consensus@node:n1"
         consensus.away = False
         await until(lambda: running.done() or not node.not_ready_reason())
         assert not running.done(), running.exception()
-        while await told() is not None:
+        while await reported() is not None:
             await asyncio.sleep(0.02)
         stop.set()
         await running

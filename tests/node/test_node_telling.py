@@ -25,7 +25,7 @@ def failing(tracker: StatusTracker, now_ms: int, error: str) -> None:
     tracker.fail("pipeline:shop", error, now_ms=now_ms)
 
 
-async def told(board: StatusBoard, process: str) -> StatusReport | None:
+async def reported(board: StatusBoard, process: str) -> StatusReport | None:
     return next((r for r in await board.reports() if r.process == process), None)
 
 
@@ -45,10 +45,10 @@ def test_a_child_that_cannot_start_is_told_with_one_age_over_restarts_of_up_and_
             await telling.adopt()
             if life == 0:
                 await telling._publish()
-                assert await told(board, "up:n1") is None, "nothing is written while every child runs"
+                assert await reported(board, "up:n1") is None, "nothing is written while every child runs"
             failing(tracker, now_ms, "the bucket is away.")
             await telling._publish()
-            report = await told(board, "up:n1")
+            report = await reported(board, "up:n1")
             assert report is not None
             (mark,) = report.marks
             since.append(mark.failing_since_ms)
@@ -57,7 +57,7 @@ def test_a_child_that_cannot_start_is_told_with_one_age_over_restarts_of_up_and_
                 tracker.clear_failure("pipeline:shop")
                 tracker.remove("pipeline:shop")
                 await telling._publish()
-                assert await told(board, "up:n1") is None, "an empty report would turn blind, while all is well"
+                assert await reported(board, "up:n1") is None, "an empty report would turn blind, while all is well"
             await telling.aclose()
         assert since == [1_000, 1_000]
         await consensus.aclose()
@@ -88,7 +88,7 @@ def test_an_empty_report_of_an_earlier_life_is_taken_away(tmp_path: Path) -> Non
         await board.publish(StatusReport("up:n1", 1, ()))
         await telling.adopt()
         await telling._publish()
-        assert await told(board, "up:n1") is None
+        assert await reported(board, "up:n1") is None
         await telling.aclose()
 
     asyncio.run(scenario())
@@ -125,9 +125,9 @@ def test_what_may_have_been_told_is_taken_away_though_nobody_knows_that_it_was(
             with monkeypatch.context() as patch:
                 patch.setattr(StatusBoard, "reports", away)
                 await telling.adopt()
-        assert await told(board, "up:n1") is not None
+        assert await reported(board, "up:n1") is not None
         await telling._publish()
-        assert await told(board, "up:n1") is None
+        assert await reported(board, "up:n1") is None
         await telling.aclose()
 
     for found in ("publish", "adopt"):
@@ -154,13 +154,13 @@ def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and_blind
         tracker.fail("pipeline:two:2", "killed by SIGKILL.", now_ms=now_ms)
         telling = SupervisorStatus("n1", url, tracker, clock, rand, lambda _: None)
         await telling._publish()
-        assert await told(board, "up:n1") is not None
+        assert await reported(board, "up:n1") is not None
         await telling.forget_ended(["pipeline:two:2", "pipeline:one", "pipeline:dead", "node:n1"])
         await telling._publish()  # its rounds go on until it is closed
         left = {report.process for report in await board.reports()}
         assert left == {"pipeline:two", "pipeline:one", "pipeline:dead", "pipeline:dead:b", "node:n1"}
         await board.publish(StatusReport("pipeline:two:2", now_ms, ()))  # it may come again
-        assert await told(board, "pipeline:two:2") is not None
+        assert await reported(board, "pipeline:two:2") is not None
         await telling.aclose()
         await consensus.aclose()
 

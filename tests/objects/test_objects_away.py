@@ -141,7 +141,7 @@ def test_f508_a_directory_that_goes_read_only_is_waited_for_and_told_and_heals(
         # A writer that gave up leaves its trouble behind; `keep_proving` ends it.
         small.read_only(True)
         with pytest.raises(UnavailableError, match="EROFS"):
-            await RetryingObjects(store.inner, SystemClock(), Rand(), store="l", budget_s=0, patient=True).put("c", b"")
+            await RetryingObjects(store.inner, SystemClock(), Rand(), store="l", budget_s=0).put("c", b"")
         giving_up = asyncio.ensure_future(store.put("c", b"3"))
         await until(store.trouble)
         giving_up.cancel()

@@ -14,11 +14,10 @@ from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.metastore.cluster_manifest import SignOfLife, signs_of_life, write_sign_of_life
-from tidemill.metastore.lsm.block_cache import BlockCache
 from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.sst import SstWriter
-from tidemill.metastore.lsm.table_cache import TableCache
+from tidemill.metastore.lsm.table_cache import BlockCache, TableCache
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.reads import ObjectFile, read_verified, read_verified_sync
 from tidemill.objects.retrying import RetryingObjects

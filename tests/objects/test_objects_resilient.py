@@ -44,19 +44,19 @@ class Scripted(MemoryObjects):
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         self.calls += 1
-        effect, told = self.script.pop(0) if self.script else (True, None)
+        effect, reported = self.script.pop(0) if self.script else (True, None)
         if effect:
             await super().put(key, data)
-        if told is not None:
-            raise told("scripted.")
+        if reported is not None:
+            raise reported("scripted.")
 
     async def delete(self, key: str) -> None:
         self.calls += 1
-        effect, told = self.script.pop(0) if self.script else (True, None)
+        effect, reported = self.script.pop(0) if self.script else (True, None)
         if effect:
             await super().delete(key)
-        if told is not None:
-            raise told("scripted.")
+        if reported is not None:
+            raise reported("scripted.")
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         self._fail()
@@ -79,9 +79,9 @@ class Scripted(MemoryObjects):
             yield meta
 
     def _fail(self) -> None:
-        told = self.reads.pop(0) if self.reads else None
-        if told is not None:
-            raise told("scripted.")
+        reported = self.reads.pop(0) if self.reads else None
+        if reported is not None:
+            raise reported("scripted.")
 
 
 def resilient(inner: MemoryObjects, budget_s: float = 5.0, **options: bool | int) -> RetryingObjects:

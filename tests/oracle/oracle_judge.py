@@ -174,7 +174,7 @@ class Judge:
                 problems.append(f"{table.sql_name} is not known to the capture")
             elif table.listed and row.state in ("refused", "parked") and f"publication={table.listed}" in row.reason:
                 self.counts[f"{row.state} beside a column list"] += 1
-            elif row.state == "parked" and not row.recopy and table.may_be_parked(row.reason):
+            elif row.state == "parked" and not row.recopy and table.may_be_paused(row.reason):
                 self.counts["parked"] += 1
             elif row.is_streaming and {c.name for c in row.columns} != set(table.names):
                 problems.append(f"{table.sql_name} has columns {table.names}, captured {[c.name for c in row.columns]}")
@@ -208,34 +208,34 @@ class Judge:
         row = None if table.gone else self._source.rows()[table_name(table.schema, table.name)]
         if row is None:
             return []
-        parked = row.state == "parked"
+        paused = row.state == "parked"
         if table.listed and row.state == "refused":
             return []
-        if not row.is_streaming and not parked:
+        if not row.is_streaming and not paused:
             return [f"{table.sql_name} is {row.state}"]
         records = read_topic(self._source.brokers, row.topic)
-        if parked:
-            records = [record for record in records if record.place[0] < row.parked_lsn]
+        if paused:
+            records = [record for record in records if record.place[0] < row.paused_lsn]
         if again := twice(records):
             return [f"a place stands twice in the topic of {table.sql_name}: {again[0]}"]
         found = table_of(row, records, table.key)
-        if parked and any(
-            version.xid in self._bounded and self._lsn_of.get(version.xid, 0) >= row.parked_lsn
+        if paused and any(
+            version.xid in self._bounded and self._lsn_of.get(version.xid, 0) >= row.paused_lsn
             for version in self._history.of[table.number]
         ):
             self.counts["topics that ended before the ledger was copied"] += 1  # which commits they hold is not known
             return []
-        if parked:
+        if paused:
             lsn_of = {version.xid: self._lsn_of.get(version.xid, 0) for version in self._history.of[table.number]}
-            wanted = self._history.state(table.number, table.key, lsn_of, row.parked_lsn)
+            wanted = self._history.state(table.number, table.key, lsn_of, row.paused_lsn)
             wanted = {key: {n: v for n, v in r.items() if n not in table.again} for key, r in wanted.items()}
         else:
             rows = [dict(zip(table.names, values, strict=True)) for values in self._source.select(table.select())]
             wanted = {tuple(r[name] for name in table.key): r for r in rows}
         kinds = {c.name: c.type_name for c in row.columns}
-        what = f"the topic of {table.sql_name}" + (f" parked at {row.parked_lsn}: {row.reason}" if parked else "")
-        if parked and table.deferrable:
-            later = [v for v in self._history.of[table.number] if v.new is not None and lsn_of[v.xid] >= row.parked_lsn]
+        what = f"the topic of {table.sql_name}" + (f" parked at {row.paused_lsn}: {row.reason}" if paused else "")
+        if paused and table.deferrable:
+            later = [v for v in self._history.of[table.number] if v.new is not None and lsn_of[v.xid] >= row.paused_lsn]
             for key in [key for key in found if different("", {key: wanted.get(key)}, {key: found[key]}, kinds)]:
                 rows = [v.new for v in later if v.new is not None and tuple(v.new.get(n) for n in table.key) == key]
                 same = [r for r in rows if not different("", {key: r}, {key: found[key]}, kinds)]

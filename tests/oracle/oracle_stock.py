@@ -59,10 +59,10 @@ class StockClient:
         self._key = name
 
     def view(self) -> View:
-        told = self._clients.tell(self._key)
-        assert not told["failed"], f"{self.name}: {told['failed']}"
-        rows = {str(number): _as_text(row) for number, row in enumerate(told["rows"])}
-        return View(rows, told["upToDate"], 0, told["refetches"], told["refused"])
+        reported = self._clients.tell(self._key)
+        assert not reported["failed"], f"{self.name}: {reported['failed']}"
+        rows = {str(number): _as_text(row) for number, row in enumerate(reported["rows"])}
+        return View(rows, reported["upToDate"], 0, reported["refetches"], reported["refused"])
 
     def stop(self) -> None:
         """It ends with its process."""

@@ -101,7 +101,7 @@ class Table:
     kept: bool = False
     """A pipeline keeps it in a shard, and if it was copied again, then because that was accepted for the shard, too."""
 
-    def may_be_parked(self, reason: str) -> bool:
+    def may_be_paused(self, reason: str) -> bool:
         """A change that should flow parks where the rows were written anew within seconds before it: that looks like a
         volatile default; or where no shard column can hold its default, as NaN (docs/capture.md)."""
         anew = self.rewritten and "the rows were rewritten" in reason

@@ -281,13 +281,13 @@ class World:
         quiet = Writer(f"beside {kind}", self.dsn, str(self.plan.seed), self.tables, Gate(), self.plan.pause_s)
         quiet.truncates = False
 
-        def written_beside() -> bool:
+        def written_meanwhile() -> bool:
             return quiet.counts["committed"] > 0 or not quiet.is_alive()
 
         quiet.start()
         try:
             with connect(self.dsn) as connection:
-                oracle_large.transact(connection, kind, lambda: until(written_beside, lambda: str(quiet.counts)))
+                oracle_large.transact(connection, kind, lambda: until(written_meanwhile, lambda: str(quiet.counts)))
         finally:
             quiet.stop()
         self.judge.settle_s, usual_s = oracle_large.SETTLE_S, self.judge.settle_s
@@ -332,10 +332,10 @@ class World:
             elif row is not None and row.state == "parked" and not table.listed and self.rand.random() < 0.7:
                 known = len(table.broken)
                 accepts = table.kept and self.rand.random() < 0.6
-                code, told = self.cluster.command("capture", "accept" if accepts else "resnapshot", name, "--yes")
+                code, reported = self.cluster.command("capture", "accept" if accepts else "resnapshot", name, "--yes")
                 if code and table.gone:
                     continue
-                assert code == 0, told
+                assert code == 0, reported
                 table.copied_again(known, accepted=accepts)
                 self._leave(table)
                 self._follow(table)

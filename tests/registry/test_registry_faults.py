@@ -11,9 +11,9 @@ import pytest
 
 from support.registry.world import Cluster, Faulty, Rest, record, run
 from tidemill.base.clock import Rand
+from tidemill.base.config.sections import RegistrySection
 from tidemill.base.errors import FencedError, UnavailableError, UnknownOutcomeError
 from tidemill.registry.errors import RegistryError
-from tidemill.registry.limits import RegistrySettings
 from tidemill.registry.protobuf import compile as compiler
 from tidemill.registry.registry import Registry
 from tidemill.registry.schema_types import SubmittedSchema, parse_schema
@@ -59,7 +59,7 @@ def test_f802_what_the_thread_does_not_get_through_is_turned_away() -> None:
             await gate.wait()
             return work()
 
-        registry = Registry(cluster.metastore(), cluster.clock, Rand(), slow, RegistrySettings(waiting=2))
+        registry = Registry(cluster.metastore(), cluster.clock, Rand(), slow, RegistrySection(waiting=2))
         given = [SubmittedSchema("AVRO", record(f"f{n}:int")) for n in range(3)]
         waiting = [asyncio.ensure_future(registry.register(f"s{n}", given[n])) for n in range(2)]
         async with asyncio.timeout(30):

@@ -10,9 +10,9 @@ import pytest
 
 from support.registry.world import STRING, Rest, record
 from support.waiting import DEADLINE_S, eventually
+from tidemill.base.config.sections import RegistrySection
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.registry.http import messages
-from tidemill.registry.limits import RegistrySettings
 
 A = record("a:int")
 A_B = record("a:int", "b:int=0")
@@ -326,7 +326,7 @@ def test_lists_are_filtered_and_paged(rest: Rest) -> None:
 
 
 def test_the_registry_takes_so_many_and_says_so() -> None:
-    rest = Rest(RegistrySettings(subjects=2, versions_per_subject=2, schemas=3))
+    rest = Rest(RegistrySection(subjects=2, versions_per_subject=2, schemas=3))
     try:
         rest.ask("PUT", "/config", {"compatibility": "NONE"})
         rest.register("s", record("a:int"))

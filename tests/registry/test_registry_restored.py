@@ -82,8 +82,8 @@ def test_the_deep_check_names_every_broken_reference(key: object, found: str) ->
         assert [str(one) for one in checked.findings.broken] == []
         await metastore.commit([(broken, b"")])
         checked = await deep_check(consensus, cluster.objects, cluster.clock, cluster.rand)
-        told = [str(one) for one in checked.findings.broken]
-        assert any(found in line for line in told), told
+        reported = [str(one) for one in checked.findings.broken]
+        assert any(found in line for line in reported), reported
 
     run(body)
 

@@ -27,7 +27,7 @@ def test_what_strangers_write_is_bounded_in_number_and_length() -> None:
     with structlog.testing.capture_logs() as logs:
         for i in range(REMEMBERED_MAX * 3):
             audit.log_refusal("e", (f"{i:05}" + "x" * 50_000,), name="x" * 50_000)
-    assert len(audit._told) <= REMEMBERED_MAX + 1
+    assert len(audit._logged_s) <= REMEMBERED_MAX + 1
     assert len(logs) <= REMEMBERED_MAX + 1
     assert {len(line["name"]) for line in logs} == {TEXT_CHARS_MAX}
     clock.advance(int(LOG_INTERVAL_S * 1000))

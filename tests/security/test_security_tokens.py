@@ -18,8 +18,9 @@ from joserfc import jwt
 from joserfc.jwk import ECKey, KeySet, OctKey, RSAKey
 
 from tidemill.base.clock import ManualClock
+from tidemill.base.config.listeners import OauthSection
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.security.oauth_tokens import FETCH_AGAIN_S, FETCH_EVERY_S, TokenSettings, TokenVerifier, VerifiedToken
+from tidemill.security.oauth_tokens import FETCH_AGAIN_S, FETCH_EVERY_S, TokenVerifier, VerifiedToken
 from tidemill.security.scram import AuthenticationFailedError
 
 SECRET = "a secret of thirty-two bytes or more"
@@ -53,7 +54,7 @@ def jwks(*keys: Any) -> bytes:
 def tokens(tmp_path: Path) -> TokenVerifier:
     path = tmp_path / "keys.json"
     path.write_bytes(jwks(EC, RSA))
-    return TokenVerifier(TokenSettings(str(path), issuer="us", audience="kafka"), clock())
+    return TokenVerifier(OauthSection(jwks_file=str(path), issuer="us", audience="kafka"), clock())
 
 
 GOOD = claims(iss="us", aud=["x", "kafka"])
@@ -125,21 +126,21 @@ def test_a_token_of_a_strange_key_or_without_signature_is_refused(tokens: TokenV
 
 
 def test_a_secret_verifies_only_what_is_signed_by_secrets() -> None:
-    tokens = TokenVerifier(TokenSettings(secret=SECRET), clock())
+    tokens = TokenVerifier(OauthSection(secret=SECRET), clock())
     key = OctKey.import_key(SECRET)
     assert run(tokens.verify(str(jwt.encode({"alg": "HS256"}, claims(), key)))).principal == "User:alice"
     with pytest.raises(AuthenticationFailedError):
         run(tokens.verify(signed(EC, "ES256", claims())))
     with pytest.raises(InvalidError, match="32 bytes"):
-        asyncio.run(TokenVerifier(TokenSettings(secret="short"), clock()).start())
+        asyncio.run(TokenVerifier(OauthSection(secret="short"), clock()).start())
 
 
 def test_a_file_is_read_again_when_it_changes_and_kept_when_it_breaks(tmp_path: Path) -> None:
     path = tmp_path / "keys.json"
     with pytest.raises(InvalidError, match="jwks_file"):
-        asyncio.run(TokenVerifier(TokenSettings(str(path)), clock()).start())
+        asyncio.run(TokenVerifier(OauthSection(jwks_file=str(path)), clock()).start())
     path.write_bytes(jwks(EC))
-    tokens = TokenVerifier(TokenSettings(str(path)), clock())
+    tokens = TokenVerifier(OauthSection(jwks_file=str(path)), clock())
 
     async def scenario() -> None:
         await tokens.start()
@@ -171,7 +172,7 @@ def test_keys_of_a_url_are_fetched_seldom_and_outlive_the_server() -> None:
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     time = clock()
-    tokens = TokenVerifier(TokenSettings(jwks_url=f"http://127.0.0.1:{server.server_port}/keys", leeway_s=10_000), time)
+    tokens = TokenVerifier(OauthSection(jwks_url=f"http://127.0.0.1:{server.server_port}/keys", leeway_s=3_600), time)
     token, newer = signed(EC, "ES256", claims()), signed(OTHER, "ES256", claims())
 
     async def scenario() -> None:
@@ -193,12 +194,12 @@ def test_keys_of_a_url_are_fetched_seldom_and_outlive_the_server() -> None:
     asyncio.run(scenario())
     thread.join(10)
     with pytest.raises(UnavailableError):
-        run(TokenVerifier(TokenSettings(jwks_url=f"http://127.0.0.1:{server.server_port}/keys"), clock()).verify(token))
+        run(TokenVerifier(OauthSection(jwks_url=f"http://127.0.0.1:{server.server_port}/keys"), clock()).verify(token))
     with pytest.raises(InvalidError, match="https"):
-        TokenVerifier(TokenSettings(jwks_url="http://keys.example/jwks"), clock())
+        TokenVerifier(OauthSection(jwks_url="http://keys.example/jwks"), clock())
 
 
-SHARED = TokenVerifier(TokenSettings(secret=SECRET), ManualClock(NOW_S * 1000))
+SHARED = TokenVerifier(OauthSection(secret=SECRET), ManualClock(NOW_S * 1000))
 
 
 @given(

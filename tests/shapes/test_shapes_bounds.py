@@ -139,13 +139,13 @@ def test_f103_a_feed_over_a_shard_that_fails_ends_its_shape_and_is_told(
             await healthy.follow_until(lambda: len(healthy.rows) == 2)
             assert healthy.refetches == 0
 
-            def told() -> list[str]:
+            def reported() -> list[str]:
                 return [m.error for m in world.tracker.report("p", 0).marks if m.name.startswith("shape:")]
 
-            assert told()
+            assert reported()
             shard.armed = False
             await until(lambda: _served(world, table="shard.s"))
-            await until(lambda: not told())  # whoever has the same shape again has nothing to be told of
+            await until(lambda: not reported())  # whoever has the same shape again has nothing to be told of
 
     run(main())
 

@@ -223,7 +223,7 @@ async def _left(world: RealWorld) -> dict[str, int]:
         "catalogue rows": len(await world.catalogue.all_tables()),
         "topics": len(await world.catalogue.list(TopicRow)),
         "published": slots[0][0],
-        "rows of the desk": len(capture._desk.rows),
+        "rows of the desk": len(capture._states.rows),
         "relations": len(capture.relations()),
         "marks of tables": len([m for m in world.tracker.report("p", 0).marks if m.name.startswith("table:")]),
         "shapes": len(service.shapes()),

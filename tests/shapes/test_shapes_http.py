@@ -639,7 +639,7 @@ def test_all_who_follow_one_shape_are_told_everything_once_and_in_order(postgres
                 text, _ = await reader
                 ids = [int(found) for found in re.findall(r'"value":\{"id":"(\d+)"', text)]
                 assert ids == list(range(1000, 1000 + count))
-            assert shape.told is None, "kept for a turn of the loop"
+            assert shape.shared_frames is None, "kept for a turn of the loop"
             assert len(shared) < 3 * count, "once for all who wait, not for each of them"
 
     run(main())

@@ -198,24 +198,24 @@ class KeptMachine(RuleBasedStateMachine):
 
         self.loop.run_until_complete(some())
 
-    @rule(name=st.sampled_from("aaab"), told=st.booleans(), happens=st.booleans())
-    def die_in_a_flush(self, name: str, told: bool, happens: bool) -> None:
+    @rule(name=st.sampled_from("aaab"), reported=st.booleans(), happens=st.booleans())
+    def die_in_a_flush(self, name: str, reported: bool, happens: bool) -> None:
         """The most that may be lost: of news that were just written, with all handled that was told."""
         self.stream()
         if self.alive.flush is None:
             self.begin_flush()
         self.handle(1_000)
-        self.die(name, told, happens)
+        self.die(name, reported, happens)
 
-    @rule(name=st.sampled_from("aaab"), told=st.booleans(), happens=st.booleans())
-    def die(self, name: str, told: bool, happens: bool) -> None:
+    @rule(name=st.sampled_from("aaab"), reported=st.booleans(), happens=st.booleans())
+    def die(self, name: str, reported: bool, happens: bool) -> None:
         """With a flush under way it happened or not, and was told or not."""
         process = self.alive
         if process.gate.waiting:
             future, work = process.gate.waiting.popleft()
             if happens:
                 work()
-                if told:
+                if reported:
                     future.set_result(None)
                     self.turn()
                     self.handle(1_000 if name == "a" else 0)
@@ -229,11 +229,11 @@ class KeptMachine(RuleBasedStateMachine):
 
     @rule()
     def another_machine_captures_meanwhile(self) -> None:
-        self.die(name="b", told=False, happens=False)
+        self.die(name="b", reported=False, happens=False)
         self.stream()
         self.flush_all()
         self.handle(1_000)
-        self.die(name="a", told=False, happens=False)
+        self.die(name="a", reported=False, happens=False)
 
     @rule()
     def reconnect(self) -> None:
@@ -355,12 +355,12 @@ class KeptMachine(RuleBasedStateMachine):
         self.end_flush(True, True)
 
     @precondition(lambda self: self.process is not None and self.process.gate.waiting)
-    @rule(happens=st.booleans(), told=st.booleans())
-    def end_flush(self, happens: bool, told: bool) -> None:
+    @rule(happens=st.booleans(), reported=st.booleans())
+    def end_flush(self, happens: bool, reported: bool) -> None:
         future, work = self.alive.gate.waiting.popleft()
-        if happens or told:
+        if happens or reported:
             work()
-        if told:
+        if reported:
             future.set_result(None)
         else:
             future.set_exception(UnavailableError("the disk."))

@@ -142,13 +142,13 @@ def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_i
             assert len(client.rows) == 2
             live = asyncio.ensure_future(holder(world, client, live="true"))
             await world.db.execute("ALTER TABLE p DETACH PARTITION p2")
-            told = await live
-            assert told.status == 409 and told.json == [{"headers": {"control": "must-refetch"}}]
-            assert told.handle != client.handle
+            reported = await live
+            assert reported.status == 409 and reported.json == [{"headers": {"control": "must-refetch"}}]
+            assert reported.handle != client.handle
             await until(lambda: parks(world, "public.p"))
             assert (await holder(world, other)).status == 409
             words = ("paused until it is copied", "a partition is gone", "public.p")
-            for params in ({"offset": "-1"}, {"offset": "now"}, {"offset": "-1", "handle": told.handle}):
+            for params in ({"offset": "-1"}, {"offset": "now"}, {"offset": "-1", "handle": reported.handle}):
                 assert_heals(await world.get(table="p", **params), *words)
             assert_heals(await world.get(table="p", offset="now", subset__where="true"), *words)
             await recopy_requests.request_recopy(world.catalogue, world.capture.config.name, "public.p")
@@ -158,7 +158,7 @@ def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_i
                 return (await world.get(table="p", offset="-1")).status == 200
 
             await until(served)
-            client.rows, client.offset, client.handle = {}, "-1", told.handle
+            client.rows, client.offset, client.handle = {}, "-1", reported.handle
             await client.catch_up()
             assert {(row["id"], row["v"]) for row in client.rows.values()} == await world.select("p")
 
@@ -203,14 +203,14 @@ def test_f124_a_table_that_is_being_parked_is_409_to_its_holders_and_never_400(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its shapes end, and wake their clients, before the catalogue says that it is parked."""
-    parking, go_on, change = asyncio.Event(), asyncio.Event(), TableStates.update_row
+    pausing, go_on, change = asyncio.Event(), asyncio.Event(), TableStates.update_row
     broken: list[bool] = []
 
-    async def slowly(desk: TableStates, name: str, changed: Any) -> Any:
+    async def slowly(states: TableStates, name: str, changed: Any) -> Any:
         if broken and not go_on.is_set():
-            parking.set()
+            pausing.set()
             await go_on.wait()
-        return await change(desk, name, changed)
+        return await change(states, name, changed)
 
     monkeypatch.setattr(TableStates, "update_row", slowly)
 
@@ -224,7 +224,7 @@ def test_f124_a_table_that_is_being_parked_is_409_to_its_holders_and_never_400(
             broken.append(True)
             await world.db.execute("ALTER TABLE t RENAME v TO w")
             await world.db.execute("INSERT INTO t VALUES (2, 'b')")
-            await parking.wait()
+            await pausing.wait()
             young = asyncio.ensure_future(world.get(table="t", offset="-1"))
             assert (await live).status == 409, "while the catalogue does not say so yet"
             assert (await holder(world, client)).status == 409

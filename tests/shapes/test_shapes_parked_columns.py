@@ -308,7 +308,7 @@ def test_a_shape_continues_while_its_table_is_copied_again_and_what_changes_is_s
                 """Rows change all the while."""
                 await world.db.execute("UPDATE dropped SET a = a || '.' WHERE id < 20")
                 (row,) = await world.catalogue.all_tables()
-                return row.aside is not None
+                return row.side_topic is not None
 
             await until(set_aside)
             await write(world, "dropped", 3)

@@ -139,8 +139,8 @@ def test_what_is_not_allowed_is_refused_in_the_same_words_whether_it_exists_or_n
                         assert query == "shape=mine&;shape=all", (method, query)
         assert refusals == {(403, b'{"message": "User:ann is not authorized for this shape request."}')}
         assert any(line["audit"] and line["name"] == "shape.all" for line in lines)
-        told = " ".join(map(str, lines))
-        assert token.partition(" ")[2] not in told and "eyJ" not in told
+        reported = " ".join(map(str, lines))
+        assert token.partition(" ")[2] not in reported and "eyJ" not in reported
         for path in (
             "/v1/shape%0A", "/v1/shape/", "//v1/shape", "/v1//shape", "/V1/shape", "/v1/shape%2F", "/v1/./shape",
             "/v1/shape;x", "/v1/shape%00", "/x/../v1/shape", "/api/shapes", "/api/shapes%0A",

@@ -91,8 +91,8 @@ def test_a_key_counts_for_as_long_as_it_is_there_and_no_key_is_shown() -> None:
         ("shape.signature_refused", True, "old"), ("shape.signature_refused", True, "old"),
         ("shape.signature_refused", True, "new"),
     ]  # fmt: skip
-    told = json.dumps(lines) + repr(SigningKeys(KEYS))
-    assert not any(key in told for key in KEYS.values()) and query["signature"] not in told
+    reported = json.dumps(lines) + repr(SigningKeys(KEYS))
+    assert not any(key in reported for key in KEYS.values()) and query["signature"] not in reported
 
 
 NAMES = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), min_size=1, max_size=8)

@@ -284,7 +284,7 @@ def test_a_large_clause_is_counted_and_other_spellings_of_a_table_keep_no_plan_o
     run(main(), 60)
 
 
-class Told:
+class Reported:
     """A capture that says so, or cannot say."""
 
     def __init__(self, says: bool | TidemillError | None) -> None:
@@ -304,12 +304,12 @@ class Told:
     knows_tables = False
 
 
-def tables_of(*told: Told) -> TableShapes:
+def tables_of(*reported: Reported) -> TableShapes:
     """Nothing is compiled, so what would is closed at once."""
     clock, compiler = SystemClock(), CompilerThread()
     tables = TableShapes(clock, LoopShare(clock), BacklogLimits(), compiler)
     compiler.close()
-    for n, each in enumerate(told):
+    for n, each in enumerate(reported):
         tables.add(f"c{n}", "", lambda: [], None, each)
     return tables
 
@@ -317,17 +317,17 @@ def tables_of(*told: Told) -> TableShapes:
 def test_a_capture_that_cannot_say_keeps_nobody_waiting_for_a_table_that_another_has() -> None:
     async def main() -> None:
         async with asyncio.timeout(DEADLINE_S):
-            assert await tables_of(Told(None), Told(True))._wait_for_capture(["c0", "c1"], "public", "t")
-            assert not await tables_of(Told(False), Told(False))._wait_for_capture(["c0", "c1"], "public", "t")
+            assert await tables_of(Reported(None), Reported(True))._wait_for_capture(["c0", "c1"], "public", "t")
+            assert not await tables_of(Reported(False), Reported(False))._wait_for_capture(["c0", "c1"], "public", "t")
             with pytest.raises(UnavailableError, match="held"):
-                await tables_of(Told(UnavailableError("held.")), Told(False))._wait_for_capture(
+                await tables_of(Reported(UnavailableError("held.")), Reported(False))._wait_for_capture(
                     ["c0", "c1"], "public", "t"
                 )
 
     asyncio.run(main())
 
 
-class Flips(Told):
+class Flips(Reported):
     """It says that the table is parked, and by the time of the next look its copy has begun; at last it is there."""
 
     def __init__(self, times: int) -> None:
@@ -354,7 +354,7 @@ def test_a_table_whose_copy_begins_between_the_capture_s_answer_and_the_look_is_
         tables.add("c", "", flips.relations, None, flips)
         async with asyncio.timeout(DEADLINE_S):
             assert (await tables._wait_for_relation("t", waits=True))[1].oid == 7
-        none = Told(False)
+        none = Reported(False)
         none.knows_tables = True
         with pytest.raises(NotCapturedError):
             await tables_of(none)._wait_for_relation("t", waits=True)
@@ -364,7 +364,7 @@ def test_a_table_whose_copy_begins_between_the_capture_s_answer_and_the_look_is_
 
 def test_requests_for_unknown_tables_leave_others_their_places_while_a_capture_is_down() -> None:
     async def main() -> None:
-        tables = tables_of(Told(None))
+        tables = tables_of(Reported(None))
         asking = [
             asyncio.ensure_future(tables._wait_for_capture(["c0"], "public", f"t{n}"))
             for n in range(table_shapes.MAX_TABLE_WAITS)

@@ -211,8 +211,8 @@ def test_evolvers_that_race_end_in_one_schema() -> None:
         for handle in handles:
             await handle.frontiers()
             assert handle.state.schema == schema
-            told = handle.state.versions
-            assert [v.version for v in told] == list(range(2, schema.version + 1))
+            reported = handle.state.versions
+            assert [v.version for v in reported] == list(range(2, schema.version + 1))
         with pytest.raises(InvalidError, match="another default: column=n default='7' wanted='8'"):
             await handles[0].evolve(SchemaChanges((Column("n", "int16", "8"),)))
         with pytest.raises(InvalidError, match="some values would change: column=v type=string wanted=bool"):

@@ -1,6 +1,6 @@
 """Fault model of the stores: effect or no effect, outcome reported or unknown, delay, repeated and late delivery.
 
-    TOLD_OK        effect, reported as ok
+    REPORTED_OK    effect, reported as ok
     REFUSED        no effect, reported as UnavailableError
     LOST_ANSWER    effect, reported as UnknownOutcomeError
     LOST_CALL      no effect, reported as UnknownOutcomeError; a put may still arrive later (its key is write-once)
@@ -49,7 +49,7 @@ T = TypeVar("T")
 
 
 class Fault(StrEnum):
-    TOLD_OK = "ok"
+    REPORTED_OK = "ok"
     REFUSED = "refused"
     LOST_ANSWER = "lost-answer"
     LOST_CALL = "lost-call"
@@ -117,7 +117,7 @@ class Faults:
                 at -= rate
                 if at < 0:
                     return fault
-        return Fault.TOLD_OK
+        return Fault.REPORTED_OK
 
     async def pause(self) -> None:
         rates = self.rates
@@ -152,7 +152,7 @@ class Faults:
         try:
             result = await effect()
         except TidemillError as error:
-            self._trace(f"{who} {what} → {type(error).__name__}{'' if fault is Fault.TOLD_OK else f' ({fault})'}")
+            self._trace(f"{who} {what} → {type(error).__name__}{'' if fault is Fault.REPORTED_OK else f' ({fault})'}")
             await self.pause()
             if fault is Fault.LOST_ANSWER:
                 raise UnknownOutcomeError(f"the simulated store lost an answer: call={what}.") from error

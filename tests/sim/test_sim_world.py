@@ -22,15 +22,15 @@ def test_each_kind_of_fault_does_what_it_says_to_objects() -> None:
         for number in range(400):
             key = f"k{number}"
             before = dict(world.faults.counts)
-            told = "ok"
+            reported = "ok"
             try:
                 await objects.put(key, b"data")
             except TidemillError as error:
-                told = type(error).__name__
+                reported = type(error).__name__
             [fault] = [f for f, count in world.faults.counts.items() if count != before[f]]
             there = await world.objects.head(key) is not None
-            seen.add((str(fault), told))
-            assert there == (fault in (Fault.TOLD_OK, Fault.LOST_ANSWER, Fault.AGAIN)), fault
+            seen.add((str(fault), reported))
+            assert there == (fault in (Fault.REPORTED_OK, Fault.LOST_ANSWER, Fault.AGAIN)), fault
         await asyncio.sleep(10)
         for number in range(400):
             if await world.objects.head(f"k{number}") is not None:

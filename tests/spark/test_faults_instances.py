@@ -133,8 +133,8 @@ def test_f314_of_two_drivers_one_may_freeze_or_die_the_table_goes_on_and_the_fro
         )
         until(lambda: described(made)["tables"][0]["seats"] == [FIRST, SECOND], lambda: described(made))
 
-        code, told = command(made, "verify", "clicks")
-        assert code == 0, told
+        code, reported = command(made, "verify", "clicks")
+        assert code == 0, reported
         ((row,), refused) = command(made, "pipeline", "list")[1], command(made, "pipeline", "delete", "p")[1]
         assert (row["pipeline"], row["running"], row["silent"]) == ("p", 2, 0)
         assert isinstance(refused, InvalidError) and "the pipeline runs" in str(refused)
@@ -142,10 +142,10 @@ def test_f314_of_two_drivers_one_may_freeze_or_die_the_table_goes_on_and_the_fro
         # One more beside `up`, as on another machine: it takes part, and ends with its parent.
         run = [sys.executable, "-m", "tidemill", "pipeline", "run", "p", "--label", "b", "--instances", "1"]
         said = tmp_path / "run.log"
-        with said.open("wb") as log, subprocess.Popen([*run, "--config", str(made.config)], stderr=log) as beside:
+        with said.open("wb") as log, subprocess.Popen([*run, "--config", str(made.config)], stderr=log) as other:
             until(lambda: f"{FIRST}:b" in drivers(made, "starting") | drivers(made, "running"), said.read_text)
             pid = (drivers(made, "starting") | drivers(made, "running"))[f"{FIRST}:b"]
-            beside.terminate()
-            assert beside.wait(DEADLINE_S) == 0
+            other.terminate()
+            assert other.wait(DEADLINE_S) == 0
         assert not Path(f"/proc/{pid}").exists()
         assert f"{FIRST}:b" not in drivers(made, "silent") | drivers(made, "running"), "it is not missed"

@@ -80,7 +80,7 @@ def read(decoder: CapturedDecoder, rows: Rows) -> Captured:
     return decoder.decode(Records("t", 1, columns.offsets * 100, columns))
 
 
-def told(found: Captured) -> tuple[Any, ...]:
+def reported(found: Captured) -> tuple[Any, ...]:
     rows = found.commands.rows
     for name, kind in (
         ("at", "int64"),
@@ -101,9 +101,9 @@ def held(rows: Rows) -> tuple[Any, ...]:
     decoder = CapturedDecoder(SCHEMA, "public.t")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(objects_module, "MIN_BLOCK_VALUES", 1 << 62)
-        alone = told(read(decoder, rows))
+        alone = reported(read(decoder, rows))
         patch.setattr(objects_module, "MIN_BLOCK_VALUES", 0)
-        together = told(read(decoder, rows))
+        together = reported(read(decoder, rows))
     assert together == alone
     return together
 

@@ -390,10 +390,10 @@ def test_a_batch_across_two_slices_is_one_letter_whatever_the_slices() -> None:
     refs = [BatchRef("o", 0, 1, 5, 5, 0)]
     first = cut_slices(None, bindings[:1], "t", "id")[0]
     then = cut_slices(bindings[0], bindings[1:], "t", "id")[0]
-    told = [
+    reported = [
         letter for piece in (first, then) for block in cut_blocks(piece, [b"torn"], refs) for letter in block.unread
     ]
-    assert [(x.offset, x.last_offset, x.time_ms) for x in told] == [(5, 9, 7)]
+    assert [(x.offset, x.last_offset, x.time_ms) for x in reported] == [(5, 9, 7)]
 
 
 def test_offsets_that_are_not_their_batchs_make_it_unreadable() -> None:

@@ -92,7 +92,7 @@ def decoded(decoder: CapturedDecoder, records: list[Record]) -> Captured:
     return decoder.decode(Records("t", 0, np.zeros(len(records), dtype=np.int64), columns))
 
 
-def told(found: Captured, place_of: list[int]) -> Any:
+def reported(found: Captured, place_of: list[int]) -> Any:
     """Commands with the places of changes, of which an event and its tombstone are one."""
     rows = found.commands.rows
     for name, kind in (("s", "int64"), ("s3", "int64"), ("z", "int64"), ("day", "int32")):
@@ -138,8 +138,8 @@ def test_a_topic_of_events_gives_the_commands_of_a_topic_of_rows(
             head = encoder.encode_head(old if op == "update" else None, new)
             events.append(Record(encoder.key(new), head + tail.encode(place, OPS.get(op, SNAPSHOT_OP)), plain, 1_000))
         places.append(place)
-    expected = told(decoded(CapturedDecoder(SCHEMA, "public.t"), rows), list(range(count)))
-    assert told(decoded(CapturedDecoder(SCHEMA, "public.t", forms=FORMS, avro=avro), events), places) == expected
+    expected = reported(decoded(CapturedDecoder(SCHEMA, "public.t"), rows), list(range(count)))
+    assert reported(decoded(CapturedDecoder(SCHEMA, "public.t", forms=FORMS, avro=avro), events), places) == expected
 
 
 @pytest.mark.parametrize("written", ["json", "avro"])
@@ -190,7 +190,9 @@ def test_avro_that_is_damaged_in_any_way_is_read_alike_by_blocks_and_one_by_one(
     for few in (1, 1 << 30):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(avro_module, "MIN_BLOCK_VALUES", few)
-            found.append(told(decoded(CapturedDecoder(SCHEMA, forms=FORMS, avro=avro), records), list(range(count))))
+            found.append(
+                reported(decoded(CapturedDecoder(SCHEMA, forms=FORMS, avro=avro), records), list(range(count)))
+            )
     assert found[0] == found[1]
 
 

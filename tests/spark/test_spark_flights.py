@@ -23,11 +23,11 @@ def test_derived_tables_equal_the_batch_answers_over_all_that_was_told(
     world = flights.World(tmp_path, FIRST, LAST)
     replay = Replay(harbour, spark, flights.build, tmp_path)
     expected: dict[int, dict[str, list[tuple[Any, ...]]]] = {}
-    start, rounds, told = f"{FIRST} 00:00Z", dict.fromkeys(flights.SQL, 0), 0
+    start, rounds, reported = f"{FIRST} 00:00Z", dict.fromkeys(flights.SQL, 0), 0
     for number, time in enumerate(TIMES, 1):
         end = f"2013-{time}Z"
         records = {name: world.records(name, start, end) for name in flights.KEYS}
-        told += len(records["flights"])
+        reported += len(records["flights"])
         replay.step(10 * number, records)
         world.until(end)
         expected[10 * number] = answers(world.connection, flights.SQL, replay)
@@ -35,7 +35,7 @@ def test_derived_tables_equal_the_batch_answers_over_all_that_was_told(
             rounds[name] += one.groups is not None
         start = end
     assert not harbour.upper("p.dead_letters") or not harbour.contents("p.dead_letters")
-    assert told > 6000 and all(rounds[name] for name in flights.BY_GROUP), rounds
+    assert reported > 6000 and all(rounds[name] for name in flights.BY_GROUP), rounds
     assert not rounds["worst_carrier"]
     for time, queries in expected.items():
         for name, rows in queries.items():

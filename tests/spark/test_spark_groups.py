@@ -252,7 +252,7 @@ def test_groups_that_cannot_be_are_refused(harbour: Any, tmp_path: Path, by: Any
 
 
 def test_a_round_says_why_it_computed_everything(harbour: Any, tmp_path: Path) -> None:
-    shop, told = Shop(harbour), []
+    shop, reported = Shop(harbour), []
     one, plain = derived(harbour, tmp_path / "a"), derived(harbour, tmp_path / "b", by=())
     one.open()
 
@@ -261,7 +261,7 @@ def test_a_round_says_why_it_computed_everything(harbour: Any, tmp_path: Path) -
             if table.upper < time:
                 table.change({}, time)
         one.recompute()
-        told.append(one.whole_because)
+        reported.append(one.whole_because)
 
     shop.clicks.change({("c1",): ("c1", 1)}, 10)
     round_at(10)
@@ -275,7 +275,11 @@ def test_a_round_says_why_it_computed_everything(harbour: Any, tmp_path: Path) -
         table.change({}, 40)
     plain.recompute()
     round_at(50)  # the other was first; its rows are there
-    assert told[:3] == ["it is the first round since the table was opened", "", "names, which is given whole, changed"]
+    assert reported[:3] == [
+        "it is the first round since the table was opened",
+        "",
+        "names, which is given whole, changed",
+    ]
     assert plain.whole_because == "no by=… says which columns group it"
     assert held(harbour) == shop.expected()
 

@@ -124,8 +124,8 @@ def test_the_nearest_word_about_the_cluster_wins(tmp_path: Path, monkeypatch: py
     file, *named = cluster(tmp_path, "named")
     other, *configured = cluster(tmp_path, "configured")
     _, *given = cluster(tmp_path, "given")
-    _, *told = cluster(tmp_path, "told")
-    registered = dict(zip(("objects", "consensus"), told, strict=True))
+    _, *reported = cluster(tmp_path, "told")
+    registered = dict(zip(("objects", "consensus"), reported, strict=True))
     env = {"TIDEMILL_CONFIG": str(other)}
 
     def found(*options: str, registered: dict[str, str] | None = None, env: dict[str, str]) -> list[str]:
@@ -135,10 +135,10 @@ def test_the_nearest_word_about_the_cluster_wins(tmp_path: Path, monkeypatch: py
     assert found(*given, str(file), registered=registered, env=env) == given
     assert found("", given[1], str(file), env=env) == [named[0], given[1]]
     assert found("", "", str(file), registered=registered, env=env) == named
-    assert found(registered=registered, env=env) == told
+    assert found(registered=registered, env=env) == reported
     assert found(env=env) == configured
-    both = {"TIDEMILL_OBJECTS__URL": told[0], "TIDEMILL_CONSENSUS__URL": told[1]}
-    assert found(env={**env, **both}) == told
+    both = {"TIDEMILL_OBJECTS__URL": reported[0], "TIDEMILL_CONSENSUS__URL": reported[1]}
+    assert found(env={**env, **both}) == reported
     assert found("", "", str(file), env={**env, **both}) == named
     overlaid = {**env, "TIDEMILL_CONSENSUS__URL": given[1]}
     assert found(env=overlaid) == [configured[0], given[1]]

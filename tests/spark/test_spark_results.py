@@ -145,7 +145,7 @@ def test_f323_newest_records_that_are_all_dead_letters_and_rows_left_out_are_no_
         now_ms += 1
         harbour.mint("topic/clicks", now_ms, topic)
 
-    def told(name: str, text: str) -> Any:
+    def reported(name: str, text: str) -> Any:
         return eventually(lambda: (m := mark(harbour, f"shard:{name}")) and text in m.error and m)
 
     def well(name: str) -> bool:
@@ -174,12 +174,12 @@ def test_f323_newest_records_that_are_all_dead_letters_and_rows_left_out_are_no_
     runner.session_ready.set()
     try:
         say(b"malformed")
-        dead = told("clicks", "its newest records are all dead letters: count=1 topic=clicks partition=0 offset=0")
+        dead = reported("clicks", "its newest records are all dead letters: count=1 topic=clicks partition=0 offset=0")
         assert dead.position == now_ms + 1 and exit_code(harbour, "shard:clicks") > 0, "it holds nothing"
         say(b'{"click_id":"a","product_id":1}', *([b'{"click_id":"b","product_id":"x"}'] * 9))
         assert well("clicks") and well("counts") and exit_code(harbour, "shard:clicks") == 0
         say(b'{"click_id":"b","product_id":"x"}')
-        told("clicks", "count=10 topic=clicks partition=0 offset=11 reason=[Expected `int")
+        reported("clicks", "count=10 topic=clicks partition=0 offset=11 reason=[Expected `int")
         opened_again(runner)
     finally:
         stopping.set()
@@ -190,11 +190,11 @@ def test_f323_newest_records_that_are_all_dead_letters_and_rows_left_out_are_no_
     runner.session_ready.set()
     try:
         eventually(lambda: runner.tables())
-        told("clicks", "count=10")
+        reported("clicks", "count=10")
         assert exit_code(harbour, "shard:clicks") > 0
         opened_again(runner)
         say(b'{"click_id":"c"}')
-        told("counts", OMITTED)
+        reported("counts", OMITTED)
         assert well("clicks") and exit_code(harbour, "shard:counts") > 0 and counts(harbour) == {1: 1}
         say(b'{"click_id":"c","product_id":1}')
         assert well("clicks") and well("counts") and exit_code(harbour, "shard:counts") == 0

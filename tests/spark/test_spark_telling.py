@@ -28,7 +28,7 @@ TABLES = {"public.orders": [("o_id", "bigint", 0)]}
 BINDINGS = "pipeline:p:capture/shop:bindings"
 
 
-def told(harbour: Any, name: str, process: str) -> StageStatus | None:
+def reported(harbour: Any, name: str, process: str) -> StageStatus | None:
     reports = harbour.portal.call(StatusBoard(harbour.stores.consensus, Rand()).reports())
     return next((m for r in reports if r.process == process for m in r.marks if m.name == name), None)
 
@@ -107,7 +107,7 @@ def test_a_driver_tells_how_its_own_stores_are_and_asks_one_that_failed_until_it
     runner, stopping, thread = started(harbour, tmp_path, PIPELINE)
     try:
         for name in ("objects", "consensus", "metastore"):
-            found = eventually(lambda: told(harbour, name, "pipeline:p"))  # noqa: B023
+            found = eventually(lambda: reported(harbour, name, "pipeline:p"))  # noqa: B023
             assert (found.position, found.error) == (1, "")
         inner = runner.stores.objects.inner
         works = inner.put
@@ -117,10 +117,10 @@ def test_a_driver_tells_how_its_own_stores_are_and_asks_one_that_failed_until_it
 
         inner.put = full  # type: ignore[method-assign]
         putting = asyncio.run_coroutine_threadsafe(runner.stores.objects.put("x/1", b"x"), runner.portal.loop)
-        eventually(lambda: "no space left" in told(harbour, "objects", "pipeline:p").error)  # type: ignore[union-attr]
+        eventually(lambda: "no space left" in reported(harbour, "objects", "pipeline:p").error)  # type: ignore[union-attr]
         putting.cancel()
         inner.put = works  # type: ignore[method-assign]
-        eventually(lambda: not told(harbour, "objects", "pipeline:p").error)  # type: ignore[union-attr]
+        eventually(lambda: not reported(harbour, "objects", "pipeline:p").error)  # type: ignore[union-attr]
     finally:
         stopping.set()
         thread.join(30)

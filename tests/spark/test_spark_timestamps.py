@@ -100,8 +100,8 @@ def test_a_shard_of_before_goes_on_as_it_was_and_one_made_anew_has_the_new_type(
         assert not error_of(harbour, "shard:t") and harbour.shard("t").schema.columns == OLD.columns
         before = harbour.portal.call(harbour.shard("t").snapshot(1000)).sort_by("id")
         assert before.column("clock").cast(pa.int64())[0] == before.column("at").cast(pa.int64())[0]
-        told = [entry for entry in logs if "read as UTC" in entry["event"]]
-        assert [(entry["shard"], entry["columns"]) for entry in told] == [("t", ["clock"])]
+        reported = [entry for entry in logs if "read as UTC" in entry["event"]]
+        assert [(entry["shard"], entry["columns"]) for entry in reported] == [("t", ["clock"])]
     source = [SourceColumn(name, kind, "") for name, kind, _ in TABLES["public.t"]]
     assert column_difference(source, ["id"], harbour.shard("t").schema) == "", "verify takes it for what it is"
     harbour.drop_shard("t")

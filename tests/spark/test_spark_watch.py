@@ -158,10 +158,10 @@ def test_a_query_whose_first_start_is_in_vain_is_logged_and_the_second_is_told(m
     found = host()
     watched = StreamingQuery(found, ["topic/t"], lambda _: None)
     batches = [False, False, True, False, False]
-    told: list[bool] = []
+    reported: list[bool] = []
 
     def watch() -> str:
-        told.append(found.tracker.failure(watched.mark) is not None)
+        reported.append(found.tracker.failure(watched.mark) is not None)
         watched.called.clear()
         if not batches:
             found.ending.set()
@@ -173,7 +173,7 @@ def test_a_query_whose_first_start_is_in_vain_is_logged_and_the_second_is_told(m
     monkeypatch.setattr(watched, "_run_query", watch)
     watched._restarts = SimpleNamespace(pause_s=lambda _: 0.0)  # type: ignore[assignment]
     watched.run()
-    assert told == [False, False, True, True, True, True]
+    assert reported == [False, False, True, True, True, True]
 
 
 def test_a_query_that_ends_with_its_session_ends_the_process(monkeypatch: Any) -> None:
@@ -209,7 +209,7 @@ def test_a_batch_brings_the_sources_forward_that_it_has_a_new_time_of(tmp_path: 
 def test_a_sink_that_raises_in_a_batch_is_told_and_the_sources_after_it_continue(tmp_path: Any) -> None:
     (tmp_path / "offsets").mkdir()
     came: list[str] = []
-    told: list[tuple[str, str]] = []
+    reported: list[tuple[str, str]] = []
     raised: dict[str, BaseException] = {"b": ValueError("of no known kind"), "d": KeyboardInterrupt()}
 
     def sink_of(source: str) -> Any:
@@ -220,10 +220,10 @@ def test_a_sink_that_raises_in_a_batch_is_told_and_the_sources_after_it_continue
 
         return SimpleNamespace(advance_to=time_comes)
 
-    run = batch_function(tmp_path, sink_of, lambda source, error: told.append((source, str(error))))
+    run = batch_function(tmp_path, sink_of, lambda source, error: reported.append((source, str(error))))
     (tmp_path / "offsets" / "0").write_text('v1\n{}\n{"a": 1, "b": 1, "c": 1}')
     run(None, 0)
-    assert (came, told) == (["a", "b", "c"], [("b", "of no known kind")])
+    assert (came, reported) == (["a", "b", "c"], [("b", "of no known kind")])
     (tmp_path / "offsets" / "1").write_text('v1\n{}\n{"d": 1}')
     with pytest.raises(KeyboardInterrupt):
         run(None, 1)

@@ -302,12 +302,12 @@ def test_beside_a_pipeline_nothing_that_its_source_says_is_passed_over(
     with TemporaryDirectory(dir=tmp_path) as directory:
         harbour = Harbour(Path(directory))
         try:
-            _beside(harbour, Path(directory), [("bind", 0), *steps, ("step", 0)])
+            _write_while_maintained(harbour, Path(directory), [("bind", 0), *steps, ("step", 0)])
         finally:
             harbour.close()
 
 
-def _beside(harbour: Harbour, scratch: Path, steps: list[tuple[str, int]]) -> None:
+def _write_while_maintained(harbour: Harbour, scratch: Path, steps: list[tuple[str, int]]) -> None:
     topic, call = harbour.create_topic("clicks"), harbour.portal.call
     sink = clicks_sink(harbour, scratch / "s")
     call(harbour.stores.catalogue.put(PipelineRow("p", {"clicks": "topic:clicks"}, "p.dead_letters")))
@@ -356,8 +356,8 @@ def test_a_commit_of_many_ranges_says_how_far_it_is(harbour: Any, monkeypatch: p
     monkeypatch.setattr(committing, "PROGRESS_LOG_S", 0.0)
     with capture_logs() as logs:
         write(harbour, PLAIN, [(n, "a") for n in range(40)])
-    told = [(e["shard"], e["rows"], int(e["done"].removesuffix(" %"))) for e in logs if e["event"] == "writing"]
-    assert len(told) > 3 and told == sorted(told) and told[0] == ("t", 40, 0)
+    reported = [(e["shard"], e["rows"], int(e["done"].removesuffix(" %"))) for e in logs if e["event"] == "writing"]
+    assert len(reported) > 3 and reported == sorted(reported) and reported[0] == ("t", 40, 0)
 
 
 K, V = Column("k", "int64"), Column("v", "string")
@@ -450,11 +450,11 @@ def test_a_writer_of_sparks_stages_commits_and_leaves_nothing_behind(harbour: An
     objects = tmp_path / "objects" / "shards"
     many = [(k, f"value {k}") for k in range(20_000)]
     writer = writer_of(harbour, "k BIGINT, v STRING", path="t", key="k")
-    told = [
+    reported = [
         pickle.loads(pickle.dumps(writer.write(batches(PLAIN, rows, 1_000)))) for rows in (many[:9_000], many[9_000:])
     ]
     assert list((objects / "staged").glob("*.arrow")) and harbour.upper("t") == 0
-    writer.commit([*pickle.loads(pickle.dumps(told)), None])
+    writer.commit([*pickle.loads(pickle.dumps(reported)), None])
     assert len(harbour.contents("t")) == 20_000
     given_up = writer_of(harbour, "k BIGINT, v STRING", path="t", overwrite=True)
     given_up.abort([given_up.write(batches(PLAIN, many[:9_000], 1_000)), None])

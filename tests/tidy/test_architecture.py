@@ -59,9 +59,9 @@ def test_architecture_names_files_that_exist() -> None:
 def test_every_invariant_names_files_that_exist() -> None:
     assert len({name for name, *_ in invariants()}) == len(invariants()) > 60
     for name, _, kept, proved in invariants():
-        keepers, tests = (re.findall(r"`([\w/]+\.py)`", cell) for cell in (kept, proved))
+        sources, tests = (re.findall(r"`([\w/]+\.py)`", cell) for cell in (kept, proved))
         rooms = re.findall(r"simulation `(\w+)`", proved)
-        assert keepers and (tests or rooms), name
-        assert all((SOURCE / path).is_file() for path in keepers), name
+        assert sources and (tests or rooms), name
+        assert all((SOURCE / path).is_file() for path in sources), name
         assert all((ROOT / "tests" / path).is_file() for path in tests), name
         assert set(rooms) <= set(SIMULATED), name

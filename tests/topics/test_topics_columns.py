@@ -77,10 +77,10 @@ def test_a_bad_batch_among_good_ones_is_alone_with_its_harm(
     for one in opened:
         found = read_alone(one)
         expected += found if isinstance(found, list) else [found]
-    told: list[object] = []
+    reported: list[object] = []
     for part in decode_opened(opened):
-        told += rows_of(part) if isinstance(part, RecordColumns) else [(part[1].base_offset, part[1].last_offset)]
-    assert told == expected
+        reported += rows_of(part) if isinstance(part, RecordColumns) else [(part[1].base_offset, part[1].last_offset)]
+    assert reported == expected
 
 
 def test_no_more_is_opened_than_the_next_group_needs() -> None:

@@ -150,8 +150,8 @@ class Model:
             if whole:
                 assert [bytes(each) for each in got.batches] == [bytes(each) for each in expected.batches]
                 assert list(got.aborted) == list(expected.aborted)
-            told_before = self.known.get(partition) == marks
-            assert got.batches or got.error or not told_before, "nothing changed"
+            reported_before = self.known.get(partition) == marks
+            assert got.batches or got.error or not reported_before, "nothing changed"
         assert any(each.batches for each in plain.values()) == any(each.batches for each in answers.values())
 
     def go_on(self, answers: dict[int, Fetched]) -> None:

@@ -181,8 +181,8 @@ def test_whoever_has_not_heard_when_the_writer_closes_hears_of_a_failure_once() 
         await telling.objects.let_go()
         await telling.stretches(5)
         await telling.writer.aclose()
-        told = [each for each in telling.heard if isinstance(each, int)]
-        assert 5 <= len(told) < 50
-        assert telling.heard == [*told, *(f"failed {n}" for n in range(len(told), 50))]
+        reported = [each for each in telling.heard if isinstance(each, int)]
+        assert 5 <= len(reported) < 50
+        assert telling.heard == [*reported, *(f"failed {n}" for n in range(len(reported), 50))]
 
     run(scenario())

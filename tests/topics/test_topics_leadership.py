@@ -347,9 +347,9 @@ def test_a_node_whose_lease_ran_out_answers_nothing_before_it_has_asked_who_lead
                 await asyncio.sleep(0.001)
                 return 0
 
-        while not (told := await end()):
+        while not (reported := await end()):
             pass
-        assert told == 2, "what the other one acknowledged"
+        assert reported == 2, "what the other one acknowledged"
         await world.aclose()
         for each in (a, b):
             await each.aclose()

@@ -485,7 +485,7 @@ def test_what_queues_during_an_append_shares_the_next_one() -> None:
             sent.append(topics.produce_nowait(row.topic_id, 0, batch(str(n), pid=9, seq=n)))
             await asyncio.sleep(0)
         led = topics._led[row.topic_id, 0]
-        await until(lambda: len(led._turned) == 29)
+        await until(lambda: len(led.intake.turned) == 29)
         gate.set()
         assert [r.base_offset for r in await asyncio.gather(*sent)] == list(range(30))
         assert world.consensus.appends == 2

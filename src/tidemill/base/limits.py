@@ -34,8 +34,18 @@ L0_UPLOADS_IN_FLIGHT = 4
 L1_OBJECT_BYTES = 32 * MIB
 """Target size: so large that a month of a busy topic is some thousand objects, so small that one fits in memory."""
 
+L1_INTERVAL_MIN_S = 10.0
+L1_INTERVAL_MAX_S = 600.0
+"""Bounds of the interval between two L1 objects of a topic; within them, the interval that fills an object."""
+
 INLINE_PART_BYTES = 16 << 10
 """Size up to which a shard part is stored inside the shard's log record instead of an object."""
+
+METASTORE_PERSIST_INTERVAL_S = 30.0
+"""Approximate time from a row's commit until it is in the bucket."""
+
+CLUSTER_ALIVE_INTERVAL_S = 30.0
+"""Interval at which a node publishes that its cluster uses the bucket."""
 
 METASTORE_KEY_BYTES = 1024
 METASTORE_VALUE_BYTES = 256 << 10

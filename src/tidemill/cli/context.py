@@ -1,5 +1,4 @@
-"""Shared parts of every command: exit codes, the configuration, the stores that it names, JSON output and progress
-bars.
+"""Shared parts of every command: exit codes, groups of options, configuration and stores, JSON output, progress bars.
 
     exit code   meaning
     0           good: done, equal, fresh
@@ -14,9 +13,11 @@ Rooms are imported inside functions: `tidemill --help` must not pay for pyarrow,
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
@@ -66,6 +67,32 @@ def exit_code_of(error: TidemillError) -> int:
     if isinstance(error, UnavailableError | UnknownOutcomeError):
         return EXIT_UNAVAILABLE
     return EXIT_FAILED if isinstance(error, CorruptError) else EXIT_BAD_INPUT
+
+
+def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace each parameter of a command that is a dataclass by the options of its fields. Typer reads flat signatures
+    only."""
+    groups: dict[str, type] = {}
+    flat: list[inspect.Parameter] = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        group = parameter.annotation
+        if isinstance(group, type) and dataclasses.is_dataclass(group):
+            groups[parameter.name] = group
+            flat += inspect.signature(group, eval_str=True).parameters.values()
+        else:
+            flat.append(parameter)
+
+    def run(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in dataclasses.fields(group)})
+        command(**given)
+
+    run.__doc__ = command.__doc__
+    # By keyword, because a required option may follow one with a default.
+    by_keyword = [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in flat]
+    run.__signature__ = inspect.Signature(by_keyword)  # type: ignore[attr-defined]
+    run.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
+    return run
 
 
 class OpenConsensus:

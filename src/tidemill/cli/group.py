@@ -67,7 +67,7 @@ def alter(
     """Set configs of one group, even before it has members. The group's coordinator applies them within a moment."""
     from tidemill.kafka.groups.configs import GROUP, GroupConfigCache
     from tidemill.kafka.groups.coordinator import is_group_name
-    from tidemill.node.settings_from_config import kafka_settings
+    from tidemill.kafka.settings import KafkaSettings
     from tidemill.topics.config.alter import apply_changes
 
     changes = parse_config_changes(settings, unset)
@@ -76,7 +76,7 @@ def alter(
     if not is_group_name(name):
         raise InvalidError(f"bad group name: group={name!r}.")
     with open_stores(config) as opened:
-        configs = GroupConfigCache(opened.catalogue, kafka_settings(opened.config).group_limits)
+        configs = GroupConfigCache(opened.catalogue, KafkaSettings(opened.config.kafka).group_limits)
         change = configs.change(name, lambda own: apply_changes(own, changes, GROUP, typed=True), validate_only=dry_run)
         found = {"group": name, "configs": opened.portal.call(change)}
     if as_json:
@@ -117,8 +117,8 @@ def reset(
             apart = OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand)
             opened.portal.call(apart.reset(name, [row for _, _, row in moves]))
     rows: list[Row] = [
-        {"topic": told, "partition": row.partition, "before": before, "offset": row.offset}
-        for told, before, row in moves
+        {"topic": topic_name, "partition": row.partition, "before": before, "offset": row.offset}
+        for topic_name, before, row in moves
     ]
     if as_json:
         print_json(rows)

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -20,22 +21,37 @@ from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.logging import configure_logs
 from tidemill.base.status.status import StatusReport
-from tidemill.node.supervise.processes import make_supervisor
+from tidemill.node.supervise.processes import make_supervisor, with_overrides
 from tidemill.node.supervise.status import SupervisorStatus
 from tidemill.node.supervise.supervisor import Supervisor
 
-MasterOption = Annotated[str, typer.Option("--master", help="Spark master; overrides the configuration.")]
 InstancesOption = Annotated[
     int | None,
     typer.Option(
         "--instances", min=0, help="Number of identical drivers of each pipeline; overrides the configuration."
     ),
 ]
-ConfOption = Annotated[
-    list[str],
-    typer.Option("--conf", metavar="KEY=VALUE", help="A Spark setting; overrides the configuration. Repeatable."),
-]
-MemoryOption = Annotated[str, typer.Option("--driver-memory", help="JVM heap of each driver, such as 512m or 2g.")]
+
+
+@dataclass(frozen=True)
+class SparkOptions:
+    """Settings of drivers that override those of the configuration."""
+
+    master: Annotated[str, typer.Option("--master", help="Spark master; overrides the configuration.")] = ""
+    driver_memory: Annotated[
+        str, typer.Option("--driver-memory", help="JVM heap of each driver, such as 512m or 2g.")
+    ] = ""
+    conf: Annotated[
+        list[str] | None,
+        typer.Option("--conf", metavar="KEY=VALUE", help="A Spark setting; overrides the configuration. Repeatable."),
+    ] = None
+
+    def apply(self, config: Config, pipelines: Iterable[str], instances: int | None) -> Config:
+        """Return the configuration with these settings for `pipelines`. Raises InvalidError."""
+        master, memory = self.master, self.driver_memory
+        return with_overrides(
+            config, pipelines, instances=instances, master=master, driver_memory=memory, conf=self.conf or ()
+        )
 
 
 def run_supervised(

@@ -138,11 +138,10 @@ def check(
 
 
 def _open_registry(opened: OpenStores) -> Registry:
-    from tidemill.node.settings_from_config import registry_settings
     from tidemill.registry.registry import Registry
     from tidemill.shards.api import run_inline
 
-    settings = registry_settings(opened.config.registry)
+    settings = opened.config.registry
     return Registry(opened.metastore, opened.clock, opened.rand, run_inline, settings)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from typing import Annotated, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 from urllib.request import Request, urlopen
@@ -14,7 +15,10 @@ import typer
 from tidemill.base.config.config import Config, load
 from tidemill.base.config.listeners import SigningSection
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
-from tidemill.cli.context import ConfigOption, JsonOption, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, print_json, with_option_groups
+
+if TYPE_CHECKING:
+    from tidemill.shapes.definition.planner import ShapeRequest
 
 TOKEN_VARIABLE = "TIDEMILL_TOKEN"
 """Environment variable with a bearer token, for nodes that require one."""
@@ -63,16 +67,24 @@ def get(
         print(json.dumps(row))
 
 
+@dataclass(frozen=True)
+class DefinitionOptions:
+    """Definition of a shape, as in the parameters of its URL."""
+
+    table: Table
+    where: Where = ""
+    param: Annotated[list[str] | None, typer.Option(help="Value of $1, $2, …; give the option once for each.")] = None
+    columns: Annotated[str, typer.Option(help="Columns to show, comma-separated. Default: all.")] = ""
+    replica: Annotated[str, typer.Option(help="default, or full: updates contain whole rows and old values.")] = (
+        "default"
+    )
+    log: Annotated[str, typer.Option(help="full, or changes_only: omit the initial rows.")] = "full"
+
+
 @app.command("sign")
+@with_option_groups
 def sign(
-    table: Table,
-    where: Where = "",
-    param: Annotated[list[str] | None, typer.Option(help="Value of $1, $2, …; give the option once for each.")] = None,
-    columns: Annotated[str, typer.Option(help="Columns to show, comma-separated. Default: all.")] = "",
-    replica: Annotated[
-        str, typer.Option(help="default, or full: updates contain whole rows and old values.")
-    ] = "default",
-    log: Annotated[str, typer.Option(help="full, or changes_only: omit the initial rows.")] = "full",
+    shape: DefinitionOptions,
     expires_s: Annotated[int, typer.Option(help="Seconds from now until the URL expires.", min=1)] = 3_600,
     key: Annotated[str, typer.Option(help="Id of the signing key. Default: security.signing.use.")] = "",
     url: Annotated[str, typer.Option(help="URL at which clients reach the node. Default: node.http.")] = "",
@@ -80,12 +92,8 @@ def sign(
     as_json: JsonOption = False,
 ) -> None:
     """Print a URL that shows one shape to anyone who has it, until it expires. No node needs to run."""
-    from starlette.datastructures import QueryParams
-
     from tidemill.base.clock import SystemClock
     from tidemill.shapes.definition.signed_urls import canonical_request, signed_url_params
-    from tidemill.shapes.http.params import parse_definition
-    from tidemill.shapes.where import WhereError, param_numbers
 
     loaded = load(config)
     signing = loaded.security.signing
@@ -95,19 +103,7 @@ def sign(
             f"the URL would be valid for too long: expires_s={expires_s} limit_s={signing.max_s}.",
             fix="Choose a shorter time, or raise security.signing.max_s.",
         )
-    values = [(f"params[{number}]", value) for number, value in enumerate(param or [], 1)]
-    given = {"table": table, "where": where, "columns": columns, "replica": replica, "log": log}
-    errors: dict[str, list[str]] = {}
-    asked = parse_definition(QueryParams([*given.items(), *values]), errors)
-    try:
-        used = param_numbers(where) if where else set()
-    except WhereError as error:
-        raise InvalidError(f"bad value: where: {error.message.rstrip('.')}.", fix="Correct --where.") from error
-    if used != set(range(1, len(values) + 1)):
-        errors["params"] = [f"the clause uses {sorted(used)}, but {len(values)} values are given"]
-    if errors:
-        raise InvalidError(f"bad value: {'; '.join(f'{field}: {said[0]}' for field, said in errors.items())}.")
-    request, expires = canonical_request(asked), SystemClock().now_ms() // 1000 + expires_s
+    request, expires = canonical_request(_parse_shape(shape)), SystemClock().now_ms() // 1000 + expires_s
     start = url or f"http{'s' if loaded.http.tls else ''}://{loaded.node.http}"
     query = urlencode(signed_url_params(request, expires, key_id, signing.keys[key_id]))
     signed = f"{start.rstrip('/')}/v1/shape?{query}"
@@ -115,6 +111,28 @@ def sign(
         print_json({"url": signed, "expires": expires, "key": key_id, "table": request.table})
     else:
         print(signed)
+
+
+def _parse_shape(shape: DefinitionOptions) -> ShapeRequest:
+    """Parse the definition as the node does. Raises InvalidError."""
+    from starlette.datastructures import QueryParams
+
+    from tidemill.shapes.http.params import parse_definition
+    from tidemill.shapes.where import WhereError, param_numbers
+
+    values = [(f"params[{number}]", value) for number, value in enumerate(shape.param or [], 1)]
+    given = {name: getattr(shape, name) for name in ("table", "where", "columns", "replica", "log")}
+    errors: dict[str, list[str]] = {}
+    asked = parse_definition(QueryParams([*given.items(), *values]), errors)
+    try:
+        used = param_numbers(shape.where) if shape.where else set()
+    except WhereError as error:
+        raise InvalidError(f"bad value: where: {error.message.rstrip('.')}.", fix="Correct --where.") from error
+    if used != set(range(1, len(values) + 1)):
+        errors["params"] = [f"the clause uses {sorted(used)}, but {len(values)} values are given"]
+    if errors:
+        raise InvalidError(f"bad value: {'; '.join(f'{field}: {said[0]}' for field, said in errors.items())}.")
+    return asked
 
 
 def _signing_key(signing: SigningSection, asked: str) -> str:

@@ -156,8 +156,9 @@ class Consensus(Protocol):
     async def acquire(self, name: str, holder: str, ttl_ms: int, info: bytes = b"") -> Lease:
         """Acquire a free or expired lease, or renew the caller's own (same term; info is replaced).
 
-        Raises ConflictError(current: Lease) while another holder's lease is live. A holder name belongs to one process
-        life only, so that a process that acquires the lease again after a crash gets a new term.
+        Raises ConflictError(current: Lease) while another holder's lease is live; InvalidError unless `ttl_ms` is
+        between 1 and `operations.LEASE_TTL_MAX_MS`. A holder name belongs to one process life only, so that a process
+        that acquires the lease again after a crash gets a new term.
         """
         ...
 

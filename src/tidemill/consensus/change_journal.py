@@ -73,9 +73,9 @@ class ChangeJournal:
                 names.append((name, changed))
         names.reverse()
         more = len(names) > self._page
-        told = names[: self._page]
-        upto = told[-1][1] if more else self._last
-        return Changes(tuple((name, head(name)) for name, _ in told), f"{self._life}:{upto}", more)
+        page = names[: self._page]
+        upto = page[-1][1] if more else self._last
+        return Changes(tuple((name, head(name)) for name, _ in page), f"{self._life}:{upto}", more)
 
 
 class ChangedLogs:

@@ -155,6 +155,6 @@ async def run_supervised(name: str, body: Callable[[], Awaitable[None]], report:
     """Run `body` forever. Every error, of any type, is passed to the callback as a sentence before the pause."""
     now_s, restarts = asyncio.get_running_loop().time, Backoff(FIRST_PAUSE_S, LONGEST_PAUSE_S)
     attempts = RetryState(
-        name, lambda error, parked: report(f"{name} failed: {error}"), now_s, restarts, may_park=False
+        name, lambda error, paused: report(f"{name} failed: {error}"), now_s, restarts, may_pause=False
     )
     await run_with_retries(body, attempts)

@@ -32,6 +32,9 @@ NAME_BYTES = 512
 A PostgreSQL index entry holds about 2,700 bytes.
 """
 
+LEASE_TTL_MAX_MS = (1 << 55) - 1
+"""Limit for the time to live of a lease. Added to any time, it still fits the 63 bits of every engine."""
+
 ResultT_co = TypeVar("ResultT_co", covariant=True)
 
 
@@ -312,10 +315,10 @@ class Acquire(Op[Lease], frozen=True, tag=10):
     def validate(self) -> None:
         _check_name("lease name", self.name)
         _check_name("holder", self.holder)
-        _check_integer("ttl_ms", self.ttl_ms << 8)  # Added to a time, it still fits 63 bits.
-        if self.ttl_ms <= 0:
+        if not 0 < self.ttl_ms <= LEASE_TTL_MAX_MS:
             raise InvalidError(
-                f"a lease lasts at least 1 ms: name={self.name!r} ttl_ms={self.ttl_ms}.", fix="Pass a longer ttl_ms."
+                f"a lease lasts 1 to {LEASE_TTL_MAX_MS} ms: name={self.name!r} ttl_ms={self.ttl_ms}.",
+                fix="Pass a ttl_ms in this range.",
             )
         if len(self.info) > REGISTER_BYTES:
             raise _too_large_error("lease info", self.name, len(self.info), REGISTER_BYTES)

@@ -22,13 +22,14 @@ from tidemill.base.errors import (
     UnavailableError,
     UnknownOutcomeError,
 )
+from tidemill.base.limits import CLUSTER_ALIVE_INTERVAL_S
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus
 from tidemill.metastore import cluster_manifest
 from tidemill.metastore.backup.checkpoint import Checkpointer
 from tidemill.metastore.bucket_claim import check_unclaimed
 from tidemill.metastore.cluster import read_cluster
-from tidemill.metastore.cluster_manifest import ALIVE_INTERVAL_S, ClusterManifest, Presence
+from tidemill.metastore.cluster_manifest import ClusterManifest, Presence
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.metastore import Metastore
 from tidemill.objects.store import ObjectStore
@@ -65,7 +66,7 @@ class CheckpointService:
         presence: Presence,
         checkpointer: Checkpointer,
         *,
-        alive_interval_s: float = ALIVE_INTERVAL_S,
+        alive_interval_s: float = CLUSTER_ALIVE_INTERVAL_S,
     ) -> None:
         self._metastore = metastore
         self._presence = presence

@@ -31,7 +31,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.runtime.tasks import Tasks, error_sentence, is_fault, needs_operator, run_unit
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus, Lease
-from tidemill.consensus.leader_election import run_while_leading
+from tidemill.consensus.leader_election import LeaseRequest, run_while_leading
 from tidemill.metastore.metastore import Metastore
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import RunCpuWork, run_inline
@@ -168,7 +168,7 @@ class JobRunner:
 
     async def _run_lease(self, lease: str, jobs: tuple[Job, ...]) -> None:
         async def body() -> None:
-            await run_while_leading(self._consensus, lease, self._holder, b"", led)
+            await run_while_leading(self._consensus, LeaseRequest(lease, self._holder), led)
 
         async def led(held: Lease) -> None:
             async with Tasks(self._task_ended) as tasks:
@@ -213,7 +213,7 @@ class UnitFailures:
         self._tracker = tracker
         self._clock = clock
         self._failing: set[str] = set()
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     @property
     def count(self) -> int:
@@ -224,8 +224,8 @@ class UnitFailures:
         if not is_fault(error):
             raise error
         self._failing.add(name)
-        if name in self._told or len(self._told) < REPORTED_UNITS_MAX:
-            self._told.add(name)
+        if name in self._reported or len(self._reported) < REPORTED_UNITS_MAX:
+            self._reported.add(name)
             self._tracker.fail(
                 f"{self._prefix}:{name}",
                 error_sentence(error),
@@ -235,6 +235,6 @@ class UnitFailures:
 
     def clear_failure(self, name: str) -> None:
         self._failing.discard(name)
-        if name in self._told:
-            self._told.discard(name)
+        if name in self._reported:
+            self._reported.discard(name)
             self._tracker.clear_failure(f"{self._prefix}:{name}")

@@ -31,9 +31,10 @@ from tidemill.base.errors import (
     TidemillError,
     UnavailableError,
 )
+from tidemill.base.limits import CLUSTER_ALIVE_INTERVAL_S
 from tidemill.metastore import cluster_manifest
 from tidemill.metastore.cluster import Cluster
-from tidemill.metastore.cluster_manifest import ALIVE_INTERVAL_S, REPLACED_FIX, encode, read_struct
+from tidemill.metastore.cluster_manifest import REPLACED_FIX, encode, read_struct
 from tidemill.objects.store import ObjectStore
 
 CLAIM_PREFIX = "metastore/claim/"
@@ -113,7 +114,7 @@ class BucketOwnership:
     """Knowledge of one process that its cluster owns the bucket. `run` must run as long as the process does."""
 
     def __init__(
-        self, objects: ObjectStore, clock: Clock, cluster: Cluster, *, interval_s: float = ALIVE_INTERVAL_S
+        self, objects: ObjectStore, clock: Clock, cluster: Cluster, *, interval_s: float = CLUSTER_ALIVE_INTERVAL_S
     ) -> None:
         """Create it directly after `claim_bucket`, which counts as the first check."""
         self.replaced: ClusterReplacedError | None = None

@@ -22,6 +22,7 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ClusterReplacedError, CorruptError, InvalidError, MissingError
+from tidemill.base.limits import CLUSTER_ALIVE_INTERVAL_S
 from tidemill.objects.reads import read_verified
 from tidemill.objects.store import ObjectStore
 
@@ -30,7 +31,6 @@ ALIVE_PREFIX = "metastore/alive/"
 MAGIC = b"TMCL"
 FORMAT = 1
 
-ALIVE_INTERVAL_S = 30.0
 MANIFESTS_KEPT = 3
 REPLACED_FIX = "Stop this cluster, or give it its own bucket."
 
@@ -60,7 +60,7 @@ class SignOfLife(msgspec.Struct, frozen=True):
     incarnation: int
     node: str
     at_ms: int
-    young_s: float = 3 * ALIVE_INTERVAL_S
+    young_s: float = 3 * CLUSTER_ALIVE_INTERVAL_S
 
 
 class FoundManifest(NamedTuple):
@@ -141,7 +141,7 @@ class Presence:
     serves."""
 
     def __init__(
-        self, objects: ObjectStore, clock: Clock, rand: Rand, node: str, *, interval_s: float = ALIVE_INTERVAL_S
+        self, objects: ObjectStore, clock: Clock, rand: Rand, node: str, *, interval_s: float = CLUSTER_ALIVE_INTERVAL_S
     ) -> None:
         self._objects = objects
         self._clock = clock

@@ -16,7 +16,7 @@ from tidemill.metastore.api import DomainRows
 from tidemill.metastore.bucket_claim import check_unclaimed, claim_bucket
 from tidemill.metastore.cluster import Cluster, domain_name
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
 from tidemill.metastore.metastore import Metastore
 from tidemill.objects.store import ObjectStore
@@ -48,15 +48,17 @@ def create_metastore(
 
     async def open_domain(cluster: Cluster, index: int) -> DomainRows:
         return await Domain.open(
-            consensus,
-            objects,
-            domain_name(index),
-            holder=holder,
-            clock=clock,
-            rand=rand,
-            settings=settings,
-            tracker=tracker,
-            merger=merger,
+            DomainContext(
+                consensus,
+                objects,
+                domain_name(index),
+                holder=holder,
+                clock=clock,
+                rand=rand,
+                settings=settings,
+                tracker=tracker or StatusTracker(),
+                merger=merger,
+            ),
             own_earlier_life=lambda other: settings.lead and other.startswith(f"{name}/"),
         )
 

@@ -33,6 +33,7 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.kafka.net.listeners import Listener
 from tidemill.kafka.server.server import BrokerServices, KafkaServer
+from tidemill.kafka.settings import KafkaSettings
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.checkpoint.stages import build_checkpointer
 from tidemill.maintenance.checkpoint_service import CheckpointService, check_bucket
@@ -55,8 +56,6 @@ from tidemill.node.partition_assignment import CaptureAssignment
 from tidemill.node.settings_from_config import (
     build_authenticator,
     kafka_listeners,
-    kafka_settings,
-    registry_settings,
     shape_settings,
     shapes_directory,
     topic_settings,
@@ -325,7 +324,7 @@ def _build_kafka(
         ),
         security.listeners,
         rulebook=security.rulebook if is_authorization_on(node.config) else None,
-        settings=kafka_settings(node.config),
+        settings=KafkaSettings(node.config.kafka),
         tracker=node.tracker,
         memory=node.budget,
     )
@@ -384,7 +383,7 @@ def _build_registry(node: NodeContext, storage: Storage) -> Registry | None:
         return None
     pool = ThreadPoolExecutor(1, thread_name_prefix="registry")  # parses and compares schemas
     node.stack.callback(pool.shutdown, wait=False, cancel_futures=True)
-    registry = Registry(storage.metastore, node.clock, node.rand, run_on_pool(pool), registry_settings(section))
+    registry = Registry(storage.metastore, node.clock, node.rand, run_on_pool(pool), section)
     node.reporting.facts["registry"] = registry.facts
     return registry
 

@@ -12,7 +12,7 @@ from tidemill.base.config.sections import CaptureSection
 from tidemill.base.runtime.tasks import run_unit
 from tidemill.capture.config import CaptureConfig
 from tidemill.consensus.api import Lease
-from tidemill.consensus.leader_election import Body, run_while_leading
+from tidemill.consensus.leader_election import Body, LeaseRequest, run_while_leading
 from tidemill.node.captures.balancer import CaptureBalancer, node_of
 from tidemill.node.node_context import NodeContext, Storage
 from tidemill.registry.registry import LocalSchemaRegistrar
@@ -47,7 +47,7 @@ class CaptureRunner:
             await self._balancer.wait_for_turn(capture)
             tries = iter((True, True))  # one more try if an earlier process of this node left the lease behind
             await run_while_leading(
-                self._storage.consensus, f"capture/{capture}", node.instance, node.url.encode(),
+                self._storage.consensus, LeaseRequest(f"capture/{capture}", node.instance, node.url.encode()),
                 self._balancer.with_handover(capture, body),
                 own_earlier_life=lambda holder: node_of(holder) == node_of(node.instance),
                 wanted=partial(next, tries, False),

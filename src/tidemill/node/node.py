@@ -25,7 +25,7 @@ from tidemill.node.assembly import assemble
 from tidemill.node.http.auth import AuthMiddleware
 from tidemill.node.http.server import HttpServer, SwitchableApp, build_application, starting_routes
 from tidemill.node.node_context import STARTING, MoreRoutes, NodeContext
-from tidemill.node.settings_from_config import http_limits, tls_settings
+from tidemill.node.settings_from_config import http_limits
 from tidemill.node.status_publisher import LEAVE_S
 
 log = structlog.get_logger()
@@ -87,7 +87,7 @@ class Node:
             port,
             on_failure=self._task_failed,
             limits=http_limits(section),
-            tls=tls_settings(node.config) if section.tls else None,
+            tls=node.config.security.tls if section.tls else None,
             origins=node.config.shapes.allowed_origins,
         )
 

@@ -114,8 +114,8 @@ class CaptureAssignment:
         for table in tables:
             if table.topic in topics:
                 leaders[topics[table.topic]] = node_of(holders.get(table.capture, ""))
-            if table.aside is not None:  # the process that captures also writes the side topic
-                leaders[table.aside.topic_id] = node_of(holders.get(table.capture, ""))
+            if table.side_topic is not None:  # the process that captures also writes the side topic
+                leaders[table.side_topic.topic_id] = node_of(holders.get(table.capture, ""))
         self._set_leaders(leaders)
 
     def _set_leaders(self, leaders: dict[str, str]) -> None:

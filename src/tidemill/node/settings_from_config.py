@@ -16,17 +16,15 @@ from tidemill.base.address import Address, strip_brackets
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.config.config import Config, listener_protocols
 from tidemill.base.config.listeners import HttpSection
-from tidemill.base.config.sections import RegistrySection, StorageSection
+from tidemill.base.config.sections import StorageSection
 from tidemill.base.config.shapes import BoundParam, ShapeSection, ShapesSection
 from tidemill.kafka.net.listener_security import ListenerSecurity
 from tidemill.kafka.net.listeners import DEFAULT, Listener
-from tidemill.kafka.settings import KafkaSettings
 from tidemill.node.http.limits import HttpLimits
-from tidemill.registry.limits import RegistrySettings
-from tidemill.security.oauth_tokens import TokenSettings, TokenVerifier
+from tidemill.security.oauth_tokens import TokenVerifier
 from tidemill.security.principals import principal_rules
 from tidemill.security.sasl import Authenticator
-from tidemill.security.tls import ServerCertificates, TlsSettings
+from tidemill.security.tls import ServerCertificates
 from tidemill.security.users import Users
 from tidemill.shapes.definition.server_defined import FromClaim, FromClient, Param, ServerDefinedShape
 from tidemill.shapes.definition.signed_urls import SigningKeys
@@ -49,16 +47,7 @@ def build_authenticator(config: Config, users: Users, clock: Clock, rand: Rand) 
     """Build the authenticator. Raises InvalidError."""
     oauth = config.security.oauth
     given = oauth.jwks_file or oauth.jwks_url or oauth.secret
-    return Authenticator(users, rand, TokenVerifier(TokenSettings(**oauth.model_dump()), clock) if given else None)
-
-
-def tls_settings(config: Config) -> TlsSettings:
-    tls = config.security.tls
-    return TlsSettings(tls.certificate, tls.key, tls.client_ca, tls.client_auth, tls.min_version)
-
-
-def kafka_settings(config: Config) -> KafkaSettings:
-    return KafkaSettings(**config.kafka.model_dump(exclude={"security", "advertised", "listeners"}))
+    return Authenticator(users, rand, TokenVerifier(oauth, clock) if given else None)
 
 
 def kafka_listeners(config: Config, authenticator: Authenticator) -> list[Listener]:
@@ -86,7 +75,7 @@ def kafka_gate(config: Config, protocol: str, authenticator: Authenticator) -> L
     """Build the gate of one protocol. Raises InvalidError for a principal rule that does not parse."""
     tls, sasl = config.security.tls, config.security.sasl
     return ListenerSecurity(
-        ServerCertificates(tls_settings(config)) if protocol.endswith("ssl") else None,
+        ServerCertificates(tls) if protocol.endswith("ssl") else None,
         principal_rules(tls.principal_rules),
         authenticator=authenticator,
         mechanisms=sasl.mechanisms if protocol.startswith("sasl") else (),
@@ -146,7 +135,3 @@ def _shape_param(param: str | BoundParam) -> Param:
     if isinstance(param, str):
         return param
     return FromClaim(param.claim) if param.claim else FromClient(param.client)
-
-
-def registry_settings(section: RegistrySection) -> RegistrySettings:
-    return replace(convert(section, RegistrySettings, from_attributes=True), schema_bytes=section.schema_kb << 10)

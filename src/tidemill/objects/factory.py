@@ -19,10 +19,10 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import InvalidError
-from tidemill.base.limits import OBJECT_CONCURRENCY, OBJECT_RETRY_BUDGET_S
+from tidemill.base.limits import OBJECT_RETRY_BUDGET_S
 from tidemill.objects.local import LocalObjects
 from tidemill.objects.memory import MemoryObjects
-from tidemill.objects.retrying import RetryingObjects, check_limits
+from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectStore, check_prefix
 
 _URL_FIX = "Write it as file:///dir, memory: or s3://bucket/prefix?endpoint=…&region=…."
@@ -36,7 +36,6 @@ async def open_objects(
     rand: Rand,
     *,
     env: Mapping[str, str] | None = None,
-    concurrency: int = OBJECT_CONCURRENCY,
     retry_budget_s: float = OBJECT_RETRY_BUDGET_S,
     verify: bool = True,
 ) -> RetryingObjects:
@@ -47,7 +46,6 @@ async def open_objects(
     `base.runtime.tasks.open_with_retry`). Once open, missing permissions or credentials are also UnavailableError,
     because they were valid before.
     """
-    check_limits(retry_budget_s, concurrency)
     scheme = _scheme(url)
 
     inner: ObjectStore
@@ -69,10 +67,8 @@ async def open_objects(
         clock,
         rand,
         store=label,
-        concurrency=concurrency,
         budget_s=retry_budget_s,
         coalesce=scheme == "s3",
-        patient=True,
     )
 
 

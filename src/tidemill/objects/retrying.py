@@ -29,7 +29,6 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import (
     ConflictError,
-    InvalidError,
     MissingError,
     TidemillError,
     UnavailableError,
@@ -67,7 +66,8 @@ class NonceStore(Protocol):
 
 
 class RetryingObjects:
-    """Retrying wrapper of a store.
+    """Retrying wrapper of a store that was opened successfully. So later errors of permissions, credentials or a
+    read-only disk are retriable (UnavailableError, with their fix) instead of fatal (InvalidError).
 
     `coalesce`: split `get_ranges` into merged requests here (remote stores), otherwise pass it through.
     """
@@ -82,24 +82,17 @@ class RetryingObjects:
         concurrency: int = OBJECT_CONCURRENCY,
         budget_s: float = OBJECT_RETRY_BUDGET_S,
         coalesce: bool = False,
-        patient: bool = False,
     ) -> None:
-        """Wrap `inner`.
-
-        `patient`: the store was opened successfully, so later errors of permissions, credentials or a read-only disk
-        are retriable (UnavailableError, with their fix) instead of fatal (InvalidError).
-        """
         self._inner = inner
         self._nonced = inner if isinstance(inner, NonceStore) else None
         self._clock = clock
         self._rand = rand
         self._label = store
         self._slots = asyncio.Semaphore(concurrency)
-        self._beside_puts = asyncio.Semaphore(concurrency - concurrency // PUT_RESERVE_DIVISOR)
+        self._not_puts = asyncio.Semaphore(concurrency - concurrency // PUT_RESERVE_DIVISOR)
         """Acquired before a slot by all calls except puts."""
         self._budget_s = budget_s
         self._coalesce = coalesce
-        self._patient = patient
         self._health = StoreHealth(clock)
         self._probe: tuple[str, str] | None = None
         """Key and nonce of a probe that may exist."""
@@ -194,9 +187,6 @@ class RetryingObjects:
                 self._health.end_attempt(number, "read", None)
                 return
             except (UnavailableError, MisconfiguredError) as error:
-                if isinstance(error, MisconfiguredError) and not self._patient:
-                    self._health.end_attempt(number, "read", error)
-                    raise
                 failure = to_unavailable(error)
                 self._health.end_attempt(number, "read", failure)
                 if not await retry.wait_before_retry():
@@ -331,7 +321,7 @@ class RetryingObjects:
         retry: _Retry | None = None
         while True:
             try:
-                async with self._beside_puts:
+                async with self._not_puts:
                     return await self._run_attempt("delete" if operation == "delete" else "read", call)
             except kinds:
                 retry = retry or _Retry(self._clock, self._rand, self._budget_s)
@@ -348,9 +338,8 @@ class RetryingObjects:
             try:
                 return await call()
             except MisconfiguredError as error:
-                told = to_unavailable(error) if self._patient else error
-                failure = told
-                raise told from error
+                failure = outcome = to_unavailable(error)
+                raise outcome from error
             except BaseException as error:
                 failure = error
                 raise
@@ -396,12 +385,3 @@ class _Retry:
             return False
         await asyncio.sleep(pause_s)
         return True
-
-
-def check_limits(budget_s: float, concurrency: int) -> None:
-    """Raise InvalidError for settings that cannot work."""
-    if budget_s < 0 or concurrency < 1:
-        raise InvalidError(
-            f"object store limits must be positive: budget_s={budget_s} concurrency={concurrency}.",
-            fix="Correct objects.retry_budget_s or objects.concurrency.",
-        )

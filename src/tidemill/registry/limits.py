@@ -1,7 +1,8 @@
 """Limits of the registry. A request beyond a limit is refused with the number and the limit.
 
-`RegistrySettings` are the configurable ones. The work on an untrusted schema is limited in the depth and size of its
-text and in the steps of a comparison: a thread cannot be ended from outside, so the code counts its own work.
+`RegistrySection` of the configuration has the configurable ones. The work on an untrusted schema is limited in the
+depth and size of its text and in the steps of a comparison: a thread cannot be ended from outside, so the code counts
+its own work.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import msgspec
 import orjson
 
 from tidemill.base.limits import METASTORE_VALUE_BYTES
@@ -37,25 +37,13 @@ NODES = 50_000
 STEPS = 50_000
 """Number of pairs of types in one comparison, which takes some seconds."""
 
+PARSED_BYTES = 4 << 20
+"""Bytes of the texts of schemas whose models are cached; a model is some ten times as large."""
+
 MESSAGES = 100
 """Number of differences in one response."""
 
 T = TypeVar("T")
-
-
-class RegistrySettings(msgspec.Struct, frozen=True):
-    """Configurable limits of the registry."""
-
-    schema_bytes: int = 192 << 10
-    subjects: int = 20_000
-    versions_per_subject: int = 1_000
-    versions: int = 200_000
-    schemas: int = 100_000
-    waiting: int = 64
-    """Requests in one process that parse or compare schemas, or wait to."""
-
-    parsed_bytes: int = 4 << 20
-    """Bytes of the texts of schemas whose models are cached; a model is some ten times as large."""
 
 
 class StepBudget:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Generic, TypeVar
 
+from tidemill.base.config.sections import RegistrySection
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.rows.registry import SchemaRow
-from tidemill.registry.limits import RegistrySettings, StepBudget
+from tidemill.registry.limits import PARSED_BYTES, StepBudget
 from tidemill.registry.parsed_schema import ParsedSchema
 from tidemill.registry.schema_types import Place, SubmittedSchema, find_problems, parse_schema
-from tidemill.registry.store import RecentCache
 from tidemill.shards.api import RunCpuWork
 
 CACHED_RESULTS = 10_000
+K = TypeVar("K")
+V = TypeVar("V")
 T = TypeVar("T")
 
 
 class ParsePool:
     """Pool that parses and compares on `cpu`. Raises RegistryError; UnavailableError when too many requests wait."""
 
-    def __init__(self, cpu: RunCpuWork, settings: RegistrySettings) -> None:
+    def __init__(self, cpu: RunCpuWork, settings: RegistrySection) -> None:
         self._cpu = cpu
         self._settings = settings
-        self._parsed: RecentCache[object, ParsedSchema] = RecentCache(settings.parsed_bytes)
+        self._parsed: RecentCache[object, ParsedSchema] = RecentCache(PARSED_BYTES)
         self._verdicts: RecentCache[tuple[str, str, str], tuple[str, ...]] = RecentCache(CACHED_RESULTS)
         self.under_way = 0
         self.refused = 0
@@ -56,3 +59,29 @@ class ParsePool:
             return await self._cpu(work)
         finally:
             self.under_way -= 1
+
+
+class RecentCache(Generic[K, V]):
+    """Cache of the most recently used values, up to a total weight."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._found: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self.weight = 0
+
+    def get(self, key: K) -> V | None:
+        found = self._found.get(key)
+        if found is None:
+            return None
+        self._found.move_to_end(key)
+        return found[0]
+
+    def put(self, key: K, value: V, weight: int) -> None:
+        if weight > self._limit:
+            return
+        old = self._found.pop(key, None)
+        self.weight += weight - (old[1] if old is not None else 0)
+        self._found[key] = (value, weight)
+        while self.weight > self._limit:
+            _, (_, gone) = self._found.popitem(last=False)
+            self.weight -= gone

@@ -17,10 +17,10 @@ class Difference(NamedTuple):
 
     kind: str
     path: str
-    told: str
+    description: str
 
     def message(self) -> str:
-        return f'{{errorType:"{self.kind}", description:"{self.told}", path:"{self.path or "/"}"}}'
+        return f'{{errorType:"{self.kind}", description:"{self.description}", path:"{self.path or "/"}"}}'
 
 
 class ParsedSchema(NamedTuple):

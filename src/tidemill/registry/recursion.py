@@ -27,9 +27,9 @@ class SchemaComparison:
         self._leaned = _NONE
         """Depth of the outermost pair still being compared on which a result depended."""
 
-    def add(self, kind: str, path: str, told: str) -> None:
+    def add(self, kind: str, path: str, description: str) -> None:
         if len(self.found) < MESSAGES:
-            self.found.append(Difference(kind, path, told))
+            self.found.append(Difference(kind, path, description))
 
     def compare_once(self, reader: object, writer: object, compare: Callable[[], None]) -> None:
         """Run `compare()` for this pair of types, unless its result is known. Both objects must live as long as the

@@ -10,6 +10,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
+from tidemill.base.config.sections import RegistrySection
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.registry import RegistryConfigRow, RegistryHeadRow, SchemaRow, VersionRow
@@ -22,7 +23,7 @@ from tidemill.registry.errors import (
     subject_not_found,
     version_not_found,
 )
-from tidemill.registry.limits import SCHEMA_BYTES_MAX, RegistrySettings
+from tidemill.registry.limits import SCHEMA_BYTES_MAX
 from tidemill.registry.parse_pool import ParsePool
 from tidemill.registry.parsed_schema import ParsedSchema
 from tidemill.registry.schema_types import DEFAULT, LEVELS, SubmittedSchema, submitted_from_row, versions_to_compare
@@ -46,11 +47,11 @@ class Registry:
     """Registry. Raises RegistryError; UnavailableError, ClosedError; writes also UnknownOutcomeError."""
 
     def __init__(
-        self, metastore: Metastore, clock: Clock, rand: Rand, cpu: RunCpuWork, settings: RegistrySettings | None = None
+        self, metastore: Metastore, clock: Clock, rand: Rand, cpu: RunCpuWork, settings: RegistrySection | None = None
     ) -> None:
         self.book = RegistryStore(metastore, CoopBudget(clock))
         self._clock = clock
-        self._settings = settings or RegistrySettings()
+        self._settings = settings or RegistrySection()
         self._understanding = ParsePool(cpu, self._settings)
         self._changes = RegistryWriter(metastore, self.book, clock, rand)
 
@@ -233,7 +234,7 @@ class Registry:
     # ----------------------------------------------------------------------------------------------
 
     def _check_size(self, given: SubmittedSchema) -> None:
-        limit = min(self._settings.schema_bytes, SCHEMA_BYTES_MAX)
+        limit = min(self._settings.schema_kb << 10, SCHEMA_BYTES_MAX)
         size = len(given.text.encode(errors="surrogatepass"))
         if size > limit:
             raise schema_too_large("bytes", size, limit)
@@ -280,11 +281,11 @@ class Registry:
         by_number = {row.version: row for row in versions}
         found = await self._compatibility_problems(level, parsed, [by_number[number] for number in numbers])
         if found:
-            told = ", ".join(found)[:8_000]
+            details = ", ".join(found)[:8_000]
             raise RegistryError(
                 409,
                 "Schema being registered is incompatible with an earlier schema for subject "
-                f'"{subject}", details: [{told}]',
+                f'"{subject}", details: [{details}]',
             )
 
     async def _compatibility_problems(self, level: str, parsed: ParsedSchema, versions: list[VersionRow]) -> list[str]:

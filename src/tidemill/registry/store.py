@@ -3,9 +3,7 @@ state."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Generic, TypeVar
 
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.metastore.metastore import Metastore
@@ -29,7 +27,7 @@ from tidemill.metastore.rows.registry import (
 from tidemill.registry.errors import invalid_schema, schema_not_found
 from tidemill.registry.limits import REFERENCES_MAX
 from tidemill.registry.schema_types import Place
-from tidemill.registry.transitions import SchemaUsage, live_versions
+from tidemill.registry.transitions import SchemaUsage
 
 HEAD = REGISTRY_HEADS.key("head")
 
@@ -127,36 +125,3 @@ class RegistryStore:
             found[place] = schema = await self.schema(row.id)
             waiting += [(inner, False) for inner in schema.references]
         return found
-
-
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class RecentCache(Generic[K, V]):
-    """Cache of the most recently used values, up to a total weight."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._found: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self.weight = 0
-
-    def get(self, key: K) -> V | None:
-        found = self._found.get(key)
-        if found is None:
-            return None
-        self._found.move_to_end(key)
-        return found[0]
-
-    def put(self, key: K, value: V, weight: int) -> None:
-        if weight > self._limit:
-            return
-        old = self._found.pop(key, None)
-        self.weight += weight - (old[1] if old is not None else 0)
-        self._found[key] = (value, weight)
-        while self.weight > self._limit:
-            _, (_, gone) = self._found.popitem(last=False)
-            self.weight -= gone
-
-
-__all__ = ["HEAD", "RecentCache", "RegistryStore", "live_versions"]

@@ -13,6 +13,7 @@ from typing import Generic, NamedTuple, TypeVar
 
 from msgspec.structs import replace
 
+from tidemill.base.config.sections import RegistrySection
 from tidemill.metastore.rows import (
     DIGESTS,
     REFERRERS,
@@ -31,7 +32,6 @@ from tidemill.metastore.rows.registry import (
     VersionRow,
 )
 from tidemill.registry.errors import RegistryError, operation_not_permitted, subject_not_found, version_not_found
-from tidemill.registry.limits import RegistrySettings
 from tidemill.registry.parsed_schema import ParsedSchema
 
 MODES = ("READWRITE", "READONLY", "IMPORT")
@@ -87,7 +87,7 @@ def register(
     parsed: ParsedSchema,
     ids: tuple[int, ...],
     now_ms: int,
-    limits: RegistrySettings,
+    limits: RegistrySection,
 ) -> Change[VersionRow]:
     """Register a new version. `ids` are those that this schema already has."""
     _check_limits(head, versions, not ids, limits)
@@ -122,7 +122,7 @@ def import_version(
     versions: Sequence[VersionRow],
     imported: ImportedSchema,
     now_ms: int,
-    limits: RegistrySettings,
+    limits: RegistrySection,
 ) -> Change[VersionRow]:
     """Import a version with the id and number that it had elsewhere."""
     parsed, schema_id, number, there, ids = imported
@@ -198,10 +198,10 @@ def versions_to_delete(subject: str, versions: Sequence[VersionRow], number: int
             raise version_not_found(number) if versions else subject_not_found(subject)
         if row.deleted == permanent:
             return [number]
-        told = f"Subject '{subject}' Version {number} was"
+        named = f"Subject '{subject}' Version {number} was"
         if permanent:
-            raise RegistryError(40407, f"{told} not deleted first before being permanently deleted")
-        raise RegistryError(40406, f"{told} soft deleted.Set permanent=true to delete permanently")
+            raise RegistryError(40407, f"{named} not deleted first before being permanently deleted")
+        raise RegistryError(40406, f"{named} soft deleted.Set permanent=true to delete permanently")
     if not versions:
         raise subject_not_found(subject)
     if permanent:
@@ -214,7 +214,7 @@ def versions_to_delete(subject: str, versions: Sequence[VersionRow], number: int
 
 
 def configure(
-    head: RegistryHeadRow, row: RegistryConfigRow, there: bool, limits: RegistrySettings
+    head: RegistryHeadRow, row: RegistryConfigRow, there: bool, limits: RegistrySection
 ) -> Change[RegistryConfigRow]:
     """Store a configuration; an empty row is deleted. `there` says whether one is stored."""
     key, value = REGISTRY_CONFIGS.encode(row)
@@ -257,7 +257,7 @@ def _grown_head(
 
 
 def _check_limits(
-    head: RegistryHeadRow, versions: Sequence[VersionRow], new_schema: bool, limits: RegistrySettings
+    head: RegistryHeadRow, versions: Sequence[VersionRow], new_schema: bool, limits: RegistrySection
 ) -> None:
     _check_limit("versions of the subject", len(versions), limits.versions_per_subject)
     _check_limit("versions", head.versions, limits.versions)

@@ -28,8 +28,8 @@ _REFUSED: Final = Counter("tidemill_refused", "Connections and operations that w
 class Audit:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._told: dict[tuple[str, ...], float] = {}
-        self._untold: dict[tuple[str, ...], int] = {}
+        self._logged_s: dict[tuple[str, ...], float] = {}
+        self._suppressed: dict[tuple[str, ...], int] = {}
         self._lock = threading.Lock()
         """Guards both dictionaries: large requests are checked in threads."""
 
@@ -44,25 +44,25 @@ class Audit:
     def _count_suppressed(self, key: tuple[str, ...], event: str) -> int | None:
         """Return how many lines of this kind were left out since the last one; None if this line is left out too."""
         now_s = self._clock.monotonic_s()
-        if key not in self._told and len(self._told) >= REMEMBERED_MAX:
+        if key not in self._logged_s and len(self._logged_s) >= REMEMBERED_MAX:
             self._drop_old_kinds(now_s)
-            if len(self._told) >= REMEMBERED_MAX:
+            if len(self._logged_s) >= REMEMBERED_MAX:
                 key = (event,)
-        told_s = self._told.get(key)
-        if told_s is not None and now_s - told_s < LOG_INTERVAL_S:
-            self._untold[key] = self._untold.get(key, 0) + 1
+        logged_s = self._logged_s.get(key)
+        if logged_s is not None and now_s - logged_s < LOG_INTERVAL_S:
+            self._suppressed[key] = self._suppressed.get(key, 0) + 1
             return None
-        self._told[key] = now_s
-        return self._untold.pop(key, 0)
+        self._logged_s[key] = now_s
+        return self._suppressed.pop(key, 0)
 
     def log_change(self, event: str, **facts: Any) -> None:
         log.info(event, audit=True, **facts)
 
     def _drop_old_kinds(self, now_s: float) -> None:
-        old = [key for key, told_s in self._told.items() if now_s - told_s >= LOG_INTERVAL_S]
+        old = [key for key, logged_s in self._logged_s.items() if now_s - logged_s >= LOG_INTERVAL_S]
         for key in old:
-            del self._told[key]
-            self._untold.pop(key, None)
+            del self._logged_s[key]
+            self._suppressed.pop(key, None)
 
 
 def _truncate(value: Any) -> Any:

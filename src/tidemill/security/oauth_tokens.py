@@ -23,6 +23,7 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock
+from tidemill.base.config.listeners import OauthSection
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.security.principals import NAME_CHARS_MAX, USER
 from tidemill.security.scram import AuthenticationFailedError
@@ -38,19 +39,6 @@ _SECRET: Final = ["HS256", "HS384", "HS512"]
 log = structlog.get_logger()
 
 
-class TokenSettings(msgspec.Struct, frozen=True):
-    """Settings: one of `jwks_file`, `jwks_url`, `secret`. `issuer` and `audience` are required of a token unless
-    empty."""
-
-    jwks_file: str = ""
-    jwks_url: str = ""
-    secret: str = ""
-    issuer: str = ""
-    audience: str = ""
-    principal_claim: str = "sub"
-    leeway_s: int = 30
-
-
 class VerifiedToken(msgspec.Struct, frozen=True):
     """Verified token. `expires_ms` is its own `exp`; it is accepted until `ends_ms`, which allows for clock
     differences. `claims`: all claims of the token."""
@@ -62,7 +50,7 @@ class VerifiedToken(msgspec.Struct, frozen=True):
 
 
 class TokenVerifier:
-    def __init__(self, settings: TokenSettings, clock: Clock) -> None:
+    def __init__(self, settings: OauthSection, clock: Clock) -> None:
         self._settings = settings
         self._clock = clock
         self._keys: Any = None

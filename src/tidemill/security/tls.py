@@ -11,9 +11,9 @@ import os
 import ssl
 from typing import Final
 
-import msgspec
 from prometheus_client import Gauge
 
+from tidemill.base.config.listeners import TlsSection
 from tidemill.base.errors import InvalidError
 
 _EXPIRES: Final = Gauge(
@@ -25,22 +25,11 @@ _CLIENTS: Final = {"none": ssl.CERT_NONE, "requested": ssl.CERT_OPTIONAL, "requi
 FileStamps = tuple[tuple[int, int, int], ...]
 
 
-class TlsSettings(msgspec.Struct, frozen=True):
-    """`certificate`: PEM, the server's own certificate first, then its chain. `key`: its private key in PEM, without a
-    password. `client_ca`: PEM of the CAs that sign client certificates. `client_auth`: none, requested or required."""
-
-    certificate: str
-    key: str
-    client_ca: str = ""
-    client_auth: str = "none"
-    min_version: str = "1.2"
-
-
 class ServerCertificates:
     """Server certificates and the SSL context made from them. Call `load` first, then `reload_if_changed` every few
     seconds, in a thread."""
 
-    def __init__(self, settings: TlsSettings) -> None:
+    def __init__(self, settings: TlsSection) -> None:
         self._settings = settings
         self._seen: FileStamps = ()
         self._context: ssl.SSLContext | None = None
@@ -80,7 +69,7 @@ class ServerCertificates:
         return tuple(seen)
 
 
-def _load_context(settings: TlsSettings) -> ssl.SSLContext:
+def _load_context(settings: TlsSection) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = _VERSIONS[settings.min_version]
     context.options |= ssl.OP_NO_TICKET | ssl.OP_NO_RENEGOTIATION | ssl.OP_CIPHER_SERVER_PREFERENCE

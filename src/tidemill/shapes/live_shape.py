@@ -53,7 +53,7 @@ class LiveShape:
         self.rows_loaded = 0
         self.error: TidemillError | None = None
         self.end_reason = ""
-        self.told: SharedFrames | None = None
+        self.shared_frames: SharedFrames | None = None
         """Frames shared by all event streams that wait for one transaction. They are woken in one turn of the event
         loop, after which the frames are released; they do not count as the shape's memory."""
         self.choose_ending: Callable[[LiveShape], LiveShape] = lambda shape: shape
@@ -146,12 +146,12 @@ class LiveShape:
         return future
 
     def share_frames(self, after: LogOffset, end: LogOffset, frames: bytes) -> None:
-        if self.told is None:
+        if self.shared_frames is None:
             asyncio.get_running_loop().call_soon(self._clear_frames)
-        self.told = SharedFrames(after, end, frames)
+        self.shared_frames = SharedFrames(after, end, frames)
 
     def _clear_frames(self) -> None:
-        self.told = None
+        self.shared_frames = None
 
     def _wake(self) -> None:
         for future in list(self._waiters):

@@ -120,9 +120,7 @@ class LocalTopics:
         self.reconciliation: Reconciliation | None = None
         if self._l1 is not None:
             rows = self._l1.rows
-            self.reconciler = Reconciler(
-                rows, objects, self._cache, self._shared, clock, rand, self._settings, self._led
-            )
+            self.reconciler = Reconciler(rows, self._around, self._shared, self._cache, self._led)
             self.reconciliation = Reconciliation(
                 self.reconciler, ReconcileScheduler(self.reconciler, clock, self._settings, self._led),
                 rows, self._rows, self._partitions, self._settings,
@@ -171,15 +169,15 @@ class LocalTopics:
             future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
             fail_future(future, error)
             return future
-        return led.produce_nowait(batch, sender, within)
+        return led.intake.produce_nowait(batch, sender, within)
 
     async def transaction_snapshot(self, topic_id: str, partition: int, producer_id: int) -> TransactionSnapshot:
-        return (await self._partitions.opened(topic_id, partition)).transaction_snapshot(producer_id)
+        return (await self._partitions.opened(topic_id, partition)).intake.transaction_snapshot(producer_id)
 
     async def mark(
         self, topic_id: str, partition: int, marker: Marker, here: TransactionSnapshot | None = None
     ) -> None:
-        await self._partitions.led_partition(topic_id, partition).write_marker_nowait(marker, here)
+        await self._partitions.led_partition(topic_id, partition).intake.write_marker_nowait(marker, here)
 
     async def producers(self, topic_id: str, partition: int) -> list[ProducerStatus]:
         state = (await self._partitions.opened(topic_id, partition)).state

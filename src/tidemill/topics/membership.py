@@ -7,10 +7,8 @@
   each other. The loser reads again soon, even if it has nothing to write (`leader_check`).
 - Unique names: a node name belongs to the process that started last under it; that process releases its predecessor's
   lease.
-- Grace after an outage: an expired lease proves that its node is dead only to a node that could renew its own. While
-  consensus is unavailable, all leases expire. When it is back, the members stay unchanged for a moment, in which live
-  nodes renew. Otherwise a node would see only itself, or no node, and all partitions and groups would move, and move
-  back.
+- Grace after an outage of consensus (`node_lease`): the members stay unchanged for a moment, in which live nodes renew.
+  Otherwise a node would see only itself, or no node, and all partitions and groups would move, and move back.
 
 Stored in consensus:
 
@@ -30,13 +28,16 @@ from typing import Protocol
 
 import msgspec
 import structlog
+from msgspec.structs import replace
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ConflictError, FencedError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import LEASE_TTL_MS
 from tidemill.base.runtime.tasks import Tasks, error_sentence, run_unit
 from tidemill.base.status.status import StatusTracker
-from tidemill.consensus.api import Consensus, Lease, LogHead
+from tidemill.consensus.api import Consensus, LogHead
+from tidemill.consensus.leader_election import LeaseRequest
+from tidemill.topics.node_lease import NodeLease
 
 _log = structlog.get_logger()
 
@@ -48,9 +49,6 @@ POLL_S = 1.0
 CHANGES_WAIT_S = 30.0
 ANNOUNCE_TRIES = 5
 EAGER_POLL_GAP_S = 0.05
-RENEWED_WITHIN_S = 1.0
-"""Time after an outage of consensus within which every live node has renewed its lease: the longest pause between two
-connection attempts of its client."""
 LATE_SHARE = 5 / 12
 """Share of its time to live after which a lease without renewal is late. Its node renews it within a third."""
 
@@ -157,10 +155,10 @@ class Membership:
         self._info = info
         self._clock = clock
         self._rand = rand
-        self._ttl_ms = ttl_ms
+        self._ttl_s = ttl_ms / 1000
         self._poll_s = poll_s
-        self._holder = f"{node}-{rand.nonce()}"
-        self._lease: Lease | None = None
+        request = LeaseRequest(LEASE_PREFIX + node, f"{node}-{rand.nonce()}", msgspec.msgpack.encode(info), ttl_ms)
+        self._lease = NodeLease(consensus, request, clock)
         self._members: tuple[Member, ...] = ()
         self._ids: dict[str, int] = {}
         self._late_names: tuple[str, ...] = ()
@@ -170,13 +168,6 @@ class Membership:
         self._wake = asyncio.Event()
         self._runs_out_s = 0.0
         """Time until the next lease expires, as of the last view."""
-        self._renewed_s = 0.0
-        """Send time of the last successful renewal."""
-        self._lapses = 0
-        self._late = False
-        """True if the last renewal is old enough that others' leases may have expired for the same reason."""
-        self._kept_until_s = 0.0
-        """End of the grace after an outage, during which a member stays one though its lease expired."""
         self._left = False
         self._tracker = tracker if tracker is not None else StatusTracker()
         self._tasks = Tasks(self._on_task_failed)
@@ -198,7 +189,7 @@ class Membership:
 
         Raises UnavailableError: call it again.
         """
-        await self._acquire()
+        await self._lease.acquire()
         await self._announce()
         await self._refresh_view()
         self._run_forever("membership:lease", self._keep_lease)
@@ -216,20 +207,21 @@ class Membership:
 
         Other nodes see them with the next renewal of the lease, within a third of its time to live.
         """
-        self._info = msgspec.structs.replace(self._info, captures=captures)
+        self._info = replace(self._info, captures=captures)
+        self._lease.request = replace(self._lease.request, info=msgspec.msgpack.encode(self._info))
 
     async def leave_cluster(self) -> None:
         """Release the lease, so that others take over now rather than after its time to live.
 
         From here on this node leads nothing, and directs clients to the new leaders.
         """
-        lease, self._lease = self._lease, None
+        lease = self._lease.give_up()
         if lease is None or self.superseded is not None:
             return
         self._left = True
         self._set_members(tuple(member for member in self._members if member.name != self.node))
         try:
-            await self._consensus.release(LEASE_PREFIX + self.node, self._holder, lease.term)
+            await self._consensus.release(lease.name, lease.holder, lease.term)
             await self._announce()
         except TidemillError as error:
             _log.info("lease not released; it will expire", node=self.node, cause=str(error))
@@ -269,10 +261,7 @@ class Membership:
         return self._epoch
 
     def lease_lapses(self) -> int:
-        return self._lapses + self._has_lapsed()
-
-    def _has_lapsed(self) -> bool:
-        return self._lease is not None and self._clock.monotonic_s() - self._renewed_s >= self._ttl_ms / 1000
+        return self._lease.lapses()
 
     def request_refresh(self) -> None:
         self._wake.set()
@@ -328,37 +317,13 @@ class Membership:
             self._ids, self._epoch = ids, version.seq + (int(base.data) if base is not None else 0)
             return
 
-    async def _acquire(self) -> None:
-        name, info = LEASE_PREFIX + self.node, msgspec.msgpack.encode(self._info)
-        while True:
-            asked_s = self._clock.monotonic_s()
-            try:
-                self._lease = await self._consensus.acquire(name, self._holder, self._ttl_ms, info)
-                self._renewed_s = asked_s
-                return
-            except ConflictError as conflict:
-                current = conflict.current
-                if not isinstance(current, Lease):
-                    raise
-                _log.info("taking over the lease of an earlier process of this node", node=self.node)
-                await self._consensus.release(name, current.holder, current.term)
-            except UnknownOutcomeError:
-                await asyncio.sleep(EAGER_POLL_GAP_S)
-
     async def _keep_lease(self) -> None:
-        name = LEASE_PREFIX + self.node
         while not self._left:
-            await asyncio.sleep(self._ttl_ms / 3000 * self._rand.uniform(0.8, 1.0))
+            await asyncio.sleep(self._ttl_s / 3 * self._rand.uniform(0.8, 1.0))
             if self._left:
                 return
-            asked_s = self._clock.monotonic_s()
-            info = msgspec.msgpack.encode(self._info)
             try:
-                self._lease = await self._consensus.acquire(name, self._holder, self._ttl_ms, info)
-                self._note_answer()
-                if self._has_lapsed():
-                    self._lapses += 2  # One more than while it had run out.
-                self._renewed_s = asked_s
+                await self._lease.renew()
                 self._tracker.clear_failure("membership:lease")
             except ConflictError as conflict:
                 # A later process has this name. Two that took it from each other would serve no client.
@@ -389,23 +354,12 @@ class Membership:
             except (UnavailableError, UnknownOutcomeError) as error:
                 _log.warning("members not read", node=self.node, cause=str(error))
 
-    def _note_answer(self) -> float:
-        """Note that consensus has just answered. Return for how long an expired member still counts as one (grace)."""
-        now_s = self._clock.monotonic_s()
-        # Every lease is renewed within a third of its time, so this is the earliest time at which another one can
-        # expire.
-        late = self._lease is not None and now_s - self._renewed_s >= self._ttl_ms / 1000 * 2 / 3
-        if late and not self._late:
-            self._kept_until_s = now_s + RENEWED_WITHIN_S
-        self._late = late
-        return max(0.0, self._kept_until_s - now_s)
-
     async def _refresh_view(self) -> None:
         leases = await self._consensus.leases(LEASE_PREFIX)
-        kept_s = self._note_answer()
-        kept = {member.name for member in self._members} if kept_s else set()
+        grace_s = self._lease.grace_after_answer_s()
+        kept = {member.name for member in self._members} if grace_s else set()
         live: dict[str, bytes] = {}
-        runs_out_s = [self._ttl_ms / 1000, *([kept_s] if kept_s else [])]
+        runs_out_s = [self._ttl_s, *([grace_s] if grace_s else [])]
         late: list[str] = []
         for lease in leases:
             name = lease.name.removeprefix(LEASE_PREFIX)
@@ -416,7 +370,7 @@ class Membership:
             if lease.live or (name in kept and lease.holder):
                 live[name] = lease.info
         self._runs_out_s = min(runs_out_s)
-        self._late_names = () if kept_s else tuple(late)
+        self._late_names = () if grace_s else tuple(late)
         if self._left:
             live.pop(self.node, None)  # It may not have been released yet.
         if not live.keys() <= self._ids.keys():

@@ -42,7 +42,7 @@ class _Failing:
         self.restarts = Backoff(FIRST_REOPEN_S, LONGEST_REOPEN_S)
         self.tries = 0
         self.error = ""
-        self.parked = False
+        self.paused = False
         self.waiting = False
         self.opened_s = 0.0
 
@@ -64,7 +64,7 @@ class PartitionSupervisor:
         self._mark_of = mark_of
         self._reopen = reopen
         self._failing: dict[PartitionKey, _Failing] = {}
-        self._told: Counter[str] = Counter()
+        self._reported: Counter[str] = Counter()
         """Status entry to the number of failing partitions that it reports."""
 
     def check_available(self, key: PartitionKey) -> None:
@@ -75,22 +75,22 @@ class PartitionSupervisor:
 
     def marks(self) -> set[str]:
         """Return the names of the status entries that report failing partitions."""
-        return set(self._told)
+        return set(self._reported)
 
     def _status_for(self, key: PartitionKey) -> str:
         own = self._mark_of(key)
-        return own if own in self._told or len(self._told) < OWN_STATUS_MAX else SHARED_STATUS
+        return own if own in self._reported or len(self._reported) < OWN_STATUS_MAX else SHARED_STATUS
 
     def failed(self, key: PartitionKey, fault: BaseException) -> None:
         failing = self._failing.setdefault(key, _Failing())
         if not failing.mark:
             failing.mark = self._status_for(key)
-            self._told[failing.mark] += 1
+            self._reported[failing.mark] += 1
         failing.tries += 1
-        failing.error, failing.parked, failing.waiting = error_sentence(fault), needs_operator(fault), failing.tries > 1
+        failing.error, failing.paused, failing.waiting = error_sentence(fault), needs_operator(fault), failing.tries > 1
         self._publish_failure(key, failing)
         ran_s = self._clock.monotonic_s() - failing.opened_s
-        pause_s = PAUSED_RETRY_S if failing.parked else failing.restarts.pause_s(ran_s)
+        pause_s = PAUSED_RETRY_S if failing.paused else failing.restarts.pause_s(ran_s)
         pause_s = pause_s if failing.waiting else 0.0
         self._tasks.spawn(self._reopen_later(key, failing, pause_s), name=f"reopen {key[0]}/{key[1]}")
 
@@ -115,11 +115,11 @@ class PartitionSupervisor:
         healed = self._failing.pop(key, None)
         if healed is None:
             return
-        self._told[healed.mark] -= 1
-        if self._told[healed.mark]:
+        self._reported[healed.mark] -= 1
+        if self._reported[healed.mark]:
             self._publish_failure(*next((k, f) for k, f in self._failing.items() if f.mark == healed.mark))
             return
-        del self._told[healed.mark]
+        del self._reported[healed.mark]
         if self._tracker is not None:
             self._tracker.clear_failure(healed.mark)
 
@@ -129,4 +129,4 @@ class PartitionSupervisor:
                 f"partition {key[1]}" if failing.mark != SHARED_STATUS else f"{self._mark_of(key)} partition {key[1]}"
             )
             error = f"{which}: {failing.error}"
-            self._tracker.fail(failing.mark, error, now_ms=self._clock.now_ms(), parked=failing.parked)
+            self._tracker.fail(failing.mark, error, now_ms=self._clock.now_ms(), parked=failing.paused)

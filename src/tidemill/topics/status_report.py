@@ -67,7 +67,11 @@ class TopicStatusTotals:
                 self._add(led.topic_id, *(-each for each in counted), -1)
             if led.is_open:
                 position = led.state.high_watermark
-                counted = self._counted[led] = position, position + led.reserved_records, led.state.memory_bytes
+                counted = self._counted[led] = (
+                    position,
+                    position + led.intake.live.reserved_records,
+                    led.state.memory_bytes,
+                )
                 self._add(led.topic_id, *counted, 1)
 
     def _add(self, topic_id: str, *parts: int) -> None:
@@ -98,14 +102,14 @@ def report_statuses(
     own = list(sums.topics)
     if len(own) > OWN_STATUSES_MAX:
         own = nlargest(OWN_STATUSES_MAX, sorted(sums.behind), key=lambda topic_id: sums.topics[topic_id].lag)
-    told = {f"topic:{topics[topic_id].name}": sums.topics[topic_id] for topic_id in own if topic_id in topics}
+    reported = {f"topic:{topics[topic_id].name}": sums.topics[topic_id] for topic_id in own if topic_id in topics}
     if len(own) < len(sums.topics):
-        rest = told[SHARED_STATUS] = PartitionTotals()
+        rest = reported[SHARED_STATUS] = PartitionTotals()
         rest.add(sums.all.position, sums.all.target, 0, 0)
         for topic_id in own:
             rest.add(-sums.topics[topic_id].position, -sums.topics[topic_id].target, 0, 0)
     oldest = writer.oldest_upload()
-    for name, each in told.items():
+    for name, each in reported.items():
         if name in failing:
             continue
         held_by = f"upload:{oldest.key}" if each.lag and oldest is not None else ""
@@ -120,7 +124,7 @@ def report_statuses(
             unit="records",
             share=True,
         )
-    return set(told)
+    return set(reported)
 
 
 class TopicStatuses:

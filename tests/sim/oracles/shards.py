@@ -81,7 +81,7 @@ class Model:
 
     def from_since(self, since: int) -> Counter[Update]:
         """Return the history that is still distinguishable: everything up to `since` is one sum."""
-        return _told(self.updates, since)
+        return _reported(self.updates, since)
 
 
 def check_landed(records: Sequence[bytes], attempts: Mapping[str, Attempt]) -> list[Attempt]:
@@ -122,7 +122,7 @@ def check_reads(reads: Iterable[tuple[int, Counter[Row]]], model: Model) -> None
 
 def check_stored(stored: Iterable[Update], since: int, model: Model) -> None:
     """Check that the stored updates equal the model at every readable time, not only at times that were read."""
-    found, wanted = _told(stored, since), model.from_since(since)
+    found, wanted = _reported(stored, since), model.from_since(since)
     if found != wanted:
         raise Violated(f"history differs from the model: since={since} {difference(found, wanted)}")
 
@@ -165,7 +165,7 @@ def check_nothing_skipped(appends: Iterable[Attempt], topic: Iterable[Command]) 
             raise Violated(f"an append left records out: lower={attempt.lower} {_short(sorted(missed))}")
 
 
-def _told(updates: Iterable[Update], since: int) -> Counter[Update]:
+def _reported(updates: Iterable[Update], since: int) -> Counter[Update]:
     out: Counter[Update] = Counter()
     for key, value, n, time, diff in updates:
         out[key, value, n, max(time, since), 0] += diff

@@ -23,7 +23,7 @@ from tidemill.base.errors import (
     UnknownOutcomeError,
 )
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.consensus.leader_election import run_while_leading
+from tidemill.consensus.leader_election import LeaseRequest, run_while_leading
 from tidemill.metastore.backup import restore_source as source_module
 from tidemill.metastore.backup.restore_source import RestoreSource, check_not_alive
 from tidemill.metastore.bucket_claim import BucketOwnership, claim_bucket, greatest_claim
@@ -84,9 +84,10 @@ class ClusterNode:
                     pause_s = 0.2
                 await asyncio.sleep(pause_s)
 
+        request = LeaseRequest("metastore/0", self.name, ttl_ms=LEASE_TTL_MS)
         while True:
             try:
-                await run_while_leading(self.consensus, "metastore/0", self.name, b"", show, ttl_ms=LEASE_TTL_MS)
+                await run_while_leading(self.consensus, request, show)
             except ClusterReplacedError:
                 return
             except TidemillError:

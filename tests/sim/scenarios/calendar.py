@@ -41,7 +41,7 @@ TOLERANCE = 0.10
 SLACK = 14
 """Tolerated records or objects of one kind: a rollup is due today or tomorrow; a crash leaves work in flight."""
 
-NO_KEEPER = "no-keeper"
+NO_COLLECTOR = "no-keeper"
 
 Evening = Counter[str]
 
@@ -73,15 +73,15 @@ class Month:
             settings=TopicSettings(retention_check_s=2.0, settle_after_s=20.0, rollup_records=16),
         )
         await node.start()
-        if self.fault != NO_KEEPER:
+        if self.fault != NO_COLLECTOR:
             context = JobContext(consensus, objects, metastore, clock, rand, Retention(collect_after_s=4.0))
-            keepers = L0GarbageCollector(context, quiet_s=10.0), RollupCollector(context)
+            collectors = L0GarbageCollector(context, quiet_s=10.0), RollupCollector(context)
 
             async def keep() -> None:
                 while True:
-                    for keeper in keepers:
+                    for collector in collectors:
                         try:
-                            await keeper.run(StepBudget(clock, 1))
+                            await collector.run(StepBudget(clock, 1))
                         except TidemillError as error:
                             self.world.trace(f"a round ends: {error}")
                     await asyncio.sleep(2.0)

@@ -59,13 +59,13 @@ def opening(
     process: Callable[[Metastore, Actor[Process], Rand], Process],
 ) -> Callable[[Actor[Process]], Awaitable[Process]]:
     """Return the builder of a process that leads domains, or with `lead` False only calls leaders."""
-    told = {name: getattr(settings, name) for name in settings.__struct_fields__} | {"lead": lead}
+    reported = {name: getattr(settings, name) for name in settings.__struct_fields__} | {"lead": lead}
 
     async def build(actor: Actor[Process]) -> Process:
         rand = world.rand()
         metastore = create_metastore(
             actor.consensus(), actor.objects(), actor.clock, rand, domains=domains,
-            settings=DomainSettings(**told), holder=f"{actor.name}/{actor.life.number}",
+            settings=DomainSettings(**reported), holder=f"{actor.name}/{actor.life.number}",
         )  # fmt: skip
         await metastore.start()
         return process(metastore, actor, rand)

@@ -166,9 +166,9 @@ class Process:
         self._world.trace(f"status flushed={flushed}")
         self._server.check(flushed, self._storages)
         # In this life's context: a status in flight dies with the connection.
-        self._world.loop.call_later(self._world.source.uniform(0, 0.05), self._told, flushed)
+        self._world.loop.call_later(self._world.source.uniform(0, 0.05), self._reported, flushed)
 
-    def _told(self, flushed: int) -> None:
+    def _reported(self, flushed: int) -> None:
         self._server.confirmed = max(self._server.confirmed, flushed)
 
     async def _stream(self, start: int) -> None:

@@ -46,7 +46,7 @@ class Oracle:
         stored = self.bindings()
         return stored[-1].lsn if stored else 0
 
-    def check_told(self, flushed: int) -> None:
+    def check_reported(self, flushed: int) -> None:
         """Check that every confirmed commit is bound."""
         bound, slot = self.bound, self._db.slot_lsn
         unbound = [t.lsn for t in self._db.log if t.sent and max(bound, slot) < t.lsn <= flushed]
@@ -113,7 +113,7 @@ class Oracle:
         assert snapshot is not None
         seen = PgSnapshot(snapshot.xmin, snapshot.xmax, frozenset(snapshot.xip))
         taken = self._db.snapshots[seen, snapshot.lsn]
-        wanted = self._db.wanted(row.oid, taken.visible, row.parked_lsn or LSN_NEVER, topic.partitions)
+        wanted = self._db.wanted(row.oid, taken.visible, row.paused_lsn or LSN_NEVER, topic.partitions)
         reader = LogPartitionReader(self._world.consensus, self._world.objects)
         parts: list[list[Wanted]] = []
         copied: list[bytes | None] = []
@@ -123,14 +123,14 @@ class Oracle:
             found = [Wanted(read_position(r), r.key, r.value) for b in batches for r in decode_batch(b).records]
             parts.append(found)
             start = sum(record.position.commit_lsn == 0 for record in found)
-            aside = sum(record.position.commit_lsn <= snapshot.joined_lsn for record in due)
-            if snapshot.offsets[partition] != start + aside:
-                raise Violated(f"a table joins elsewhere: table={row.table}/{partition} copied={start} aside={aside}"
-                               f" snapshot={snapshot}")  # fmt: skip
+            of_side_topic = sum(record.position.commit_lsn <= snapshot.joined_lsn for record in due)
+            if snapshot.offsets[partition] != start + of_side_topic:
+                raise Violated(f"a table joins elsewhere: table={row.table}/{partition} copied={start}"
+                               f" aside={of_side_topic} snapshot={snapshot}")  # fmt: skip
             copied += [record.key for record in found[:start]]
             held = found[start:]
             # Records that a transaction wrote before it paused the table remain, unbound.
-            more = row.parked_lsn and all(r.position.commit_lsn >= row.parked_lsn for r in held[len(due) :])
+            more = row.paused_lsn and all(r.position.commit_lsn >= row.paused_lsn for r in held[len(due) :])
             if held[: len(due)] != due or (len(held) > len(due) and not more):
                 first = next((i for i, pair in enumerate(zip(held, due, strict=False)) if pair[0] != pair[1]), len(due))
                 held, due = held[first : first + 3], due[first : first + 3]
@@ -150,7 +150,7 @@ class Oracle:
             shown: dict[bytes, bytes] = {}
             for records, offset in zip(parts, offsets, strict=True):
                 shown |= _folded(records[:offset])
-            rows = self._db.select(row.oid, frozenset(), min(binding.lsn, (row.parked_lsn or LSN_NEVER) - 1))
+            rows = self._db.select(row.oid, frozenset(), min(binding.lsn, (row.paused_lsn or LSN_NEVER) - 1))
             due = {_text({"id": int(key)}): _text({**held, "id": int(key)}) for key, held in rows.items()}
             if shown != due:
                 keys = {key: (shown.get(key), due.get(key)) for key in shown | due if shown.get(key) != due.get(key)}

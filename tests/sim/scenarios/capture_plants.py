@@ -110,11 +110,11 @@ def _forgetful(world: World) -> Callable[..., Binder]:
     """Plant the fault lost-notice: some notices that a commit is bound are dropped."""
 
     def make(remap: Any, clock: Any, on_bound: Callable[[ChangePosition], None], **options: Any) -> Binder:
-        def told(position: ChangePosition) -> None:
+        def reported(position: ChangePosition) -> None:
             if world.source.random() >= 0.3:
                 on_bound(position)
 
-        return Binder(remap, clock, told, **options)
+        return Binder(remap, clock, reported, **options)
 
     return make
 

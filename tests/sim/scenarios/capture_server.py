@@ -217,9 +217,9 @@ class Stream:
         world.trace(f"status flushed={flushed - 1}")
         self._server.on_status(flushed - 1)
         # In this life's context: a status in flight at the end of the connection is lost.
-        world.loop.call_later(world.source.uniform(0, 0.05), self._told, flushed - 1)
+        world.loop.call_later(world.source.uniform(0, 0.05), self._reported, flushed - 1)
 
-    def _told(self, flushed: int) -> None:
+    def _reported(self, flushed: int) -> None:
         with contextlib.suppress(UnavailableError):
             if not self._closed and self._db.confirmed is not None:
                 self._db.confirmed = max(self._db.confirmed, flushed)

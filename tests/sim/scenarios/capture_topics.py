@@ -133,7 +133,7 @@ async def _run(world: World, fault: str, db: Database, stack: contextlib.ExitSta
     if fault == "seed002":
         config = replace(config, fragment_changes=2)
     oracle = Oracle(world, db, config)
-    server = Server(db, oracle.check_told, late_publication=fault == "late-publication")
+    server = Server(db, oracle.check_reported, late_publication=fault == "late-publication")
     stack.enter_context(answering(server))
     settings = TopicSettings(
         object_bytes=source.choice((300, 1 << 20)),
@@ -287,8 +287,8 @@ async def _settled(world: World, db: Database, capture: Actor[Process], oracle: 
         node = capture.node
         facts = node.capture.facts()
         sent = max((txn.lsn for txn in db.log if txn.sent), default=0)
-        told = db.confirmed is not None and db.confirmed >= db.lsn and oracle.bound >= sent
-        return told and facts.get("pending") == {} and node.capture.streaming
+        reported = db.confirmed is not None and db.confirmed >= db.lsn and oracle.bound >= sent
+        return reported and facts.get("pending") == {} and node.capture.streaming
 
     async def copied() -> bool:
         try:

@@ -214,7 +214,7 @@ async def check(world: World, history: History) -> None:
         standing = [record.data for record in (await world.consensus.read(SUBMITTED, 0)).records]
     except TidemillError as error:
         raise Violated(f"the submitted log cannot be read: {error}") from error
-    for record, told in history.submitted.items():
+    for record, reported in history.submitted.items():
         count = standing.count(record)
-        if count > 1 or (told and count != 1):
-            raise Violated(f"a submitted record stands {count} times: record={record!r} told={told}")
+        if count > 1 or (reported and count != 1):
+            raise Violated(f"a submitted record stands {count} times: record={record!r} told={reported}")

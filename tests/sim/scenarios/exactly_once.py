@@ -254,7 +254,7 @@ class Worker:
             async def add(node: Broker) -> int:
                 return await node.transactions.add(self._id, *self._identity, partitions=places)
 
-            self._told(await self._coded(add, self._owner))
+            self._reported(await self._coded(add, self._owner))
         for partition in some:
             await self._slow()
             to[partition] += self._source.randint(1, 3)
@@ -269,7 +269,7 @@ class Worker:
         if self._world.faults.healed:
             self.done_healed |= set(some)
 
-    def _told(self, code: int) -> None:
+    def _reported(self, code: int) -> None:
         if code in (error_codes.PRODUCER_FENCED, error_codes.INVALID_PRODUCER_ID_MAPPING):
             raise Died(f"code={code}")
         if code:
@@ -295,7 +295,7 @@ class Worker:
             async def add(node: Broker) -> int:
                 return await node.transactions.add_group(*identity, GROUP)
 
-            self._told(await self._coded(add, self._owner))
+            self._reported(await self._coded(add, self._owner))
 
         async def commit(node: Broker) -> int:
             if self._cluster.two_minds:
@@ -305,7 +305,7 @@ class Worker:
                 node.groups, node.transactions, identity, GROUP, member, offsets, adds=self._bumps
             )  # fmt: skip
 
-        self._told(await self._group(commit))
+        self._reported(await self._group(commit))
 
     async def _end(self, *, commit: bool) -> None:
         """End the transaction. Raises Died if it came too late."""
@@ -314,15 +314,15 @@ class Worker:
             if not self._bumps:
                 return await node.transactions.end(self._id, *self._identity, commit=commit)
             code, *given = await node.transactions.end_bumping(self._id, *self._identity, commit=commit)
-            told[:] = given
+            reported[:] = given
             return code
 
-        told: list[int] = []
+        reported: list[int] = []
         code = await self._coded(end, self._owner)
         if code:
             raise Died(f"end code={code}")
         if self._bumps:
-            self._identity, self._sequences = (told[0], told[1]), {}
+            self._identity, self._sequences = (reported[0], reported[1]), {}
 
 
 async def run(world: World, fault: str = "") -> None:

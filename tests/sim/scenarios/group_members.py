@@ -44,7 +44,7 @@ class Modern:
 
     def _forget(self) -> None:
         self._epoch = 0
-        self._told: frozenset[int] = frozenset()
+        self._reported: frozenset[int] = frozenset()
         self.partitions: frozenset[int] = frozenset()
 
     async def work(self) -> None:
@@ -94,13 +94,13 @@ class Modern:
             raise Violated(f"an epoch went back: member={self._member} {self._epoch} to {answer.epoch}")
         self._epoch = answer.epoch
         if answer.assignment is not None:
-            self._told = frozenset(answer.assignment.get(TOPIC, frozenset()))
-            self.partitions &= self._told
-            self._shared.told(self._member, self._epoch, self._told)
-            self._world.trace(f"{self._member} has {sorted(self._told)} of {self._epoch}")
+            self._reported = frozenset(answer.assignment.get(TOPIC, frozenset()))
+            self.partitions &= self._reported
+            self._shared.reported(self._member, self._epoch, self._reported)
+            self._world.trace(f"{self._member} has {sorted(self._reported)} of {self._epoch}")
 
     async def _take_up(self) -> None:
-        new = self._told - self.partitions
+        new = self._reported - self.partitions
         found = await read(self._shared, new)
         if found is not None and new:
             self._at |= found

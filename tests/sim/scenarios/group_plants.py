@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 from asyncio import Future
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 from sim.world import swapped
 from tidemill.base.errors import ConflictError
-from tidemill.kafka.groups import coordinator
+from tidemill.kafka.groups import coordinator, group_runner
 from tidemill.kafka.groups.classic.state import ClassicGroup
 from tidemill.kafka.groups.consumer.state import ConsumerGroup
 from tidemill.kafka.groups.coordinator import GroupCoordinator, GroupUnavailableError
 from tidemill.kafka.groups.group_records import Rows
-from tidemill.kafka.groups.group_runner import GroupRunner, _send_answers
+from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.group_store import GroupFencedError, GroupStore
+from tidemill.kafka.groups.group_writer import GroupWriter, send_answers
 from tidemill.kafka.transactions.coordinator import TransactionCoordinator
 from tidemill.kafka.transactions.group_offsets import Identity, Member
 from tidemill.kafka.transactions.state import Offsets
@@ -34,13 +36,13 @@ class UnfencedStore(GroupStore):
             raise GroupFencedError from conflict
 
 
-class EarlyRunner(GroupRunner):
+class EarlyWriter(GroupWriter):
     """Planted fault early-assignment: members receive their assignment before it is durable."""
 
     def _begin_store(self, group: ClassicGroup | ConsumerGroup) -> tuple[Rows, Callable[[int], None]]:
         rows, stored = super()._begin_store(group)
         stored(0)
-        _send_answers(group)
+        send_answers(group)
         return rows, stored
 
 
@@ -93,17 +95,17 @@ async def store_offsets_checked_once(
     return code or await transactions.commit_offsets(*identity, group, offsets, adds=adds)
 
 
-PLACES: dict[str, tuple[str, object]] = {
-    "unfenced-offset": ("GroupStore", UnfencedStore),
-    "early-assignment": ("GroupRunner", EarlyRunner),
-    "empty-handed": ("GroupRunner", EmptyHandedRunner),
-    "stale-commit": ("GroupRunner", StaleRunner),
-    "stays-replaced": ("GroupRunner", StayingRunner),
+PLACES: dict[str, tuple[ModuleType, str, object]] = {
+    "unfenced-offset": (coordinator, "GroupStore", UnfencedStore),
+    "early-assignment": (group_runner, "GroupWriter", EarlyWriter),
+    "empty-handed": (coordinator, "GroupRunner", EmptyHandedRunner),
+    "stale-commit": (coordinator, "GroupRunner", StaleRunner),
+    "stays-replaced": (coordinator, "GroupRunner", StayingRunner),
 }
 
 
 @contextlib.contextmanager
 def planted(fault: str) -> Iterator[None]:
     """Plant one of the faults that replace a part of the coordinator."""
-    with swapped(coordinator, *PLACES[fault]) if fault in PLACES else contextlib.nullcontext():
+    with swapped(*PLACES[fault]) if fault in PLACES else contextlib.nullcontext():
         yield

@@ -24,7 +24,7 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic.state import GroupLimits, JoinRequest, SyncRequest
 from tidemill.kafka.groups.consumer.state import Topic
-from tidemill.kafka.groups.coordinator import GroupCoordinator, GroupUnavailableError
+from tidemill.kafka.groups.coordinator import CoordinatorLimits, GroupCoordinator, GroupUnavailableError
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import assigned_places, encode_assignment
 from tidemill.metastore.domain.settings import DomainSettings
@@ -103,8 +103,8 @@ class Shared:
             )
 
         coordinator = GroupCoordinator(
-            metastore, is_own, actor.clock, rand, node=actor.name, limits=lambda _: self.limits, groups_max=10,
-            groups_bytes_max=1 << 20, tracker=StatusTracker(),
+            metastore, is_own, actor.clock, rand, node=actor.name, tracker=StatusTracker(),
+            limits=CoordinatorLimits(lambda _: self.limits, 10, 1 << 20),
         )  # fmt: skip
         if membership is not None:
             membership.on_change(coordinator.apply_ownership)
@@ -129,7 +129,7 @@ class Shared:
     def has_retired(self) -> bool:
         return self.retires and self.world.faults.healed
 
-    def told(self, member: str, epoch: int, partitions: frozenset[int]) -> None:
+    def reported(self, member: str, epoch: int, partitions: frozenset[int]) -> None:
         """Record an assignment. Answers arrive in any order; their epochs order them."""
         self.telling += 1
         for partition in partitions:
@@ -268,7 +268,7 @@ class Consumer:
                 self.partitions = frozenset(p for _, p in assigned_places(answer.assignment))  # type: ignore[attr-defined]
                 self._world.trace(f"{self._member} has {sorted(self.partitions)} of {self._generation}")
                 if self._shared.is_mixed:
-                    self._shared.told(self._member, self._generation, self.partitions)
+                    self._shared.reported(self._member, self._generation, self.partitions)
                 else:
                     self._shared.assign(self._generation, self._member, self.partitions)
                 return True

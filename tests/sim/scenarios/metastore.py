@@ -44,7 +44,7 @@ from tidemill.metastore.domain.codec import decode_command
 from tidemill.metastore.domain.commands import PersistManifest
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.replicated_manifest import ANY_EPOCH
-from tidemill.metastore.domain.settings import DomainSettings, prefix_of
+from tidemill.metastore.domain.settings import DomainContext, DomainSettings, prefix_of
 from tidemill.metastore.domain.state import DomainState
 from tidemill.metastore.lsm import gc as gc_module
 from tidemill.metastore.lsm.file_store import SstFiles
@@ -166,12 +166,19 @@ def nodes(shared: Shared) -> list[Actor[Domain]]:
     )
     tool = DomainSettings(**{name: getattr(settings, name) for name in settings.__struct_fields__} | {"lead": False})
 
-    def builder(told: DomainSettings) -> Callable[[Actor[Domain]], Awaitable[Domain]]:
+    def builder(reported: DomainSettings) -> Callable[[Actor[Domain]], Awaitable[Domain]]:
         async def build(actor: Actor[Domain]) -> Domain:
             return await Domain.open(
-                actor.consensus(), actor.objects(), NAME, holder=actor.name, clock=actor.clock,
-                rand=world.rand(), settings=told,
-            )  # fmt: skip
+                DomainContext(
+                    actor.consensus(),
+                    actor.objects(),
+                    NAME,
+                    holder=actor.name,
+                    clock=actor.clock,
+                    rand=world.rand(),
+                    settings=reported,
+                )
+            )
 
         return build
 
@@ -419,7 +426,7 @@ def leave_collection(shared: Shared, victim: Actor[Domain]) -> None:
     leader = victim.node._leader if victim.ready else None
     if leader is None or leader.has_ended or source.random() < 0.4:
         return
-    roots: Roots = leader.database._roots()
+    roots: Roots = leader.database.background.roots()
     prefix = prefix_of(victim.node.domain_uuid)
     collector = GarbageCollector(
         SstFiles(world.objects, prefix), BucketManifests(world.objects, prefix, world.rand()),
@@ -454,9 +461,16 @@ async def lose_consensus(shared: Shared, rows: dict[bytes, Found]) -> dict[bytes
         # Nothing was persisted after commits were lost: the newest manifest belongs to the lost history.
         return {}
     domain = await Domain.open(
-        world.consensus, world.objects, NAME, holder="restorer", clock=world.clock, rand=world.rand(),
-        settings=DomainSettings(lease_ttl_ms=1_000, options=shared.options),
-    )  # fmt: skip
+        DomainContext(
+            world.consensus,
+            world.objects,
+            NAME,
+            holder="restorer",
+            clock=world.clock,
+            rand=world.rand(),
+            settings=DomainSettings(lease_ttl_ms=1_000, options=shared.options),
+        )
+    )
     try:
         await domain.reset(uuid, newest)
         kept = before.rows({}, newest.last_seqno)

@@ -59,7 +59,7 @@ class Shared:
         """Return the writers, not yet started."""
         raise NotImplementedError
 
-    def beside(self) -> list[tuple[Actor[Node], Callable[[Any, Node], Awaitable[None]]]]:
+    def other_work(self) -> list[tuple[Actor[Node], Callable[[Any, Node], Awaitable[None]]]]:
         """Return further actors and the work that they do until the end."""
         return []
 

@@ -49,7 +49,7 @@ class Upserts(Shared):
     def cast(self) -> list[Actor[Node]]:
         return [Actor(self.world, f"upsert-{i}", build) for i in range(self.world.source.choice((1, 2, 3, 4)))]
 
-    def beside(self) -> list[tuple[Actor[Node], Callable[[Any, Node], Awaitable[None]]]]:
+    def other_work(self) -> list[tuple[Actor[Node], Callable[[Any, Node], Awaitable[None]]]]:
         return [(Actor(self.world, f"minter-{i}", build), lambda shared, node: shared.topic.mint(node)) for i in (0, 1)]
 
     async def feed(self) -> None:

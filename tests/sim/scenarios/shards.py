@@ -86,11 +86,11 @@ def _eager(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
 async def play(world: World, shared: Shared) -> None:
     source = world.source
     writers = shared.cast()
-    beside = shared.beside()
-    beside += [(Actor(world, f"evolver-{i}", build), evolve) for i in range(source.choice((0, 0, 1, 2)))]
+    other_work = shared.other_work()
+    other_work += [(Actor(world, f"evolver-{i}", build), evolve) for i in range(source.choice((0, 0, 1, 2)))]
     names = ("reader", "long-reader", "listener")
     reader, long_reader, listener = (Actor(world, name, build) for name in names)
-    keepers = [Actor(world, f"keeper-{i}", build) for i in range(source.choice((0, 1, 1, 2)))]
+    maintainers = [Actor(world, f"keeper-{i}", build) for i in range(source.choice((0, 1, 1, 2)))]
     stop: asyncio.Future[None] = world.loop.create_future()
     async with Crew() as crew:
         writing = [crew.spawn(keep(shared, writer, type(shared).write, stop)) for writer in writers]
@@ -99,8 +99,8 @@ async def play(world: World, shared: Shared) -> None:
             crew.spawn(keep(shared, reader, read, stop)),
             crew.spawn(keep(shared, long_reader, read_long, stop)),
             crew.spawn(keep(shared, listener, listen, stop)),
-            *(crew.spawn(keep(shared, keeper, keep_up, stop)) for keeper in keepers),
-            *(crew.spawn(keep(shared, actor, work, stop)) for actor, work in beside),
+            *(crew.spawn(keep(shared, maintainer, keep_up, stop)) for maintainer in maintainers),
+            *(crew.spawn(keep(shared, actor, work, stop)) for actor, work in other_work),
         ]
         for _ in range(source.choice((0, 1, 3, 6))):
             await asyncio.sleep(source.uniform(0, 0.8))

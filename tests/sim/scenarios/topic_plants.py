@@ -20,10 +20,12 @@ from tidemill.topics.l1 import reconciler
 from tidemill.topics.l1.reconciler import Reconciler
 from tidemill.topics.leader_check import LeaderCheck
 from tidemill.topics.local_topics import LocalTopics
-from tidemill.topics.partition import leader
+from tidemill.topics.partition import batch_intake, leader
+from tidemill.topics.partition.batch_intake import BatchIntake
 from tidemill.topics.partition.leader import PartitionLeader
 from tidemill.topics.partition.live_batches import LiveBatches
 from tidemill.topics.partition.pending_batch import PendingBatch
+from tidemill.topics.partition.recovery import partition_log
 from tidemill.topics.partition.state_machine.apply import apply
 from tidemill.topics.partition.state_machine.codec import encode_command
 from tidemill.topics.partition.transaction_verification import TransactionVerification
@@ -35,7 +37,7 @@ class _NoQueue:
         return None
 
 
-class LateReservation(PartitionLeader):
+class LateReservation(BatchIntake):
     """Planted fault `seed000`: a producer's place in line is reserved after the upload."""
 
     def produce_nowait(
@@ -53,7 +55,7 @@ class LateReservation(PartitionLeader):
         super().batch_uploaded(pending)
 
 
-class LateMarker(PartitionLeader):
+class LateMarker(BatchIntake):
     """Planted fault late-marker: a marker does not say which transaction it ends."""
 
     def write_marker_nowait(
@@ -62,14 +64,14 @@ class LateMarker(PartitionLeader):
         return super().write_marker_nowait(marker, None)
 
 
-class UnorderedConnection(PartitionLeader):
+class UnorderedConnection(BatchIntake):
     """Planted fault unordered-connection: batches without producer id are in the order of their uploads' ends."""
 
     def _line_of(self, sender: Hashable) -> Hashable:
         return object()
 
 
-class FencedFirst(PartitionLeader):
+class FencedFirst(BatchIntake):
     """Planted fault fence-before-redeem: a batch occupies a place in the log while it waits for its turn."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -85,12 +87,12 @@ class FencedFirst(PartitionLeader):
             then(ticket)
 
         def spawn(ticket: Any, then: Callable[[Any], None]) -> None:
-            around.tasks.spawn(fenced(ticket, then), name=f"fence {self._log_name}")
+            around.tasks.spawn(fenced(ticket, then), name=f"fence {partition_log(self.topic_id, self.partition)}")
 
         places.redeem = spawn  # type: ignore[method-assign]
 
 
-class ToldEarly(PartitionLeader):
+class ReportedEarly(PartitionLeader):
     """Planted fault `told-early`: readers see a batch while its append is in flight."""
 
     async def _propose(self, command: Any) -> None:
@@ -162,13 +164,13 @@ def _record_nothing(self: LocalTopics, topic_id: str, partition: int, batch: obj
 
 
 PLACES: dict[str, tuple[ModuleType | type, str, object]] = {
-    "seed000": (led_partitions, "PartitionLeader", LateReservation),
-    "late-marker": (led_partitions, "PartitionLeader", LateMarker),
-    "unordered-connection": (led_partitions, "PartitionLeader", UnorderedConnection),
-    "fence-before-redeem": (led_partitions, "PartitionLeader", FencedFirst),
-    "told-early": (led_partitions, "PartitionLeader", ToldEarly),
-    "marker-before-data": (leader, "TransactionVerification", LastingPermits),
-    "release-failed": (leader, "LiveBatches", ReleasedBatches),
+    "seed000": (leader, "BatchIntake", LateReservation),
+    "late-marker": (leader, "BatchIntake", LateMarker),
+    "unordered-connection": (leader, "BatchIntake", UnorderedConnection),
+    "fence-before-redeem": (leader, "BatchIntake", FencedFirst),
+    "told-early": (led_partitions, "PartitionLeader", ReportedEarly),
+    "marker-before-data": (batch_intake, "TransactionVerification", LastingPermits),
+    "release-failed": (batch_intake, "LiveBatches", ReleasedBatches),
     "forget-before-add": (local_topics, "Reconciler", EarlyForgetting),
     "first-data-base": (reconciler, "_build_object", _build_from_data),
     "below-start": (TimestampLookup, "first_at", _first_in_batch),

@@ -125,7 +125,7 @@ class Cluster:
         self.fates: dict[bytes, bool] = {}
         """Record of a transaction → whether it is, or will be, committed."""
         self.fault = fault
-        self.keeper = Actor(world, "keeper", self._build_keeper)
+        self.collector = Actor(world, "keeper", self._build_collector)
         self.collection_fault = fault if fault in COLLECTION_FAULTS else ""
         self.brokers = [Actor(world, name, self._build) for name in ("broker-a", "broker-b")]
         self.acknowledged: dict[bytes, Place] = {}
@@ -142,13 +142,13 @@ class Cluster:
         self.lives: Lives | None = None
         self.failure: BaseException | None = None
 
-    async def _build_keeper(self, actor: Actor[L0GarbageCollector]) -> L0GarbageCollector:
+    async def _build_collector(self, actor: Actor[L0GarbageCollector]) -> L0GarbageCollector:
         """Build a process that collects all the time: without delay, or after one in which batches are in flight."""
         consensus, objects, rand = actor.consensus(), actor.objects(), self.world.rand()
         metastore = create_metastore(consensus, objects, actor.clock, rand, holder=str(actor.life), settings=EAGER)
         retention = Retention(collect_after_s=self.world.source.choice((0.0, 0.5)), orphans_after_s=1.0)
         context = JobContext(consensus, objects, metastore, actor.clock, rand, retention)
-        keeper = COLLECTORS.get(self.fault, L0GarbageCollector)(context, quiet_s=2.0)
+        collector = COLLECTORS.get(self.fault, L0GarbageCollector)(context, quiet_s=2.0)
         l1 = L1GarbageCollector(context, registered_s=1.0)
         levels = L1Merger(context, target_bytes=self.world.source.choice((300, 1 << 20)), fanout=2)
         compaction = COMPACTIONS.get(self.fault, TopicCompaction)(
@@ -161,7 +161,7 @@ class Cluster:
         stages = [PartitionsStage(consensus, objects, metastore, actor.clock)]
         checkpoint = Checkpointer(metastore, stages, actor.clock, holder=str(actor.life))
 
-        jobs = [l1.run, levels.run, compaction.run, keeper.run] if self.settings.reconcile else [keeper.run]
+        jobs = [l1.run, levels.run, compaction.run, collector.run] if self.settings.reconcile else [collector.run]
         if self.lives is not None:
             jobs.append(rollups.run)
         steps: list[Callable[[], Awaitable[object]]] = [checkpoint.round] if self.settings.reconcile else []
@@ -178,7 +178,7 @@ class Cluster:
 
         self.collecting = Tasks(self._broken)
         self.collecting.spawn(collect(), name="collect")
-        return keeper
+        return collector
 
     def key(self, value: bytes) -> bytes | None:
         """Return the key of a new record: one of a few if the topic is compacted."""
@@ -397,11 +397,11 @@ async def nemesis(cluster: Cluster) -> None:
     cuts = cluster.fault in CUT_FAULTS
     for _ in range(source.choice((8, 8, 8, 8) if cuts else (0, 1, 2, 4))):
         await asyncio.sleep(source.uniform(0, 1.0) ** 2 * 3.0)
-        broker: Actor[Any] = source.choice([*cluster.brokers, cluster.keeper])
+        broker: Actor[Any] = source.choice([*cluster.brokers, cluster.collector])
         if source.random() < 0.2:
             broker.clock.skew_ms = source.choice((-60_000, -500, 500, 60_000))
             cluster.world.trace(f"{broker.life} clock jumps to {broker.clock.skew_ms:+d} ms")
-        elif cluster.config and broker is not cluster.keeper and (cuts or source.random() < 0.5):
+        elif cluster.config and broker is not cluster.collector and (cuts or source.random() < 0.5):
             cut(cluster, broker)
         elif broker.up:
             broker.crash()
@@ -439,7 +439,7 @@ async def _run(world: World, fault: str) -> None:
     if fault in HANDOVER_FAULTS:
         cluster.brokers[0].crash()  # the other leads when this lease has ended, and gets requests before that
     if kept:
-        await cluster.keeper.start()
+        await cluster.collector.start()
     stop = asyncio.Event()
     async with Crew() as crew:
         producers = [
@@ -467,7 +467,7 @@ async def _run(world: World, fault: str) -> None:
         stop.set()
         await asyncio.wait(consumers)
         await world.answered()
-        if cluster.keeper.up:
+        if cluster.collector.up:
             await collected(cluster)
     for actor in world.actors:
         actor.crash()

@@ -29,7 +29,7 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic.state import GroupLimits
-from tidemill.kafka.groups.coordinator import GroupCoordinator
+from tidemill.kafka.groups.coordinator import CoordinatorLimits, GroupCoordinator
 from tidemill.kafka.transactions.completion import TransactionCompletion
 from tidemill.kafka.transactions.coordinator import TransactionCoordinator, TransactionLimits
 from tidemill.kafka.transactions.group_offsets import CoordinatedOffsets, store_offsets
@@ -201,9 +201,7 @@ class Cluster:
             actor.clock,
             rand,
             node=actor.name,
-            limits=lambda _: GroupLimits(initial_delay_ms=0, session_ms_min=10),
-            groups_max=10,
-            groups_bytes_max=1 << 20,
+            limits=CoordinatorLimits(lambda _: GroupLimits(initial_delay_ms=0, session_ms_min=10), 10, 1 << 20),
             tracker=StatusTracker(),
         )
         groups.apply_ownership()

@@ -241,11 +241,11 @@ def test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_r
             assert switched == [["body", "note"], [], [], [], ["body", "note"]]
             await world.sql("ALTER TABLE wide REPLICA IDENTITY FULL")
 
-            async def told() -> bool:
+            async def reported() -> bool:
                 found = await world.table("public.wide")
                 return found is not None and found.identity == "FULL"
 
-            await until(told, "the list shows the identity in use")
+            await until(reported, "the list shows the identity in use")
         done = await drop_capture(world.config(), world.catalogue)
         assert done.publication and done.slot and done.identities == {}
         assert await identity(world, "wide") == "f", "what was not taken is not given back"

@@ -59,14 +59,14 @@ def append_slowly() -> None:
         await asyncio.sleep(0.02)
         return await whole(self, partition, at)
 
-    async def told(self: Any, *args: Any) -> int:
+    async def reported(self: Any, *args: Any) -> int:
         print("appending", flush=True)
         return await to(self, *args)
 
     side_topic_append.READ_BYTES = 2048
     side_topic.MAX_RECORDS_BETWEEN_SESSIONS, table_adder.MAX_REMAINING_RECORDS = 100, 5
     wal_hold.RECORD_S = 0.2
-    SideTopicAppender._fetch_batches, SideTopicAppender.append_up_to = read, told  # type: ignore[method-assign]
+    SideTopicAppender._fetch_batches, SideTopicAppender.append_up_to = read, reported  # type: ignore[method-assign]
 
 
 if __name__ == "__main__":

@@ -126,11 +126,11 @@ class Log:
         self.next: dict[tuple[str, int], int] = {}
 
     def produce_nowait(self, topic_id: str, partition: int, data: bytearray) -> asyncio.Future[ProduceResult]:
-        lane = (topic_id, partition)
-        self.batches.setdefault(lane, []).append(bytes(data))
+        place = (topic_id, partition)
+        self.batches.setdefault(place, []).append(bytes(data))
         count = int.from_bytes(data[57:61], "big")
-        base = self.next.get(lane, int.from_bytes(data[53:57], "big"))
-        self.next[lane] = base + count
+        base = self.next.get(place, int.from_bytes(data[53:57], "big"))
+        self.next[place] = base + count
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         future.set_result(ProduceResult(base, 0, 0))
         return future

@@ -121,11 +121,11 @@ class World:
     async def streams(self, capture: Capture, task: asyncio.Future[None]) -> None:
         """Wait until the capture streams; fail with the reason if it is paused."""
 
-        def parked() -> bool:
+        def is_paused() -> bool:
             failure = self.tracker.failure(capture.config.mark)
             return failure is not None and failure.parked
 
-        await until(lambda: capture.streaming or task.done() or parked(), "the capture streams")
+        await until(lambda: capture.streaming or task.done() or is_paused(), "the capture streams")
         if task.done():
             task.result()
         assert capture.streaming, self.tracker.failure(capture.config.mark)
@@ -208,7 +208,7 @@ class World:
 
         await until(holds, f"tables flow: {names}")
 
-    async def parked(self, name: str, words: str = "") -> CaptureTableRow:
+    async def paused(self, name: str, words: str = "") -> CaptureTableRow:
         """Wait until table `public.<name>` is paused with `words` in its reason; return its row."""
         found: list[CaptureTableRow] = []
 
@@ -324,7 +324,7 @@ def mark_of(world: World, capture: Capture) -> tuple[StageStatus, StageState]:
     return mark, derive_status(mark, "p", now_ms, now_ms).state
 
 
-def told(world: World, capture: Capture, name: str) -> DerivedStatus | None:
+def reported(world: World, capture: Capture, name: str) -> DerivedStatus | None:
     """Return the current status of a table, or of the capture itself."""
     capture._publish_status()
     now_ms = world.clock.now_ms()

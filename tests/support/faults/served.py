@@ -126,7 +126,7 @@ class Served:
             found = dict(zip(paths, pool.map(took_s, paths), strict=True))
         assert max(found.values()) < ENDPOINT_S, found
 
-    def told(self, mark: str, words: str, *, ready: int | None) -> dict[str, float]:
+    def reported(self, mark: str, words: str, *, ready: int | None) -> dict[str, float]:
         """Seconds until each way of asking names the fault; `ready`: the status of /readyz, None = either."""
         return {place: s for place, (s, _) in named(self.get, self.path, mark, words, ready=ready).items()}
 

@@ -17,6 +17,7 @@ from typing import Any
 from prometheus_client import start_http_server
 
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
 from tidemill.base.runtime.loop_lag import LoopLagMonitor
 from tidemill.consensus.factory import open_consensus
@@ -56,12 +57,14 @@ async def serve(directory: str, port: int, words: list[str]) -> None:
         settings=TopicSettings(**settings_of(words, "topics.")),
     )
     await topics.start()
+    limits = settings_of(words, "kafka.")
+    section = {key: limits.pop(key) for key in KafkaSection.model_fields if key in limits}
     server = KafkaServer(
         BrokerServices(
             topics=topics, catalogue=catalogue, consensus=consensus, nodes=membership, clock=clock, rand=rand, name=name
         ),
         [Listener(DEFAULT, "127.0.0.1", port)],
-        settings=KafkaSettings(**settings_of(words, "kafka.")),
+        settings=KafkaSettings(KafkaSection(**section), **limits),
     )
     install_gc_tuning()
     print("listening", await server.start(), flush=True)

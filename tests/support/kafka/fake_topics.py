@@ -51,7 +51,7 @@ class FakeFollowing:
     def __init__(self, topics: FakeTopicLog) -> None:
         self._topics = topics
         self._reads: dict[Hashable, FetchRead] = {}
-        self._told: dict[Hashable, int] = {}
+        self._reported: dict[Hashable, int] = {}
 
     def __len__(self) -> int:
         return len(self._reads)
@@ -67,7 +67,7 @@ class FakeFollowing:
 
     def drop(self, key: Hashable) -> None:
         self._reads.pop(key, None)
-        self._told.pop(key, None)
+        self._reported.pop(key, None)
 
     def close(self) -> None:
         self._reads.clear()
@@ -79,9 +79,9 @@ class FakeFollowing:
         )
         answers = []
         for key, got in zip(keys, found, strict=True):
-            if got.batches or got.error or self._told.get(key) != got.high_watermark:
+            if got.batches or got.error or self._reported.get(key) != got.high_watermark:
                 answers.append((key, got))
-                self._told[key] = got.high_watermark
+                self._reported[key] = got.high_watermark
         return answers
 
 

@@ -21,13 +21,14 @@ from joserfc.jwk import OctKey
 from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import RawClient, code
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.config.listeners import OauthSection, TlsSection
 from tidemill.kafka.net.listener_security import ListenerSecurity
 from tidemill.security.acls import AclRule, Operation, Pattern, Permission, Resource
-from tidemill.security.oauth_tokens import TokenSettings, TokenVerifier
+from tidemill.security.oauth_tokens import TokenVerifier
 from tidemill.security.principals import principal_rules
 from tidemill.security.sasl import MECHANISMS, Authenticator
 from tidemill.security.scram import NAMES, derive_credential
-from tidemill.security.tls import ServerCertificates, TlsSettings
+from tidemill.security.tls import ServerCertificates
 from tidemill.security.users import Users
 
 DAY = datetime.timedelta(days=1)
@@ -90,9 +91,13 @@ class Authority:
         ]
         return self.issue(name, subject, days=days)
 
-    def tls(self, client_auth: str = "none", min_version: str = "1.2") -> TlsSettings:
+    def tls(self, client_auth: str = "none", min_version: str = "1.2") -> TlsSection:
         ca = str(self.certificate) if client_auth != "none" else ""
-        return TlsSettings(*self.server(), ca, client_auth, min_version)
+        certificate, key = self.server()
+        return TlsSection.model_validate(
+            {"certificate": certificate, "key": key, "client_ca": ca, "client_auth": client_auth,
+             "min_version": min_version}
+        )  # fmt: skip
 
     def gate(self, client_auth: str = "none", *rules: str, min_version: str = "1.2") -> ListenerSecurity:
         return ListenerSecurity(
@@ -120,7 +125,7 @@ def token(user: str, lives_s: float = 3600.0) -> str:
 def gate(
     authority: Authority | None = None, mechanisms: tuple[str, ...] = MECHANISMS, **more: Any
 ) -> Callable[..., ListenerSecurity]:
-    tokens = TokenVerifier(TokenSettings(secret=SECRET), SystemClock())
+    tokens = TokenVerifier(OauthSection(secret=SECRET), SystemClock())
 
     def made(users: Users) -> ListenerSecurity:
         return ListenerSecurity(

@@ -17,7 +17,7 @@ Place = tuple[str, int]
 """(topic, partition)"""
 
 
-class Told(NamedTuple):
+class Reported(NamedTuple):
     """One partition of an answer. `batches`: (first offset, record count) of each."""
 
     code: int
@@ -30,7 +30,7 @@ class Told(NamedTuple):
 class Answer(NamedTuple):
     code: int
     session_id: int
-    told: dict[Place, Told]
+    reported: dict[Place, Reported]
     order: list[Place]
 
 
@@ -103,21 +103,21 @@ class Fetcher:
         return self.read(self.client.ask(1, self.version, self.body(asked, **how)))
 
     def read(self, answer: Any) -> Answer:
-        told: dict[Place, Told] = {}
+        reported: dict[Place, Reported] = {}
         for topic in answer.responses:
             name = topic.topic if self.version < 13 else self._names.get(topic.topic_id, "?")
             for each in topic.partitions:
                 place = (name, each.partition_index)
-                assert place not in told, "a partition is answered once"
+                assert place not in reported, "a partition is answered once"
                 batches = tuple(_batches(bytes(each.records or b"")))
-                told[place] = Told(
+                reported[place] = Reported(
                     int(each.error_code),
                     each.high_watermark,
                     each.last_stable_offset,
                     getattr(each, "log_start_offset", -1),
                     batches,
                 )
-        return Answer(int(getattr(answer, "error_code", 0)), getattr(answer, "session_id", 0), told, list(told))
+        return Answer(int(getattr(answer, "error_code", 0)), getattr(answer, "session_id", 0), reported, list(reported))
 
 
 def _batches(data: bytes) -> list[tuple[int, int]]:

@@ -37,14 +37,7 @@ class L1World:
         )
         self.rows = ExtentStore(self.metastore, self.clock, self.rand)
         self.reconciler = Reconciler(
-            self.rows,
-            self.objects,
-            self.topics._cache,
-            self.topics._shared,
-            self.clock,
-            self.rand,
-            self.topics._settings,
-            self.topics._led,
+            self.rows, self.topics._around, self.topics._shared, self.topics._cache, self.topics._led
         )
         context = JobContext(
             self.consensus, self.objects, self.metastore, self.clock, self.rand, Retention(collect_after_s=0)

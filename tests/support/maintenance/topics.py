@@ -38,7 +38,7 @@ class World:
         context = JobContext(
             self.consensus, self.objects, self.metastore, self.clock, self.rand, Retention(collect_after_s=60)
         )
-        self.keeper = L0GarbageCollector(context, quiet_s=0)
+        self.collector = L0GarbageCollector(context, quiet_s=0)
         self.rollups = RollupCollector(context)
         self.nodes: list[LocalTopics] = []
 
@@ -74,7 +74,7 @@ class World:
         for _ in range(seconds // 10):
             self.clock.advance(10_000)
             await self.metastore.flush()
-            await self.keeper.run(StepBudget(self.clock, 1))
+            await self.collector.run(StepBudget(self.clock, 1))
             await self.rollups.run(StepBudget(self.clock, 1))
 
     async def truncated(self, log: str, start: int) -> LogHead:

@@ -24,6 +24,7 @@ from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.cluster import Cluster, domain_name
 from tidemill.metastore.cluster_manifest import ClusterManifest, Presence
 from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.settings import DomainContext
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import BINDINGS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS, TOPICS
 from tidemill.objects.factory import open_objects
@@ -88,7 +89,9 @@ class World:
 
     async def open_domain(self, cluster: Cluster, index: int) -> Domain:
         return await Domain.open(
-            self.consensus, self.objects, domain_name(index), holder="test", clock=self.clock, rand=self.rand
+            DomainContext(
+                self.consensus, self.objects, domain_name(index), holder="test", clock=self.clock, rand=self.rand
+            )
         )
 
     async def __aenter__(self) -> World:
@@ -105,7 +108,7 @@ class World:
         await self.topics.aclose()
         await self.metastore.aclose()
 
-    def keeper(self, holder: str = "n1", metastore: Metastore | None = None) -> Checkpointer:
+    def checkpointer(self, holder: str = "n1", metastore: Metastore | None = None) -> Checkpointer:
         return build_checkpointer(
             self.consensus, self.objects, metastore or self.metastore, self.clock,
             holder=holder, interval_s=0.01, tracker=self.tracker,
@@ -175,7 +178,7 @@ async def persisted(world: World, steps: int = 8) -> None:
     """Some steps, checkpointed and in the bucket, and the cluster manifest with them; no sign of life."""
     for _ in range(steps):
         await world.step()
-    await world.keeper().round()
+    await world.checkpointer().round()
     await world.metastore.flush(30)
     presence = Presence(world.objects, world.clock, world.rand, "n1")
     await presence.publish(await manifest_of(world))

@@ -15,7 +15,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import FencedError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.local import LocalObjects
 
@@ -33,7 +33,9 @@ async def main(url: str, bucket: str, ttl_ms: str) -> None:
     settings = DomainSettings(lease_ttl_ms=int(ttl_ms), **SETTINGS)  # type: ignore[arg-type]
     consensus = await open_consensus(url, clock, rand)
     objects = LocalObjects.open(bucket, clock, rand)
-    domain = await Domain.open(consensus, objects, "main", holder="child", clock=clock, rand=rand, settings=settings)
+    domain = await Domain.open(
+        DomainContext(consensus, objects, "main", holder="child", clock=clock, rand=rand, settings=settings)
+    )
     await domain.wait_until_leading(30)
     say(leading=domain.term)
 

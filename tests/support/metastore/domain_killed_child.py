@@ -29,7 +29,7 @@ from tidemill.consensus.state_log.replica import COMMAND
 from tidemill.metastore.domain.codec import decode_command
 from tidemill.metastore.domain.commands import PersistManifest, SetDomainUuid
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.metastore.lsm.compaction.inline_executor import InlineExecutor
 from tidemill.objects.local import LocalObjects
 
@@ -100,14 +100,16 @@ async def main(url: str, bucket: str, step: str, times: int) -> None:
     clock, rand, fate = SystemClock(), Rand(), Fate(step, times)
     objects = LocalObjects.open(bucket, clock, rand)
     domain = await Domain.open(
-        DeadlyConsensus(await open_consensus(url, clock, rand), fate),
-        Deadly(objects, "flush", fate),
-        "main",
-        holder="child",
-        clock=clock,
-        rand=rand,
-        settings=SETTINGS,
-        merger=InlineExecutor(Deadly(objects, "merge", fate), OPTIONS, clock),
+        DomainContext(
+            DeadlyConsensus(await open_consensus(url, clock, rand), fate),
+            Deadly(objects, "flush", fate),
+            "main",
+            holder="child",
+            clock=clock,
+            rand=rand,
+            settings=SETTINGS,
+            merger=InlineExecutor(Deadly(objects, "merge", fate), OPTIONS, clock),
+        )
     )
     await domain.wait_until_leading(30)
     assert domain._leader is not None
@@ -124,7 +126,7 @@ async def main(url: str, bucket: str, step: str, times: int) -> None:
     async def collect() -> None:
         while True:
             assert domain._leader is not None
-            await domain._leader.database.collect_garbage()
+            await domain._leader.database.background.collect_garbage()
             await asyncio.sleep(0.005)
 
     async with asyncio.TaskGroup() as group:

@@ -16,7 +16,7 @@ from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.objects.local import LocalObjects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.store import ObjectStore
@@ -66,14 +66,16 @@ class DomainWorld:
     ) -> Domain:
         """Return a new handle, after it leads if it may lead."""
         domain = await Domain.open(
-            consensus or await self.client(),
-            objects or self.objects(),
-            "main",
-            holder="node",
-            clock=self.clock,
-            rand=self.rand,
-            settings=settings,
-            **options,
+            DomainContext(
+                consensus or await self.client(),
+                objects or self.objects(),
+                "main",
+                holder="node",
+                clock=self.clock,
+                rand=self.rand,
+                settings=settings,
+                **options,
+            )
         )
         self._closing.append(domain.aclose)
         if settings.lead:

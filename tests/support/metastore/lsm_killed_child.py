@@ -169,7 +169,7 @@ async def main(path: str, epoch: int, step: str, times: int) -> None:
     async def write() -> None:
         seqno = database.max_persisted_seqno
         while True:
-            await database.wait_for_room()
+            await database.background.stall.wait()
             seqno += 1
             rows = batch(seqno)
             database.apply(seqno, [key for key, _ in rows], [value for _, value in rows])
@@ -179,7 +179,7 @@ async def main(path: str, epoch: int, step: str, times: int) -> None:
 
     async def collect() -> None:
         while True:
-            await database.collect_garbage()
+            await database.background.collect_garbage()
             await asyncio.sleep(0.002)
 
     async with asyncio.TaskGroup() as group:

@@ -12,6 +12,7 @@ from urllib.parse import quote
 from starlette.applications import Starlette
 
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.config.sections import RegistrySection
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.metastore.cluster_manifest import ClusterManifest, Presence
@@ -20,7 +21,6 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.node.http.server import HttpServer
 from tidemill.objects.memory import MemoryObjects
 from tidemill.registry.http import registry_routes
-from tidemill.registry.limits import RegistrySettings
 from tidemill.registry.registry import Registry
 from tidemill.shards.api import run_inline
 
@@ -83,7 +83,7 @@ class Cluster:
         self._metastores.append(found)
         return found
 
-    def node(self, settings: RegistrySettings | None = None, metastore: Any = None) -> Registry:
+    def node(self, settings: RegistrySection | None = None, metastore: Any = None) -> Registry:
         return Registry(metastore or self.metastore(), self.clock, Rand(), run_inline, settings)
 
     async def persisted(self) -> None:
@@ -117,12 +117,12 @@ def run(body: Callable[[Cluster], Awaitable[T]]) -> T:
 class Rest:
     """A registry behind the node's own HTTP server; `ask` says (status, decoded body)."""
 
-    def __init__(self, settings: RegistrySettings | None = None) -> None:
+    def __init__(self, settings: RegistrySection | None = None) -> None:
         self._portal = BlockingPortal("registry-test")
         self.failures: list[BaseException] = []
         self._portal.call(self._up(settings))
 
-    async def _up(self, settings: RegistrySettings | None) -> None:
+    async def _up(self, settings: RegistrySection | None) -> None:
         self.cluster = Cluster()
         self.metastore = Faulty(self.cluster.metastore())
         self.registry = self.cluster.node(settings, self.metastore)

@@ -11,6 +11,7 @@ from joserfc.jwk import OctKey
 from starlette.types import ASGIApp
 
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.config.listeners import OauthSection
 from tidemill.base.errors import InvalidError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.factory import create_metastore
@@ -18,7 +19,7 @@ from tidemill.node.http.auth import AuthDependencies, AuthMiddleware
 from tidemill.objects.memory import MemoryObjects
 from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import AclRule, Operation, Resource
-from tidemill.security.oauth_tokens import TokenSettings, TokenVerifier
+from tidemill.security.oauth_tokens import TokenVerifier
 from tidemill.security.sasl import Authenticator
 from tidemill.security.users import Users
 from tidemill.shapes.definition.planner import parse_table_name
@@ -52,7 +53,7 @@ class Guarded:
         self.rulebook = AclCache(self._metastore, self.clock, ["User:root"])
         await self.rulebook.add(list(self._rules))
         # No leeway: tokens of these tests end when they say.
-        tokens = TokenVerifier(TokenSettings(secret=SECRET, leeway_s=0), self.clock)
+        tokens = TokenVerifier(OauthSection(secret=SECRET, leeway_s=0), self.clock)
         self._parties = AuthDependencies(
             Authenticator(Users(self._metastore, self.clock), rand, tokens), self.rulebook, self._topics_of
         )

@@ -75,13 +75,13 @@ class FlakyConsensus(MemoryConsensus):
 
     async def append(self, log: str, term: int, expected_next: int, records: Sequence[bytes], nonce: str) -> LogHead:
         self.appends += 1
-        took_effect, told = self.script.pop(0) if self.script else (True, True)
+        took_effect, reported = self.script.pop(0) if self.script else (True, True)
         if not took_effect:
-            if told:
+            if reported:
                 raise UnavailableError("refused on purpose")
             raise UnknownOutcomeError("lost before it happened")
         head = await super().append(log, term, expected_next, records, nonce)
-        if not told:
+        if not reported:
             raise UnknownOutcomeError("lost after it happened")
         return head
 

@@ -34,9 +34,7 @@ class L1World(World):
 
     def reconciler(self, node: LocalTopics, l0: RangeReader | None = None) -> Reconciler:
         """`l0`: where it reads batches, else what the node's consumers share."""
-        return Reconciler(
-            self.rows, self.objects, node._cache, l0 or node._shared, self.clock, Rand(), node._settings, node._led
-        )
+        return Reconciler(self.rows, node._around, l0 or node._shared, node._cache, node._led)
 
     async def checkpoint(self) -> None:
         """The rows follow the logs."""

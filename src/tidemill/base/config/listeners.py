@@ -38,7 +38,12 @@ class HttpSection(Section):
 
 
 class TlsSection(Section):
-    """See `security.tls.TlsSettings`; paths are relative to the configuration's file."""
+    """TLS of Kafka and HTTP; paths are relative to the configuration's file.
+
+    certificate  PEM, the server's own certificate first, then its chain
+    key          its private key in PEM, without a password
+    client_ca    PEM of the CAs that sign client certificates
+    """
 
     certificate: str = ""
     key: str = ""
@@ -54,7 +59,8 @@ class SaslSection(Section):
 
 
 class OauthSection(Section):
-    """See `security.oauth_tokens.TokenSettings`."""
+    """Keys of bearer tokens: one of `jwks_file`, `jwks_url`, `secret`. `issuer` and `audience` are required of a token
+    unless empty."""
 
     jwks_file: str = ""
     jwks_url: str = ""
@@ -133,31 +139,57 @@ class KafkaListenerSection(Section):
 
 
 class KafkaSection(Section):
+    """See also `kafka.settings.KafkaSettings`: limits that are not configured."""
+
     security: KafkaSecurity = "plaintext"
     advertised: str = ""
     listeners: dict[str, KafkaListenerSection] = {}
     auto_create_topics: bool = True
+    """Metadata requests that allow it create missing topics with `default_partitions`."""
     default_partitions: int = Field(4, ge=1, le=10_000)
     partitions_max: int = Field(20_000, ge=1)
+    """Maximum number of partitions of all topics: clients cannot create topics beyond it.
+
+    Each partition with records costs a node a few kB.
+    """
     connections_max: int = Field(1_000, ge=1)
+    """Maximum number of connections.
+
+    It is lowered if the process may open fewer than twice as many files, because stores need the rest.
+    """
     connections_per_address_max: int = Field(500, ge=1)
+    """Maximum number of connections from one address: a half, so that a faulty machine does not lock all others out."""
     fetch_sessions_max: int = Field(1_000, ge=0)
+    """Maximum number of fetch sessions (Kafka's max.incremental.fetch.session.cache.slots)."""
     groups_max: int = Field(10_000, ge=1)
+    """Maximum number of consumer groups in memory: those with members and those that were requested recently."""
     group_members_max: int = Field(1_000, ge=1)
+    """Maximum number of members of one group (Kafka's group.max.size)."""
     group_initial_rebalance_delay_ms: int = Field(3_000, ge=0)
+    """Time for which a group that was empty waits for more members; each member that joins restarts it (as in Kafka).
+    """
     group_min_session_timeout_ms: int = Field(6_000, ge=1)
     group_max_session_timeout_ms: int = Field(1_800_000, ge=1)
     group_consumer_session_timeout_ms: int = Field(45_000, ge=1)
     group_consumer_heartbeat_interval_ms: int = Field(5_000, ge=1, validate_default=True)
+    """Session timeout and heartbeat interval of members of the consumer protocol, which cannot choose their own."""
     group_consumer_min_session_timeout_ms: int = Field(45_000, ge=1)
     group_consumer_max_session_timeout_ms: int = Field(60_000, ge=1)
     group_consumer_min_heartbeat_interval_ms: int = Field(5_000, ge=1)
     group_consumer_max_heartbeat_interval_ms: int = Field(15_000, ge=1)
+    """Bounds of the same values in a group's own configs. The node's own value is always within them."""
     group_consumer_migration_policy: Literal["bidirectional", "upgrade", "downgrade", "disabled"] = "bidirectional"
+    """Policy for changing the protocol of a group that has members."""
     retention_ms: int = Field(-1, ge=-1)
     retention_bytes: int = Field(-1, ge=-1)
+    """Retention of topics that clients create without their own values."""
     transaction_timeout_max_ms: int = Field(900_000, ge=1_000)
+    """Longest transaction.timeout.ms that a producer may request (Kafka's transaction.max.timeout.ms).
+
+    An open transaction can hold back read_committed consumers, and tables, for this long.
+    """
     transactional_id_expires_ms: int = Field(604_800_000, ge=60_000)
+    """Time after which a transactional id without a transaction expires (transactional.id.expiration.ms)."""
 
     @field_validator("group_consumer_heartbeat_interval_ms")
     @classmethod

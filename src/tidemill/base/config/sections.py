@@ -10,6 +10,13 @@ from typing import Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tidemill.base.address import Address
+from tidemill.base.limits import (
+    CLUSTER_ALIVE_INTERVAL_S,
+    L1_INTERVAL_MAX_S,
+    L1_INTERVAL_MIN_S,
+    L1_OBJECT_BYTES,
+    METASTORE_PERSIST_INTERVAL_S,
+)
 
 NAME: Final = re.compile(r"^[a-z][a-z0-9_]{0,40}\Z")
 NOT_A_NAME: Final = "name {!r}: use a-z, 0-9 and _, starting with a letter, at most 41 characters"
@@ -47,9 +54,9 @@ class ConsensusSection(Section):
 
 class MetastoreSection(Section):
     domains: int = Field(0, ge=0, le=64)
-    persist_interval_s: float = Field(30.0, ge=0.1, le=3600.0)
+    persist_interval_s: float = Field(METASTORE_PERSIST_INTERVAL_S, ge=0.1, le=3600.0)
     checkpoint_interval_s: float = Field(10.0, ge=0.1, le=3600.0)
-    alive_interval_s: float = Field(30.0, ge=0.1, le=3600.0)
+    alive_interval_s: float = Field(CLUSTER_ALIVE_INTERVAL_S, ge=0.1, le=3600.0)
 
 
 class RetentionSection(Section):
@@ -67,9 +74,9 @@ class StorageSection(Section):
     """
 
     l1: bool = True
-    l1_object_mb: int = Field(32, ge=1, le=1_024)
-    l1_min_s: float = Field(10.0, ge=0.1, le=86_400.0)
-    l1_max_s: float = Field(600.0, ge=0.1, le=86_400.0)
+    l1_object_mb: int = Field(L1_OBJECT_BYTES >> 20, ge=1, le=1_024)
+    l1_min_s: float = Field(L1_INTERVAL_MIN_S, ge=0.1, le=86_400.0)
+    l1_max_s: float = Field(L1_INTERVAL_MAX_S, ge=0.1, le=86_400.0)
 
 
 class FreshnessSection(Section):
@@ -77,7 +84,7 @@ class FreshnessSection(Section):
 
 
 class RegistrySection(Section):
-    """See `registry.limits.RegistrySettings`, created by `node.settings_from_config`."""
+    """Limits of the schema registry."""
 
     enabled: bool = True
     schema_kb: int = Field(192, ge=1, le=240)
@@ -86,6 +93,7 @@ class RegistrySection(Section):
     versions: int = Field(200_000, ge=1, le=10_000_000)
     schemas: int = Field(100_000, ge=1, le=10_000_000)
     waiting: int = Field(64, ge=1, le=10_000)
+    """Requests in one process that parse or compare schemas, or wait to."""
 
 
 class CaptureSection(Section):

@@ -147,13 +147,13 @@ class Backoff:
         self._steady_after_s = steady_after_s
         self._next_s = first_s
 
-    def pause_s(self, ran_s: float, *, parked: bool = False) -> float:
-        """Return the pause after a run of `ran_s`. A paused unit (`parked`) is only retried at the longest pause."""
+    def pause_s(self, ran_s: float, *, paused: bool = False) -> float:
+        """Return the pause after a run of `ran_s`. A paused unit (`paused`) is only retried at the longest pause."""
         if ran_s > self._steady_after_s:
             self._next_s = self._first_s
         pause_s = self._next_s
         self._next_s = min(self._longest_s, self._next_s * 2)
-        return self._longest_s if parked else pause_s
+        return self._longest_s if paused else pause_s
 
 
 def needs_operator(error: BaseException) -> bool:
@@ -164,7 +164,7 @@ def needs_operator(error: BaseException) -> bool:
 class RetryState:
     """Handling of a failed run, for every loop that restarts its work: log, report, and pause.
 
-    Every fault is reported with `report(error_sentence, parked)`. Without `may_park` no unit is paused: it is always
+    Every fault is reported with `report(error_sentence, paused)`. Without `may_pause` no unit is paused: it is always
     retried.
     """
 
@@ -175,30 +175,30 @@ class RetryState:
         now_s: Callable[[], float],
         restarts: Backoff,
         *,
-        may_park: bool = True,
+        may_pause: bool = True,
     ) -> None:
         self.name = name
         self._report = report
         self._now_s = now_s
         self._restarts = restarts
-        self._may_park = may_park
+        self._may_pause = may_pause
         self._begun_s = now_s()
 
     def failed(self, fault: BaseException) -> float:
         """Record a fault; return the pause in seconds. The next run counts from its end."""
-        parked, now_s = self._may_park and needs_operator(fault), self._now_s()
+        paused, now_s = self._may_pause and needs_operator(fault), self._now_s()
         log.error(
-            "unit failed", unit=self.name, error=error_sentence(fault), parked=parked, exc_info=not parked and fault
+            "unit failed", unit=self.name, error=error_sentence(fault), parked=paused, exc_info=not paused and fault
         )
-        self._report(error_sentence(fault), parked)
-        pause_s = self._restarts.pause_s(now_s - self._begun_s, parked=parked)
+        self._report(error_sentence(fault), paused)
+        pause_s = self._restarts.pause_s(now_s - self._begun_s, paused=paused)
         self._begun_s = now_s + pause_s
         return pause_s
 
 
 def _unit_retry_state(mark: str, tracker: StatusTracker, clock: Clock, restarts: Backoff | None) -> RetryState:
-    def report(error: str, parked: bool) -> None:
-        tracker.fail(mark, error, now_ms=clock.now_ms(), parked=parked)
+    def report(error: str, paused: bool) -> None:
+        tracker.fail(mark, error, now_ms=clock.now_ms(), parked=paused)
 
     return RetryState(mark, report, clock.monotonic_s, restarts or Backoff())
 

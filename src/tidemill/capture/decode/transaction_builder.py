@@ -96,7 +96,7 @@ class TransactionBuilder:
         self._ordinal = 0
         self._markers: list[Marker] = []
         self.markers_left_out = 0
-        self._parked: dict[int, int] = {}
+        self._paused_lsns: dict[int, int] = {}
         self._followed: set[int] = set()
         self._announce: list[Relation] = []
 
@@ -134,10 +134,10 @@ class TransactionBuilder:
 
     def pause_relation(self, oid: int, lsn: int) -> None:
         """Leave out the relation's changes from the first transaction with a commit LSN of at least `lsn`."""
-        if oid not in self._parked and oid in self.relations:
+        if oid not in self._paused_lsns and oid in self.relations:
             self._announce.append(self.relations[oid])
         self.changes += 1
-        self._parked[oid] = min(lsn, self._parked.get(oid, lsn))
+        self._paused_lsns[oid] = min(lsn, self._paused_lsns.get(oid, lsn))
 
     def continue_for_followers(self, oid: int) -> None:
         """Emit the changes of a paused relation, because shapes follow it outside the topics
@@ -148,11 +148,11 @@ class TransactionBuilder:
 
     def is_paused_or_followed(self, oid: int) -> bool:
         """Return whether some future changes of the relation are left out, or are in no topic."""
-        return oid in self._parked or oid in self._followed
+        return oid in self._paused_lsns or oid in self._followed
 
     def _skip_if_paused(self, oid: int) -> bool:
         begin = self._begin
-        if begin is None or begin.final_lsn < self._parked.get(oid, begin.final_lsn + 1):
+        if begin is None or begin.final_lsn < self._paused_lsns.get(oid, begin.final_lsn + 1):
             return False
         self._ordinal += ORDINAL_STEP
         return True
@@ -165,7 +165,7 @@ class TransactionBuilder:
         """
         match message:
             case Insert() | Update() | Delete():
-                if self._parked and self._skip_if_paused(message.oid):
+                if self._paused_lsns and self._skip_if_paused(message.oid):
                     return None
                 relation, names = self._find_relation(message.oid)
                 self._append_change(
@@ -202,11 +202,11 @@ class TransactionBuilder:
         """Return whether the relation's rows may be fed as ranges: it is not paused at any LSN, and they
         can be read.
         """
-        return oid not in self._parked and self.relations[oid].old_rows != "lacking"
+        return oid not in self._paused_lsns and self.relations[oid].old_rows != "lacking"
 
     def accepts_segment(self, segment: RowSegment) -> bool:
         """Return whether `feed_rows` may be called for the segment now; otherwise its messages are fed one by one."""
-        return self._begin is not None and (not self._parked or self._parked.keys().isdisjoint(segment.oids))
+        return self._begin is not None and (not self._paused_lsns or self._paused_lsns.keys().isdisjoint(segment.oids))
 
     def feed_rows(self, segment: RowSegment, start: int, end: int) -> tuple[Fragment | None, int]:
         """Process changes at the places [start, end) until they complete a fragment; return it, and the place up to
@@ -240,7 +240,7 @@ class TransactionBuilder:
 
     def _add_truncates(self, message: Truncate) -> Fragment | None:
         for oid in message.oids:
-            if self._parked and self._skip_if_paused(oid):
+            if self._paused_lsns and self._skip_if_paused(oid):
                 continue
             self._append_change(self._build_truncate(self._find_relation(oid)[0]), 0)
         return self._emit_if_full()
@@ -249,7 +249,7 @@ class TransactionBuilder:
         begin = self._begin
         if begin is None or begin.final_lsn != message.commit_lsn:
             raise CorruptError(f"a Commit message without its Begin: commit_lsn={message.commit_lsn}.")
-        for relation in [r for r in self._announce if self._parked[r.oid] <= begin.final_lsn]:
+        for relation in [r for r in self._announce if self._paused_lsns[r.oid] <= begin.final_lsn]:
             # At or above the position where it is paused, so the topic writer leaves it out.
             self._append_change(self._build_truncate(relation), 0)
             self._announce.remove(relation)

@@ -95,7 +95,7 @@ class _KeyHolder(msgspec.Struct):
     """A row that has a key. The flag: the change that brought it already names the row that it came over."""
 
     row: Row
-    told: bool = False
+    reported: bool = False
 
 
 class _KeyEvent(msgspec.Struct, frozen=True):
@@ -229,7 +229,7 @@ class TableKeyTracker:
         held.all, held.events = True, None
         if held.first >= 0:
             found[held.first].over = row
-            held.holders[0].told = True
+            held.holders[0].reported = True
             held.first = -1
 
     def _track_left_key(self, key: Key, row: Row, ordinal: int, found: _FactsByOrdinal) -> bool:
@@ -247,7 +247,7 @@ class TableKeyTracker:
         self._recent.append(held)
         if held.holders:
             found[ordinal].stays = held.holders[-1].row
-            found[ordinal].replaced = at != newest or (at < 0 and held.holders[-1].told)
+            found[ordinal].replaced = at != newest or (at < 0 and held.holders[-1].reported)
             return False
         if held.all:
             return False

@@ -102,27 +102,27 @@ class EncodedBlock:
     its index there, if every row is one record.
     """
 
-    __slots__ = ("_index_of", "_lane_of", "lanes")
+    __slots__ = ("_index_of", "_partition_of", "partitions")
 
-    def __init__(self, lanes: list[PartitionRows], lane_of: list[int], index_of: list[int]) -> None:
-        self.lanes = lanes
-        self._lane_of = lane_of
+    def __init__(self, partitions: list[PartitionRows], partition_of: list[int], index_of: list[int]) -> None:
+        self.partitions = partitions
+        self._partition_of = partition_of
         self._index_of = index_of
 
     def partition_ranges(self, start: int, end: int) -> Iterator[tuple[int, PartitionRows, int, int]]:
         """Yield (partition, its rows, first, last) for the rows [start, end) of the block."""
-        if len(self.lanes) == 1 and isinstance(self.lanes[0].rows, range):
-            yield 0, self.lanes[0], start, end
-        elif not self._lane_of or end - start > 4 * len(self.lanes):
-            for lane, own in enumerate(self.lanes):
+        if len(self.partitions) == 1 and isinstance(self.partitions[0].rows, range):
+            yield 0, self.partitions[0], start, end
+        elif not self._partition_of or end - start > 4 * len(self.partitions):
+            for partition, own in enumerate(self.partitions):
                 first = bisect_left(own.rows, start)
                 last = bisect_left(own.rows, end, first)
                 if first < last:
-                    yield lane, own, first, last
+                    yield partition, own, first, last
         else:
             for row in range(start, end):
-                lane, index = self._lane_of[row], self._index_of[row]
-                yield lane, self.lanes[lane], index, index + 1
+                partition, index = self._partition_of[row], self._index_of[row]
+                yield partition, self.partitions[partition], index, index + 1
 
 
 ENCODE_PER_ROW = object()
@@ -156,7 +156,7 @@ class JsonEventFormat:
 
 
 def encode_block(
-    block: RowBlock, lanes: int, limit_bytes: int, events: EventFormat | None = None
+    block: RowBlock, partitions: int, limit_bytes: int, events: EventFormat | None = None
 ) -> EncodedBlock | None:
     """Encode a block. `events` None: records are rows. Returns None if a row needs the per-row functions: it is larger
     than `limit_bytes`, or has a text that no type prints.
@@ -167,7 +167,7 @@ def encode_block(
             return None
         if events is not None:
             heads = _encode_heads(block, events, made[1])
-            return None if heads is None else _encode_events(block, lanes, limit_bytes, made[0], heads)
+            return None if heads is None else _encode_events(block, partitions, limit_bytes, made[0], heads)
     except pa.ArrowInvalid:  # a date or time that only PostgreSQL can write
         return None
     keys, values = made
@@ -183,33 +183,33 @@ def encode_block(
         return None
     middles = join_fields(encode_varints(key_sizes), keys, value_lengths, values_written)
     sizes = key_sizes + sizes_of_values + RECORD_OVERHEAD_BYTES
-    if lanes == 1:
+    if partitions == 1:
         return EncodedBlock([PartitionRows(block, keys, values, middles, sizes, None)], [], [])
-    lane_of = _partitions_of(keys, lanes)
-    index_of = np.empty(len(lane_of), np.int64)
+    partition_of = _partitions_of(keys, partitions)
+    index_of = np.empty(len(partition_of), np.int64)
     found = []
-    for lane in range(lanes):
-        (rows,) = np.nonzero(lane_of == lane)
+    for partition in range(partitions):
+        (rows,) = np.nonzero(partition_of == partition)
         index_of[rows] = np.arange(len(rows))
         found.append(PartitionRows(block, keys, values, middles, sizes, rows))
-    return EncodedBlock(found, lane_of.tolist(), index_of.tolist())
+    return EncodedBlock(found, partition_of.tolist(), index_of.tolist())
 
 
-def _partitions_of(keys: Any, lanes: int) -> Int64s:
-    return np.array([zlib.crc32(key) % lanes for key in keys.to_pylist()], np.int64)
+def _partitions_of(keys: Any, partitions: int) -> Int64s:
+    return np.array([zlib.crc32(key) % partitions for key in keys.to_pylist()], np.int64)
 
 
-def _encode_events(block: RowBlock, lanes: int, limit_bytes: int, keys: Any, heads: Any) -> EncodedBlock | None:
+def _encode_events(block: RowBlock, partitions: int, limit_bytes: int, keys: Any, heads: Any) -> EncodedBlock | None:
     key_sizes, head_sizes = value_sizes(keys), value_sizes(heads)
     names = len(block.relation.schema) + len(block.relation.table)
     if int((key_sizes + head_sizes).max()) + TAIL_ROOM_BYTES + 6 * names > limit_bytes:
         return None
     middles = join_fields(encode_varints(key_sizes), keys)
-    lane_of = _partitions_of(keys, lanes) if lanes > 1 else np.zeros(len(block), np.int64)
+    partition_of = _partitions_of(keys, partitions) if partitions > 1 else np.zeros(len(block), np.int64)
     times = np.where(block.kinds == DELETE, 2, 1)
     found = []
-    for lane in range(lanes):
-        (rows,) = np.nonzero(lane_of == lane)
+    for partition in range(partitions):
+        (rows,) = np.nonzero(partition_of == partition)
         rows = np.repeat(rows, times[rows])
         kinds = block.kinds[rows]
         kinds[1:][rows[1:] == rows[:-1]] = TOMBSTONE

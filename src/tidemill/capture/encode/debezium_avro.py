@@ -18,7 +18,7 @@ from tidemill.base.pgtypes.avro import NULL, PRESENT, Kind, record_prefix, value
 from tidemill.base.pgtypes.debezium import json_writer, string_writer, value_form
 from tidemill.capture.changes import Column, Relation, Row
 from tidemill.capture.encode.debezium_json import EventSource, EventTail
-from tidemill.topics.batch.encode import encode_varint
+from tidemill.topics.batch.varint import encode_varint
 
 MAX_LONG = (1 << 63) - 1
 """Value for timestamps that exceed a long: those after 294247-01-10, in microseconds."""

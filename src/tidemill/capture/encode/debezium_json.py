@@ -22,7 +22,7 @@ from tidemill import __version__
 from tidemill.base.pgtypes.debezium import escape
 from tidemill.capture.changes import Relation, Row
 from tidemill.capture.encode.row_encoder import RowEncoder, event_form
-from tidemill.topics.batch.encode import encode_varint
+from tidemill.topics.batch.varint import encode_varint
 
 BEFORE, AFTER = b'{"before":', b',"after":'
 OPS = {"insert": b"c", "update": b"u", "delete": b"d", "truncate": b"t"}

@@ -24,9 +24,9 @@ class BadRowPolicy:
     """Policy for bad rows: pause the table, or end its side topic. `keep_wal()` is called when a side topic ends."""
 
     def __init__(
-        self, desk: TableStates, converter: TransactionBuilder, taps: TapRegistry, keep_wal: Callable[[], None]
+        self, states: TableStates, converter: TransactionBuilder, taps: TapRegistry, keep_wal: Callable[[], None]
     ) -> None:
-        self._desk = desk
+        self._states = states
         self._converter = converter
         self._taps = taps
         self._keep_wal = keep_wal
@@ -51,26 +51,26 @@ class BadRowPolicy:
     async def _pause_or_end_side_topic(
         self, oid: int, xid: int, lsn: int, error: TidemillError, *, again: bool
     ) -> None:
-        row, aside = self._desk.find_receiving(oid, xid, lsn), self._desk.find_side_topic_table(oid)
-        if aside is not None and not is_in_snapshot(xid, lsn, first_snapshot_of(aside, 0)):
-            await self._desk.end_side_topic(aside.table, lsn, error.message)
+        row, copied = self._states.find_receiving(oid, xid, lsn), self._states.find_side_topic_table(oid)
+        if copied is not None and not is_in_snapshot(xid, lsn, first_snapshot_of(copied, 0)):
+            await self._states.end_side_topic(copied.table, lsn, error.message)
             self._keep_wal()
         elif row is not None:
             cause = PauseCause(error.message, _suggest_fix(error, row.table), again=again)
-            await self._desk.pause_table(row.table, lsn, cause)
+            await self._states.pause_table(row.table, lsn, cause)
         else:
             # No topic needs it, or the topic has it already; only followers of the stream lack it.
-            self._desk.following.end(oid)
+            self._states.following.end(oid)
             self._taps.lose_relation(oid, error.message)
 
     async def handle_row(self, table: CapturedTable, lsn: int, error: BaseException) -> None:
         """Handle a row of this table that the topic writer cannot write."""
-        reason, aside = f"a row cannot be written: {_message_of(error)}", self._desk.find_side_topic_table(table.oid)
-        if aside is not None:
-            await self._desk.end_side_topic(aside.table, lsn, reason)
+        reason, copied = f"a row cannot be written: {_message_of(error)}", self._states.find_side_topic_table(table.oid)
+        if copied is not None:
+            await self._states.end_side_topic(copied.table, lsn, reason)
             self._keep_wal()
         else:
-            await self._desk.pause_table(table.name, lsn, PauseCause(reason, _suggest_fix(error, table.name)))
+            await self._states.pause_table(table.name, lsn, PauseCause(reason, _suggest_fix(error, table.name)))
 
 
 def _suggest_fix(error: BaseException, table: str) -> str:

@@ -193,7 +193,7 @@ async def _join_copies(context: SetUpContext, server: ServerState) -> SlotState:
     """Let completed copies join the stream. Return the slot."""
     wire, config, states = context.wire, context.config, context.states
     slot = check_slot(config, await read_slot_state(wire, config.slot))
-    has_ended_side_topic = any(row.aside is not None and row.aside.ends for row in states.rows.values())
+    has_ended_side_topic = any(row.side_topic is not None and row.side_topic.ends for row in states.rows.values())
     if slot.active_pid is not None and has_ended_side_topic:
         # The predecessor's last status may still be in flight, and the position at which a table joins depends on it.
         slot = await _wait_for_free_slot(wire, config)
@@ -369,14 +369,16 @@ async def _prepare_next_session(context: SetUpContext, server: ServerState, slot
     await states.refuse_all(server.choice.refused)
     captured = await _resume_tables(context, slot)
     relations = {table.oid: relation_of_row(states.rows[table.name], described.get(table.oid)) for table in captured}
-    aside = {}
+    side_topics = {}
     for row in [row for row in states.rows.values() if row.table in wanted]:
         carried = await prepare_side_topic(
             context.config, context.catalogue, states, row, described.get(row.oid), wire.database
         )
         if carried is not None:
-            aside[row.table], relations[row.oid] = carried
-    return PreparedSession(slot, server.choice.tables, (*captured, *aside.values()), (), relations, aside, attributes)
+            side_topics[row.table], relations[row.oid] = carried
+    return PreparedSession(
+        slot, server.choice.tables, (*captured, *side_topics.values()), (), relations, side_topics, attributes
+    )
 
 
 async def _pause_unwanted(context: SetUpContext, server: ServerState, row: CaptureTableRow, wal_end: int) -> None:
@@ -412,7 +414,7 @@ async def _pause_if_changed(
 
 def _is_resumable(row: CaptureTableRow, slot: SlotState) -> bool:
     """Return whether the stream still carries changes of a copied table. Pure."""
-    is_paused_before_slot = bool(row.parked_lsn) and row.parked_lsn <= slot.confirmed_lsn
+    is_paused_before_slot = bool(row.paused_lsn) and row.paused_lsn <= slot.confirmed_lsn
     return row.snapshot is not None and not is_paused_before_slot and row.state in ("captured", "parked", "dropped")
 
 
@@ -433,7 +435,7 @@ async def _resume_tables(context: SetUpContext, slot: SlotState) -> list[Capture
         if row.envelope != config.envelope:
             log.info("a table retains its envelope until it is re-snapshotted", table=row.table, has=row.envelope)
         table = CapturedTable(
-            row.table, topic, stream_producer_id(config), oid=row.oid, parked_lsn=row.parked_lsn or LSN_NEVER,
+            row.table, topic, stream_producer_id(config), oid=row.oid, paused_lsn=row.paused_lsn or LSN_NEVER,
             source=event_source_of(config, row, context.wire.database),
         )  # fmt: skip
         table.snapshot = row.snapshot

@@ -80,11 +80,11 @@ class Capture:
         self._tracker = tracker or StatusTracker()
         self._taps = TapRegistry(clock)
         self._sinks = tuple(sinks)
-        self._desk = TableStates(config, catalogue, clock, self._tracker, schemas=schemas)
+        self._states = TableStates(config, catalogue, clock, self._tracker, schemas=schemas)
         self.stages = StageHistograms()
         """Time that commits take to be received, durable and bound."""
         self._session_context = SessionContext(
-            config, topics, catalogue, remap, self._taps, tuple(sinks), clock, rand, self._set_phase, self._desk,
+            config, topics, catalogue, remap, self._taps, tuple(sinks), clock, rand, self._set_phase, self._states,
             self.stages,
         )  # fmt: skip
         self._session: Session | None = None
@@ -96,7 +96,7 @@ class Capture:
         self._settled = False
         self._none_s = float("-inf")
         """Start of the last session that found no table to capture."""
-        self._told = ""
+        self._reported_silence = ""
 
     # queries --------------------------------------------------------------------------------------
     @property
@@ -125,7 +125,7 @@ class Capture:
         """Return why a table is missing from `relations()` although it is captured or paused; None if its state gives
         no reason.
         """
-        return unavailability_of(self._desk.rows.get(table_name(schema, table)), self._clock.now_ms())
+        return unavailability_of(self._states.rows.get(table_name(schema, table)), self._clock.now_ms())
 
     @property
     def knows_tables(self) -> bool:
@@ -203,7 +203,7 @@ class Capture:
             "snapshot_chunks_done": copy.chunks_done,
             "snapshot_table": copy.table,
             "snapshot_done": session.streaming or session.progress.done,
-            "first_table": next((row.table for row in self._desk.rows.values() if row.is_streaming), ""),
+            "first_table": next((row.table for row in self._states.rows.values() if row.is_streaming), ""),
             "recopied": session.last_recopy[0],
             "recopied_ms": session.last_recopy[1],
             **self._side_topic_facts(),
@@ -229,7 +229,7 @@ class Capture:
     def _side_topic_facts(self) -> dict[str, object]:
         """Return the totals of all side topics, and the tables for whose copy WAL is retained."""
         adder = self._session.adder if self._session is not None else None
-        names = [row.table for row in self._desk.rows.values() if row.aside is not None]
+        names = [row.table for row in self._states.rows.values() if row.side_topic is not None]
         found = [
             sizes for name in names if adder is not None and (sizes := adder.wal_hold.side_topic_size(name)) is not None
         ]
@@ -285,10 +285,10 @@ class Capture:
             raise
         finally:
             self._settled = self.knows_tables
-            if self._told or not self._phase[0]:
+            if self._reported_silence or not self._phase[0]:
                 # A blocker that was reported while it streamed blocks nothing now.
                 self._set_phase(
-                    "the session ended", f"postgres:{server_address(self.config.dsn)}" if self._told else ""
+                    "the session ended", f"postgres:{server_address(self.config.dsn)}" if self._reported_silence else ""
                 )
 
     async def aclose(self) -> None:
@@ -298,7 +298,7 @@ class Capture:
         if running is not None and running is not asyncio.current_task():
             running.cancel()
             await asyncio.wait([running])
-        self._desk.statuses.close()
+        self._states.statuses.close()
         for name in (self.config.mark, f"{self.config.mark}/topics", f"{self.config.mark}/history"):
             self._tracker.clear_failure(name)
             self._tracker.remove(name)
@@ -330,21 +330,23 @@ class Capture:
         """
         overdue = session.answers.oldest_overdue() if session is not None else None
         mark = self.config.mark
-        if overdue is not None and not self._told:
+        if overdue is not None and not self._reported_silence:
             what, asked_ms = overdue
-            self._told = f"PostgreSQL does not answer: {describe_dsn(self.config.dsn)} waits_for={what!r}."
-            self._tracker.fail(mark, self._told, now_ms=asked_ms, held_by=f"postgres:{server_address(self.config.dsn)}")
-        elif overdue is None and self._told:
-            told, self._told = self._told, ""
+            self._reported_silence = f"PostgreSQL does not answer: {describe_dsn(self.config.dsn)} waits_for={what!r}."
+            self._tracker.fail(
+                mark, self._reported_silence, now_ms=asked_ms, held_by=f"postgres:{server_address(self.config.dsn)}"
+            )
+        elif overdue is None and self._reported_silence:
+            reported, self._reported_silence = self._reported_silence, ""
             failure = self._tracker.failure(mark)
-            if failure is not None and failure.error == told and session is not None and session.running:
+            if failure is not None and failure.error == reported and session is not None and session.running:
                 self._tracker.clear_failure(mark)
 
     def _report_history(self) -> None:
         """Report a failover, or a return to an earlier state, as a notice for a while. It is no failure, because it is
         known only once the database works again.
         """
-        (said, at_ms), now_ms, name = self._desk.history, self._clock.now_ms(), f"{self.config.mark}/history"
+        (said, at_ms), now_ms, name = self._states.history, self._clock.now_ms(), f"{self.config.mark}/history"
         if said and now_ms - at_ms <= HISTORY_NOTICE_MS:
             self._tracker.set_foundation(name, "", now_ms=now_ms, notice=said)
         elif self._tracker.mark(name) is not None:

@@ -97,9 +97,9 @@ async def _is_slot_ahead(
     if latest is None or not is_beyond_binding(slot, latest.lsn):
         return False
     for table in rows:
-        if table.aside is not None and table.aside.topic_id in latest.offsets:
+        if table.side_topic is not None and table.side_topic.topic_id in latest.offsets:
             return True
-        if table.snapshot is None or 0 < table.parked_lsn <= latest.lsn + 1:
+        if table.snapshot is None or 0 < table.paused_lsn <= latest.lsn + 1:
             continue
         topic = await catalogue.get(TopicRow, table.topic)
         if topic is not None and topic.topic_id in latest.offsets:
@@ -168,7 +168,7 @@ def has_state_beyond(table: CaptureTableRow, fork_lsn: int) -> bool:
     snapshot = table.snapshot
     assert snapshot is not None
     joined_beyond = snapshot.joined_lsn >= fork_lsn or max(table.evolved, default=0) >= fork_lsn
-    return snapshot.exact_lsn > fork_lsn or table.parked_lsn > fork_lsn or joined_beyond
+    return snapshot.exact_lsn > fork_lsn or table.paused_lsn > fork_lsn or joined_beyond
 
 
 async def _is_affected(
@@ -179,7 +179,7 @@ async def _is_affected(
     """
     if has_state_beyond(table, fork_lsn):
         return True
-    if table.parked_lsn:
+    if table.paused_lsn:
         return False  # its topic has nothing from there on, and never will
     topic = await catalogue.get(TopicRow, table.topic)
     if topic is None:
@@ -292,7 +292,7 @@ async def _find_start_over_cause(
         return f"the publication is missing: publication={publication}."
     if cause := moved.reason_for(facts.row.table):
         return cause
-    if facts.row.snapshot is None or facts.row.parked_lsn:
+    if facts.row.snapshot is None or facts.row.paused_lsn:
         return None
     if facts.was_unpublished or facts.is_publication_altered:
         return f"the publication of the table was altered since its copy: publication={publication}."
@@ -301,10 +301,10 @@ async def _find_start_over_cause(
 
 def _has_complete_side_topic(row: CaptureTableRow, server: ServerState) -> bool:
     """Return whether the side topic has what the slot released, up to where that topic ended (side_topic.py). Pure."""
-    aside, slot, latest = row.aside, server.slot, server.latest
-    if aside is None or slot is None or latest is None or aside.topic_id not in latest.offsets:
+    side_topic, slot, latest = row.side_topic, server.slot, server.latest
+    if side_topic is None or slot is None or latest is None or side_topic.topic_id not in latest.offsets:
         return False
-    return not (aside.until_lsn and is_confirmed(slot, aside.until_lsn))
+    return not (side_topic.until_lsn and is_confirmed(slot, side_topic.until_lsn))
 
 
 def _can_resume_copy(facts: _TableFacts, server: ServerState, moved: ContinuityResult) -> bool:
@@ -325,12 +325,12 @@ def _valid_row(facts: _TableFacts, cause: str | None, *, can_resume: bool) -> Ca
     if cause is not None:
         oid = facts.oid if facts.chosen_oid is None else facts.chosen_oid
         return replace(
-            row, oid=oid, copy=None, aside=None, snapshot=None, state="captured", reason=cause, fix="", parked_lsn=0,
-            recopy=False, again_ms=0, accepted=(),
+            row, oid=oid, copy=None, side_topic=None, snapshot=None, state="captured", reason=cause, fix="",
+            paused_lsn=0, recopy=False, again_ms=0, accepted=(),
         )  # fmt: skip
     valid = replace(row, oid=facts.oid)
     if not can_resume:
-        valid = replace(valid, copy=None, aside=None)
+        valid = replace(valid, copy=None, side_topic=None)
     if facts.entry is not None and not row.publication:
         valid = replace(valid, publication=facts.entry.rows)  # the row of an older version
     return valid

@@ -34,17 +34,17 @@ log = structlog.get_logger()
 
 
 class RelationTracker:
-    """The relations as the stream describes them. While `parking` is locked, no other task changes what is carried of a
-    table.
+    """The relations as the stream describes them. While `reader_lock` is locked, no other task changes what is carried
+    of a table.
     """
 
     def __init__(
-        self, config: CaptureConfig, desk: TableStates, converter: TransactionBuilder, parking: asyncio.Lock
+        self, config: CaptureConfig, states: TableStates, converter: TransactionBuilder, reader_lock: asyncio.Lock
     ) -> None:
         self._config = config
-        self._desk = desk
+        self._states = states
         self._converter = converter
-        self._parking = parking
+        self._reader_lock = reader_lock
         self._keyless: dict[int, tuple[int, ...]] = {}
         """Relations whose identity in the stream lacks the key, with the oids of their partition ancestors."""
         self.outdated: set[int] = set()
@@ -64,11 +64,11 @@ class RelationTracker:
         xid, whole = self._converter.xid, message.identity == "f"
         now = await control.run(lambda wire: describe_after(wire, xid, message.oid, whole=whole))
         lsn = self._converter.commit_lsn
-        async with self._parking:
-            version = await follow_description(self._desk, control, message, now, xid, lsn)
-        if self._desk.following.get(message.oid) is not None:
+        async with self._reader_lock:
+            version = await follow_description(self._states, control, message, now, xid, lsn)
+        if self._states.following.get(message.oid) is not None:
             found = await control.run(lambda wire: read_attributes(wire, [message.oid]))
-            self._desk.following.update_columns(message.oid, found.get(message.oid))
+            self._states.following.update_columns(message.oid, found.get(message.oid))
         known = self._converter.relations.get(message.oid)
         described = replace(merge_relation(message, now or known, gone=now is None), version=version)
         if not self.requires_whole_rows(message.oid):
@@ -78,7 +78,7 @@ class RelationTracker:
         if seen.changed or was != (version, described.old_rows, described.deferrable):
             self._converter.set_relation(described)
             log.info("table description changed", capture=self._config.name, table=described.name)
-        row = self._desk.find_carried(message.oid, lsn)
+        row = self._states.find_carried(message.oid, lsn)
         copied = row is not None and is_in_snapshot(xid, lsn, row.snapshot)
         if row is not None and copied and not find_version(row, message, LSN_NEVER):
             self.outdated.add(message.oid)
@@ -88,12 +88,12 @@ class RelationTracker:
 
     async def _check_side_topic(self, described: Relation, xid: int, lsn: int) -> None:
         """End the side topic of a table whose rows now have another description than its copy (side_topic.py)."""
-        row = self._desk.find_side_topic_table(described.oid)
+        row = self._states.find_side_topic_table(described.oid)
         if row is None or is_in_snapshot(xid, lsn, first_snapshot_of(row, 0)):
             return
         if described.name != row.table or not matches_copy(row, described):
-            async with self._parking:
-                await self._desk.end_side_topic(row.table, lsn, "its description changed")
+            async with self._reader_lock:
+                await self._states.end_side_topic(row.table, lsn, "its description changed")
 
     def show_pending_description(self, relation: Relation) -> None:
         """Show a description that the watcher found, before any row of the stream arrives under it."""
@@ -105,7 +105,7 @@ class RelationTracker:
         """Return whether the stream must carry whole old rows of the table. Tables whose topic has Debezium events need
         them, regardless of what the configuration asks of other tables.
         """
-        rows = self._desk.rows.values()
+        rows = self._states.rows.values()
         return self._config.requires_full_identity or any(row.oid == oid and row.envelope != "row" for row in rows)
 
     async def _apply_identity(
@@ -127,14 +127,14 @@ class RelationTracker:
         self._set_root_old_rows(oids)
         lsn = self._converter.commit_lsn
         for oid in (message.oid, *oids):
-            row = self._desk.find_receiving(oid, self._converter.xid, lsn)
+            row = self._states.find_receiving(oid, self._converter.xid, lsn)
             if row is not None:
-                async with self._parking:
+                async with self._reader_lock:
                     cause = PauseCause(
                         f"the replica identity of {relation.name} does not include its primary key",
                         f"Set an identity that does (DEFAULT, FULL). {recopy_instruction(row.table)}",
                     )
-                    await self._desk.pause_table(row.table, lsn, cause)
+                    await self._states.pause_table(row.table, lsn, cause)
         return replace(relation, old_rows="lacking")
 
     def _set_root_old_rows(self, oids: Sequence[int]) -> None:

@@ -236,7 +236,7 @@ class StreamWatch:
         self._ask = ask
         self._busy = busy
         self._tell = tell
-        self._told: Blocker | None = None
+        self._reported: Blocker | None = None
         self._patience_s = max(SILENCE_S, wal_sender_timeout_ms / 1000 * SILENCE_OF_TIMEOUT)
         self._deadline_s = self._patience_s if wal_sender_timeout_ms > 0 else float("inf")
         self._waiting_since_s: float | None = None
@@ -274,6 +274,6 @@ class StreamWatch:
                 self._ask()
 
     def _report_busy(self, busy: Blocker | None) -> None:
-        if busy is not None or self._told is not None:
-            self._told = busy
+        if busy is not None or self._reported is not None:
+            self._reported = busy
             self._tell(busy)

@@ -124,9 +124,9 @@ class Session:
         self._stream: ReplicationStream | None = None
         self._converter = TransactionBuilder(max_changes=config.fragment_changes)
         self._reports = StatusSender(clock)
-        self._parking = asyncio.Lock()
+        self._reader_lock = asyncio.Lock()
         self._wal = ConfirmedWal(states, self._reports.due)
-        self._descriptions = RelationTracker(config, states, self._converter, self._parking)
+        self._descriptions = RelationTracker(config, states, self._converter, self._reader_lock)
         self._unfit = BadRowPolicy(states, self._converter, taps, self._wal.hold_if_needed)
         self._rivals = DeferrableKeys(self._read_current_rows, self._unfit.handle_unresolved_key)
         self.answers = OpenQueries(clock)
@@ -259,7 +259,7 @@ class Session:
         tasks.spawn(watch_slot(self._control, self._config, self._on_slot_state, self._is_idle), name="capture slot")
         guarded = asyncio.Event()
         repair = PublicationRepair(
-            SideLoopContext(self._config, self._control, self.states, self._catalogue, self._parking)
+            SideLoopContext(self._config, self._control, self.states, self._catalogue, self._reader_lock)
         )
         guard = tasks.spawn(repair.guard_identities(guarded, REPAIR_POLL_S), name="capture identities")
         await self._open_writer(prepared)
@@ -382,7 +382,12 @@ class Session:
         )  # fmt: skip
         tasks.spawn(watch.run(), name="capture silence")
         handlers = StreamHandlers(
-            self._converter, self._rivals, self._unfit, self._parking, self._process_description, self.binder.bind_soon
+            self._converter,
+            self._rivals,
+            self._unfit,
+            self._reader_lock,
+            self._process_description,
+            self.binder.bind_soon,
         )
         reader = StreamReader(stream, collector, watch, handlers, self._stages, self._clock)
         tasks.spawn(reader.run(), name="capture reader")
@@ -393,9 +398,9 @@ class Session:
         tasks.spawn(send_heartbeats(self._control, config, lambda: collector.last_commit_lsn), name="capture heartbeat")
         self.states.on_park = self._pause_relation
         self.states.following.on_narrow = self._taps.lose_relation
-        context = SideLoopContext(config, self._control, self.states, self._catalogue, self._parking)
+        context = SideLoopContext(config, self._control, self.states, self._catalogue, self._reader_lock)
         adder = self.adder = TableAdder(
-            self._copies, context, self._wal, self.writer, self._descriptions, prepared.aside
+            self._copies, context, self._wal, self.writer, self._descriptions, prepared.side_topics
         )
         tasks.spawn(adder.wal_hold.run(), name="capture aside")
         tasks.spawn(adder.watch_catalogue(), name="capture tables")

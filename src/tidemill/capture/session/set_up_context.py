@@ -60,9 +60,9 @@ class PreparedSession(msgspec.Struct, frozen=True):
     """Result of the set-up.
 
     `captured`: tables that the stream carries, at least up to the position at which they are paused. `fresh`: those of
-    them that are copied before the stream begins. `aside`: tables by name whose changes go to a side topic while their
-    copy runs. `tables`: the database's description of all chosen tables. `attributes`: the column attributes of the
-    known tables, by oid.
+    them that are copied before the stream begins. `side_topics`: tables by name whose changes go to a side topic while
+    their copy runs. `tables`: the database's description of all chosen tables. `attributes`: the column attributes of
+    the known tables, by oid.
     """
 
     slot: SlotState
@@ -70,5 +70,5 @@ class PreparedSession(msgspec.Struct, frozen=True):
     captured: tuple[CapturedTable, ...]
     fresh: tuple[str, ...]
     relations: dict[int, Relation]
-    aside: dict[str, CapturedTable] = {}
+    side_topics: dict[str, CapturedTable] = {}
     attributes: dict[int, TableAttributes] = {}

@@ -84,7 +84,7 @@ class SessionRestartError(UnavailableError):
 
 class TableAdder:
     """Task that adds tables. `wal` confirms the WAL of the stream, `writer` writes its topics, `descriptions` is what
-    followers see, and `aside` has the tables with a side topic, by name.
+    followers see, and `side_topics` has the tables with a side topic, by name.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class TableAdder:
         wal: ConfirmedWal,
         writer: TopicWriter,
         descriptions: RelationTracker,
-        aside: dict[str, CapturedTable],
+        side_topics: dict[str, CapturedTable],
     ) -> None:
         self._copies = copies
         self._context = context
@@ -103,21 +103,21 @@ class TableAdder:
         self._config = config = copies.config
         self._clock = clock = copies.clock
         self._control = control = context.control
-        self._desk = desk = context.desk
+        self._states = states = context.states
         self._catalogue = context.catalogue
         self.publication_repair = PublicationRepair(context)
         self._pending_schema = PendingSchema(
-            desk, control, self._flushed_lsn, context.parking, descriptions.show_pending_description,
+            states, control, self._flushed_lsn, context.reader_lock, descriptions.show_pending_description,
             descriptions.outdated,
         )  # fmt: skip
         self.watcher = CatalogWatcher(context, self.publication_repair, self._pending_schema, self._flushed_lsn)
-        self.wal_hold = WalHold(context, wal, writer, aside, clock)
-        self._auto_recopy = AutoRecopy(config, control, desk, clock)
+        self.wal_hold = WalHold(context, wal, writer, side_topics, clock)
+        self._auto_recopy = AutoRecopy(config, control, states, clock)
         self._pauses: dict[str, tuple[Backoff, float, int]] = {}
         """Pause by table name: back-off, its end, and the oid of the table that failed. Another table of the same name
         does not wait.
         """
-        self._tried_aside = frozenset(desk.interrupted_copies)
+        self._tried_side_topic = frozenset(states.interrupted_copies)
         self._waits_since_s: float | None = None
         self._wake = asyncio.Event()
         self._sought = asyncio.Event()
@@ -131,7 +131,7 @@ class TableAdder:
     @property
     def copying_tables(self) -> tuple[str, ...]:
         """Tables that are being added."""
-        return tuple(self._desk.copying)
+        return tuple(self._states.copying)
 
     def check_tables_soon(self) -> None:
         """Trigger a check now, because a client found that a captured table was replaced or dropped."""
@@ -152,8 +152,8 @@ class TableAdder:
     def mark(self) -> None:
         """Publish the progress of the copy in its stage status."""
         for name in self.copying_tables:
-            self.progress.aside = self.wal_hold.side_topic_size(name)
-        self._desk.publish_copy_status(self.progress)
+            self.progress.side_topic = self.wal_hold.side_topic_size(name)
+        self._states.publish_copy_status(self.progress)
 
     # the two loops --------------------------------------------------------------------------------
     async def watch_catalogue(self) -> None:
@@ -211,8 +211,11 @@ class TableAdder:
         """
         names = [
             row.table
-            for row in self._desk.rows.values()
-            if row.copy is not None and row.aside is None and not row.recopy and row.table not in self._tried_aside
+            for row in self._states.rows.values()
+            if row.copy is not None
+            and row.side_topic is None
+            and not row.recopy
+            and row.table not in self._tried_side_topic
         ]
         now_s = self._clock.monotonic_s()
         if not names or not allows_side_topics(self._config):
@@ -231,10 +234,10 @@ class TableAdder:
         asked |= await self._auto_recopy.find_due_tables()
         choice = await self._context.choose_tables(found)
         # Before `is_being_added` answers, so that a request finds the reason even if `compare` has not run yet.
-        await self._desk.refuse_all(choice.refused)
-        for name in self._desk.interrupted_copies.keys() - {table.name for table in choice.tables}:
-            await self._desk.abandon_copy(name)
-        rows = self._desk.rows
+        await self._states.refuse_all(choice.refused)
+        for name in self._states.interrupted_copies.keys() - {table.name for table in choice.tables}:
+            await self._states.abandon_copy(name)
+        rows = self._states.rows
         coming, pending = set[str](), []
         for table in choice.tables:
             row = rows.get(table.name)
@@ -246,7 +249,7 @@ class TableAdder:
                     pending.append(table)
         # A renamed table waits until the stream has no more changes under its old name: both names have the same oid.
         flushed = self._wal.flushed_lsn
-        busy = {(r.oid, r.table) for r in rows.values() if r.is_streaming or r.parked_lsn - 1 > flushed}
+        busy = {(r.oid, r.table) for r in rows.values() if r.is_streaming or r.paused_lsn - 1 > flushed}
         free = [t for t in pending if not any(oid == t.oid and name != t.name for oid, name in busy)]
         return frozenset(coming), free
 
@@ -255,7 +258,7 @@ class TableAdder:
         _, until_s, oid = self._pauses.get(table.name, (None, 0.0, table.oid))
         if oid != table.oid or self._clock.monotonic_s() >= until_s:
             return True
-        held_by = self._desk.statuses.blocker_of(table.name)
+        held_by = self._states.statuses.blocker_of(table.name)
         if not held_by:
             return False
         holder = await self._control.run(lambda wire: find_table_blocker(wire, table.oid))
@@ -267,16 +270,16 @@ class TableAdder:
         anything else is confirmed.
         """
         done: list[str] = []
-        aside = [table for table in pending if self._has_side_topic(table)]
-        pending = aside[:1] or pending
-        self._desk.copying = {table.name: table.oid for table in pending}
+        with_side_topic = [table for table in pending if self._has_side_topic(table)]
+        pending = with_side_topic[:1] or pending
+        self._states.copying = {table.name: table.oid for table in pending}
         self.progress = SnapshotProgress(self._clock)
         try:
-            if not aside or not self._is_copied(aside[0].name):
-                self.wal_hold.set_copying(not aside)
+            if not with_side_topic or not self._is_copied(with_side_topic[0].name):
+                self.wal_hold.set_copying(not with_side_topic)
                 done = await self._publish_and_copy(pending)
-            if aside and self._is_copied(aside[0].name):
-                done = [aside[0].name] if await self._append_side_topic(aside[0].name) else []
+            if with_side_topic and self._is_copied(with_side_topic[0].name):
+                done = [with_side_topic[0].name] if await self._append_side_topic(with_side_topic[0].name) else []
         except CopyPreemptedError as given:
             raise SessionRestartError(given.message) from given
         except BaseException as error:
@@ -286,39 +289,39 @@ class TableAdder:
             why = Refusal(
                 "refused", f"the table is not copied yet: {error_sentence(error)}", "It is retried automatically."
             )
-            for name, oid in [*self._desk.copying.items()]:
-                await self._desk.refuse_table(name, why, oid, going_on=is_transient(error))
+            for name, oid in [*self._states.copying.items()]:
+                await self._states.refuse_table(name, why, oid, going_on=is_transient(error))
         finally:
-            self._desk.finish_copy()
+            self._states.finish_copy()
         self._back_off([table for table in pending if table.name not in done])
         return bool(done)
 
     def _has_side_topic(self, table: TableInfo) -> bool:
-        row = self._desk.rows.get(table.name)
-        return row is not None and row.aside is not None and row.oid == table.oid and not row.recopy
+        row = self._states.rows.get(table.name)
+        return row is not None and row.side_topic is not None and row.oid == table.oid and not row.recopy
 
     def _is_copied(self, name: str) -> bool:
         """Return whether the copy is complete and only the side topic is missing."""
-        row = self._desk.rows.get(name)
-        return row is not None and row.aside is not None and bool(row.aside.ends)
+        row = self._states.rows.get(name)
+        return row is not None and row.side_topic is not None and bool(row.side_topic.ends)
 
     async def _append_side_topic(self, name: str) -> bool:
         """Append the side topic until the next session can append the little that is left
         (`side_topic.join_completed_copies`). Returns False if the table's copy was abandoned in the meantime.
         """
-        row = self._desk.rows[name]
+        row = self._states.rows[name]
         topic = await self._catalogue.get(TopicRow, row.topic)
         if topic is None or row.copy is None or topic.topic_id != row.copy.topic_id:
-            await self._desk.abandon_copy(name)
+            await self._states.abandon_copy(name)
             return False
         appending = create_appender(self._config, row, self._copies.topics, self._clock)
         self.progress.append(name, f"topic:{row.topic}")
         await self._control.run(emit_heartbeat)  # so that an idle stream is bound beyond the newest snapshot
         while True:
-            now, latest = self._desk.rows.get(name), self._wal.latest_binding
-            if now is None or now.aside is None or now.copy != row.copy:
+            now, latest = self._states.rows.get(name), self._wal.latest_binding
+            if now is None or now.side_topic is None or now.copy != row.copy:
                 return False
-            offsets = latest.offsets.get(now.aside.topic_id) if latest is not None else None
+            offsets = latest.offsets.get(now.side_topic.topic_id) if latest is not None else None
             moved = 0
             if offsets is not None:
                 moved = await appending.append_up_to(
@@ -342,8 +345,8 @@ class TableAdder:
             cut_off = {
                 table.oid
                 for table in pending
-                if table.name in self._desk.interrupted_copies
-                and not is_publication_altered(self._desk.rows[table.name], published)
+                if table.name in self._states.interrupted_copies
+                and not is_publication_altered(self._states.rows[table.name], published)
             }
             if any(table.oid not in cut_off for table in pending):
                 self.wal_hold.set_copying(True)
@@ -356,18 +359,18 @@ class TableAdder:
                 if table.oid not in relations or table.oid not in entries:
                     # Dropped in the meantime: the changes of its old copy are carried up to there.
                     continue
-                row = self._desk.rows.get(table.name)
+                row = self._states.rows.get(table.name)
                 if row is not None and row.is_streaming:
                     # Re-created, or recopy was requested while it flows: this session carries nothing more of the old
                     # one.
                     await self._context.pause_at_wal_end(table.name, PauseCause("it is being re-snapshotted"))
-                place = (self._config, self._catalogue, self._desk, table, relations[table.oid])
+                place = (self._config, self._catalogue, self._states, table, relations[table.oid])
                 topic = None
                 if table.oid in cut_off:
                     topic = await resume_copy(*place)
                     if topic is None:  # it starts over, so its identity and publication are set up after all
                         self.wal_hold.set_copying(True)
-                        await self._desk.abandon_copy(table.name)
+                        await self._states.abandon_copy(table.name)
                         if not await self._publish_tables(wire, [table], published, settle=published):
                             continue
                 if topic is None:
@@ -376,7 +379,7 @@ class TableAdder:
                     topic = await start_table(*place, entries[table.oid])
                 if topic is not None:
                     taken.append(table)
-                    row = self._desk.rows[table.name]
+                    row = self._states.rows[table.name]
                     source = event_source_of(self._config, row, wire.database)
                     captured[table.name] = create_copy_target(self._config, row, topic, source)
             return await self._take_snapshot(taken, captured) if taken else []
@@ -397,10 +400,10 @@ class TableAdder:
             self.progress.steps.begin_table_step("publishing tables", number, len(tables))
 
         request = PublishRequest(tables, published, settle, LOCK_ATTEMPTS)
-        done = await publish_tables(wire, self._config, request, self._desk, begin_table)
+        done = await publish_tables(wire, self._config, request, self._states, begin_table)
         for table in [table for table in tables if table.name in done.failed]:
             error = done.failed[table.name]
-            await self._desk.refuse_table(table.name, refusal_for(error), table.oid, going_on=is_transient(error))
+            await self._states.refuse_table(table.name, refusal_for(error), table.oid, going_on=is_transient(error))
         return [table for table in tables if table.name not in done.failed]
 
     async def _take_snapshot(self, tables: list[TableInfo], captured: dict[str, CapturedTable]) -> list[str]:
@@ -412,7 +415,7 @@ class TableAdder:
             raise
         except TidemillError as error:
             for table in tables:
-                await self._desk.refuse_table(table.name, refusal_for(error), table.oid)
+                await self._states.refuse_table(table.name, refusal_for(error), table.oid)
             return []
 
     def _back_off(self, failed: Sequence[TableInfo]) -> None:

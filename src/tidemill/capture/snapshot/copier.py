@@ -91,13 +91,13 @@ class _TableCopyTask:
 
     def record_written_chunk(self, number: int, rows: int) -> None:
         """Note the next offsets of the partitions after the last row of a chunk was written."""
-        self._written.append((number, rows, [(lane, lane.next) for lane in self.target.lanes]))
+        self._written.append((number, rows, [(writer, writer.next) for writer in self.target.writers]))
 
     def collect_durable_chunks(self) -> None:
         """Move written chunks whose records are durable to `durable`. Records of a partition land in order, so chunks
         become durable in the order in which they were completed.
         """
-        while self._written and all(lane.expected_high_watermark >= end for lane, end in self._written[0][2]):
+        while self._written and all(writer.expected_high_watermark >= end for writer, end in self._written[0][2]):
             number, rows, _ = self._written.popleft()
             self.durable.add(number, rows)
 
@@ -106,7 +106,7 @@ class _TableCopyTask:
         """Return whether a later session finds, in each partition, the record that opens its epoch
         (partition_writer.py). Until then no chunk is recorded, because chunks may have no rows, and partitions no keys.
         """
-        return all(lane.expected_high_watermark > 0 for lane in self.target.lanes)
+        return all(writer.expected_high_watermark > 0 for writer in self.target.writers)
 
     def current_state(self, lsn: int) -> TableCopy:
         """Return the state of the copy, with chunks that were read in a snapshot at `lsn`."""
@@ -358,8 +358,8 @@ class SnapshotCopy:
             for table in [table for table in self._tables if table.tells and not table.failed]:
                 table.collect_durable_chunks()
                 row = self._states.rows[table.info.name]
-                told = row.copy.done if row.copy is not None else 0
-                if told < table.durable.done < table.plan.count and table.can_be_resumed:
+                reported = row.copy.done if row.copy is not None else 0
+                if reported < table.durable.done < table.plan.count and table.can_be_resumed:
                     await self._record_progress(table, table.current_state(snapshot.lsn))
             if self._clock.monotonic_s() >= self._gives_way_s:
                 await self._yield_to_side_topic(snapshot)
@@ -372,7 +372,7 @@ class SnapshotCopy:
         waits = [
             table.info.name
             for table in self._tables
-            if not table.failed and (row := rows[table.info.name]).copy is not None and row.aside is None
+            if not table.failed and (row := rows[table.info.name]).copy is not None and row.side_topic is None
         ]
         left_s = self._progress.left_s
         if not waits or (left_s is not None and left_s < MIN_REMAINING_SHARE * self._config.copy_aside_after_s):
@@ -403,7 +403,7 @@ class SnapshotCopy:
         name, oid, plan, now = table.info.name, table.info.oid, table.plan, table.current_state(snapshot.lsn)
         assert now.done == plan.count, (now, plan)
         taken = TableSnapshot(
-            plan.xmin, plan.xmax, plan.xip, plan.lsn, now.rows, tuple(lane.next for lane in table.target.lanes),
+            plan.xmin, plan.xmax, plan.xip, plan.lsn, now.rows, tuple(writer.next for writer in table.target.writers),
             now.settled_lsn if now.settled_lsn > plan.lsn else 0,
         )  # fmt: skip
         generation, ends = self._states.rows[name].generation, taken.offsets
@@ -419,8 +419,8 @@ class SnapshotCopy:
                 attached=tuple((attached or {}).values()), evolved=(), attributes=found_as.count,
                 storage=found_as.storage, types=serialize_types(found_as),
             )  # fmt: skip
-            if found.aside is not None:  # the changes in it come first (side_topic.py)
-                return replace(found, copy=now, aside=replace(found.aside, ends=ends))
+            if found.side_topic is not None:  # the changes in it come first (side_topic.py)
+                return replace(found, copy=now, side_topic=replace(found.side_topic, ends=ends))
             return replace(found, snapshot=taken, copy=None, reason="")
 
         try:
@@ -428,7 +428,9 @@ class SnapshotCopy:
         except InvalidError as error:
             await self._refuse(table.info, error)
             return False
-        return row is not None and (row.snapshot == taken or (row.aside is not None and row.aside.ends == ends))
+        return row is not None and (
+            row.snapshot == taken or (row.side_topic is not None and row.side_topic.ends == ends)
+        )
 
 
 def _is_same_copy(found: CaptureTableRow, generation: int, epoch: int) -> bool:

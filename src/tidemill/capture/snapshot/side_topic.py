@@ -64,7 +64,7 @@ def matches_copy(row: CaptureTableRow, relation: Relation) -> bool:
 async def prepare_side_topic(
     config: CaptureConfig,
     catalogue: Catalogue,
-    desk: TableStates,
+    states: TableStates,
     row: CaptureTableRow,
     now: Relation | None,
     database: str,
@@ -77,25 +77,25 @@ async def prepare_side_topic(
     name = side_topic_name(row.topic)
     topic = await catalogue.get(TopicRow, name)
     # If whole rows are no longer configured, the side topic might get rows that are not whole (RFC 0008).
-    if row.aside is not None and (
-        topic is None or topic.topic_id != row.aside.topic_id or not config.requires_full_identity
+    if row.side_topic is not None and (
+        topic is None or topic.topic_id != row.side_topic.topic_id or not config.requires_full_identity
     ):
-        await desk.abandon_copy(row.table)
+        await states.abandon_copy(row.table)
         return None
-    if row.aside is None:
+    if row.side_topic is None:
         if now is None or not allows_side_topics(config) or row.recopy or not matches_copy(row, now):
             return None
         main = await catalogue.get(TopicRow, row.topic)
         if main is None or main.topic_id != row.copy.topic_id or (topic is not None and topic.kind != "capture"):
             return None
-        topic = await _create_side_topic(catalogue, desk, row, name, main.partitions)
+        topic = await _create_side_topic(catalogue, states, row, name, main.partitions)
         if topic is None:
             return None
     assert topic is not None
-    row = desk.rows[row.table]
-    assert row.aside is not None
+    row = states.rows[row.table]
+    assert row.side_topic is not None
     item = CapturedTable(
-        row.table, topic, stream_producer_id(config), oid=row.oid, parked_lsn=row.aside.until_lsn or LSN_NEVER,
+        row.table, topic, stream_producer_id(config), oid=row.oid, paused_lsn=row.side_topic.until_lsn or LSN_NEVER,
         source=event_source_of(config, row, database),
     )  # fmt: skip
     item.snapshot = first_snapshot_of(row, topic.partitions)
@@ -110,7 +110,7 @@ def allows_side_topics(config: CaptureConfig) -> bool:
 
 
 async def _create_side_topic(
-    catalogue: Catalogue, desk: TableStates, row: CaptureTableRow, name: str, partitions: int
+    catalogue: Catalogue, states: TableStates, row: CaptureTableRow, name: str, partitions: int
 ) -> TopicRow | None:
     """Create the side topic and record it in the row. It has no compaction, because the offset arithmetic counts
     records.
@@ -124,12 +124,12 @@ async def _create_side_topic(
     copy = row.copy
 
     def with_side_topic(found: CaptureTableRow | None) -> CaptureTableRow | None:
-        if found is None or found.copy != copy or found.aside is not None:
+        if found is None or found.copy != copy or found.side_topic is not None:
             return found
-        return replace(found, aside=SideTopicState(topic.topic_id))
+        return replace(found, side_topic=SideTopicState(topic.topic_id))
 
-    now = await desk.update_row(row.table, with_side_topic)
-    if now is None or now.aside is None or now.aside.topic_id != topic.topic_id:
+    now = await states.update_row(row.table, with_side_topic)
+    if now is None or now.side_topic is None or now.side_topic.topic_id != topic.topic_id:
         return None
     log.info("changes of a table go to a side topic while it is copied", table=row.table, topic=name)
     return topic
@@ -143,44 +143,49 @@ def find_join_position(
 
     The slot may be ahead of the newest binding, by WAL without changes (postgres/standby_status.py).
     """
-    aside = row.aside
-    offsets = latest.offsets.get(aside.topic_id) if aside is not None and latest is not None else None
-    if aside is None or latest is None or offsets is None or not aside.ends:
+    side_topic = row.side_topic
+    offsets = latest.offsets.get(side_topic.topic_id) if side_topic is not None and latest is not None else None
+    if side_topic is None or latest is None or offsets is None or not side_topic.ends:
         return None
-    if not aside.until_lsn:
+    if not side_topic.until_lsn:
         return max(latest.lsn, slot.confirmed_lsn - 1), offsets
-    return (aside.until_lsn - 1, offsets) if latest.lsn >= aside.until_lsn - 1 else None
+    return (side_topic.until_lsn - 1, offsets) if latest.lsn >= side_topic.until_lsn - 1 else None
 
 
 def is_ready_to_join(row: CaptureTableRow, latest: Binding | None) -> bool:
     """Return whether the stream is past the newest snapshot in which the copy was read, so that no other table's
     bindings wait for it, or past the end of the side topic. Pure.
     """
-    assert row.aside is not None and row.copy is not None
-    until = row.aside.until_lsn - 1 if row.aside.until_lsn else max(row.copy.lsn, row.copy.settled_lsn)
+    assert row.side_topic is not None and row.copy is not None
+    until = row.side_topic.until_lsn - 1 if row.side_topic.until_lsn else max(row.copy.lsn, row.copy.settled_lsn)
     return latest is not None and latest.lsn >= until
 
 
 async def join_stream(
-    catalogue: Catalogue, desk: TableStates, row: CaptureTableRow, lsn: int, offsets: tuple[int, ...]
+    catalogue: Catalogue, states: TableStates, row: CaptureTableRow, lsn: int, offsets: tuple[int, ...]
 ) -> bool:
     """Let the table join the stream with one write of its row. All of the side topic up to `offsets` is in the table's
     topic. Raises TableStateUnknownError.
     """
-    copy, aside = row.copy, row.aside
-    assert copy is not None and aside is not None
+    copy, side_topic = row.copy, row.side_topic
+    assert copy is not None and side_topic is not None
     taken = TableSnapshot(
         copy.xmin, copy.xmax, copy.xip, copy.lsn, copy.rows,
-        tuple(end + more for end, more in zip(aside.ends, offsets, strict=True)),
+        tuple(end + more for end, more in zip(side_topic.ends, offsets, strict=True)),
         copy.settled_lsn if copy.settled_lsn > copy.lsn else 0, lsn,
     )  # fmt: skip
 
     def with_joined_snapshot(found: CaptureTableRow | None) -> CaptureTableRow | None:
-        if found is None or found.copy != copy or found.aside is None or found.aside.topic_id != aside.topic_id:
+        if (
+            found is None
+            or found.copy != copy
+            or found.side_topic is None
+            or found.side_topic.topic_id != side_topic.topic_id
+        ):
             return found
-        return replace(found, snapshot=taken, copy=None, aside=None, reason="")
+        return replace(found, snapshot=taken, copy=None, side_topic=None, reason="")
 
-    now = await desk.update_row(row.table, with_joined_snapshot)
+    now = await states.update_row(row.table, with_joined_snapshot)
     if now is None or now.snapshot != taken:
         return False
     log.info("a copied table joins the stream", table=row.table, lsn=lsn, appended=sum(offsets))
@@ -189,7 +194,7 @@ async def join_stream(
 
 
 async def join_completed_copies(
-    config: CaptureConfig, catalogue: Catalogue, desk: TableStates, topics: TopicLog, latest: Binding | None, slot:
+    config: CaptureConfig, catalogue: Catalogue, states: TableStates, topics: TopicLog, latest: Binding | None, slot:
     SlotState, clock: Clock,
 ) -> None:  # fmt: skip
     """Let completely copied tables whose side topic is almost appended join the stream that is about to begin.
@@ -197,7 +202,7 @@ async def join_completed_copies(
     Nothing is bound or confirmed in the meantime. Raises errors of a topic and of the catalogue, and
     TableStateUnknownError.
     """
-    for row in [row for row in desk.rows.values() if row.copy is not None and row.snapshot is None]:
+    for row in [row for row in states.rows.values() if row.copy is not None and row.snapshot is None]:
         at = find_join_position(row, latest, slot)
         topic = await catalogue.get(TopicRow, row.topic) if at is not None else None
         held = row.copy.topic_id if row.copy is not None else ""
@@ -206,19 +211,21 @@ async def join_completed_copies(
         appending = create_appender(config, row, topics, clock)
         if sum(at[1]) - await appending.read_appended_count() <= MAX_RECORDS_BETWEEN_SESSIONS:
             await appending.append_up_to(at[1])
-            await join_stream(catalogue, desk, row, *at)
+            await join_stream(catalogue, states, row, *at)
 
 
 def create_appender(config: CaptureConfig, row: CaptureTableRow, topics: TopicLog, clock: Clock) -> SideTopicAppender:
-    assert row.aside is not None and row.copy is not None
+    assert row.side_topic is not None and row.copy is not None
     own = stream_producer_id(config)
-    return SideTopicAppender(topics, row.copy.topic_id, row.aside.topic_id, row.aside.ends, own, CoopBudget(clock))
+    return SideTopicAppender(
+        topics, row.copy.topic_id, row.side_topic.topic_id, row.side_topic.ends, own, CoopBudget(clock)
+    )
 
 
-async def delete_unused_side_topics(catalogue: Catalogue, desk: TableStates) -> None:
+async def delete_unused_side_topics(catalogue: Catalogue, states: TableStates) -> None:
     """Delete side topics that no row refers to, because the process that created or abandoned them died."""
-    rows = {side_topic_name(row.topic): row for row in desk.rows.values() if row.topic}
+    rows = {side_topic_name(row.topic): row for row in states.rows.values() if row.topic}
     for topic in await catalogue.list(TopicRow):
         row = rows.get(topic.name)
-        if row is not None and (row.aside is None or row.aside.topic_id != topic.topic_id):
+        if row is not None and (row.side_topic is None or row.side_topic.topic_id != topic.topic_id):
             await delete_topic(catalogue, topic.name)

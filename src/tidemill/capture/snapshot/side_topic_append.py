@@ -45,11 +45,17 @@ class SideTopicAppender:
     """Append task of one table. `ends`: next offset per partition of its topic when its copy was complete."""
 
     def __init__(
-        self, topics: TopicLog, topic_id: str, aside_id: str, ends: Sequence[int], producer_id: int, pace: CoopBudget
+        self,
+        topics: TopicLog,
+        topic_id: str,
+        side_topic_id: str,
+        ends: Sequence[int],
+        producer_id: int,
+        pace: CoopBudget,
     ) -> None:
         self._topics = topics
         self._topic_id = topic_id
-        self._aside_id = aside_id
+        self._side_topic_id = side_topic_id
         self._ends = ends
         self._producer_id = producer_id
         self._pace = pace
@@ -135,13 +141,13 @@ class SideTopicAppender:
         moved(sum(self.appended))
 
     async def _fetch_batches(self, partition: int, at: int) -> Sequence[Buffer]:
-        read = FetchRead(self._aside_id, partition, at, READ_BYTES)
+        read = FetchRead(self._side_topic_id, partition, at, READ_BYTES)
         (fetched,) = await self._topics.fetch([read], max_wait_s=0.0, min_bytes=0, max_bytes=READ_BYTES)
         if fetched.error is not None:
             raise fetched.error
         if not fetched.batches:
             # Bound, hence durable: the partition's present leader has not yet read up to there.
-            raise UnavailableError(f"the side topic is not readable yet: topic={self._aside_id} offset={at}.")
+            raise UnavailableError(f"the side topic is not readable yet: topic={self._side_topic_id} offset={at}.")
         return fetched.batches
 
     def _renumber_batches(self, found: Sequence[Buffer], partition: int, at: int, end: int) -> Iterator[Batch]:
@@ -152,7 +158,7 @@ class SideTopicAppender:
             if start >= stop:
                 continue
             if start != at:
-                raise CorruptError(f"the side topic has a gap: topic={self._aside_id} at={at} found={start}.")
+                raise CorruptError(f"the side topic has a gap: topic={self._side_topic_id} at={at} found={start}.")
             sequence = (self._ends[partition] + start) % SEQUENCE_MODULUS
             if (start, stop) == (header.base_offset, header.next_offset):
                 yield start, stop, _renumber(data, self._producer_id, sequence)

@@ -37,11 +37,11 @@ FIRST_RECORD_S = 1.0
 """First interval after the start of a session, whose knowledge of a side topic is what was last recorded."""
 
 
-def tables_needing_wal(desk: TableStates, carried: Sequence[CapturedTable], latest: Binding | None) -> list[str]:
+def tables_needing_wal(states: TableStates, carried: Sequence[CapturedTable], latest: Binding | None) -> list[str]:
     """Return the names of the tables for whose copy WAL is retained. Pure."""
     bound = latest.offsets if latest is not None else {}
-    unbound = {table.name for table in carried if table.topic.topic_id not in bound and table.name in desk.rows}
-    return sorted(unbound | desk.tables_retaining_wal())
+    unbound = {table.name for table in carried if table.topic.topic_id not in bound and table.name in states.rows}
+    return sorted(unbound | states.tables_retaining_wal())
 
 
 class ConfirmedWal:
@@ -53,8 +53,8 @@ class ConfirmedWal:
     which a copy or the end of a side topic comes to need WAL, and removed only by `hold_wal(False)`.
     """
 
-    def __init__(self, desk: TableStates, due: asyncio.Event) -> None:
-        self._desk = desk
+    def __init__(self, states: TableStates, due: asyncio.Event) -> None:
+        self._states = states
         self._due = due
         self.carried: Sequence[CapturedTable] = ()
         self.status: ReplicationStatus | None = None
@@ -84,7 +84,7 @@ class ConfirmedWal:
         """
         status = self.status
         needs_wal = status is not None and status.hold is None
-        if status is not None and needs_wal and tables_needing_wal(self._desk, self.carried, self.latest_binding):
+        if status is not None and needs_wal and tables_needing_wal(self._states, self.carried, self.latest_binding):
             status.hold = status.flushed
 
     def hold_wal(self, on: bool) -> None:
@@ -106,33 +106,33 @@ class ConfirmedWal:
 
 
 class WalHold:
-    """Hold of the confirmed LSN for copies. `aside`: tables with a side topic, by name."""
+    """Hold of the confirmed LSN for copies. `side_topics`: tables with a side topic, by name."""
 
     def __init__(
         self,
         context: SideLoopContext,
         wal: ConfirmedWal,
         writer: TopicWriter,
-        aside: dict[str, CapturedTable],
+        side_topics: dict[str, CapturedTable],
         clock: Clock,
     ) -> None:
         self._context = context
-        self._desk = context.desk
+        self._states = context.states
         self._wal = wal
         self._writer = writer
         self._clock = clock
         self._copies = False
         self._needing: tuple[object, list[str]] | None = None
-        self._aside = {name: (table, self._recorded_size(name).bytes) for name, table in aside.items()}
+        self._side_topics = {name: (table, self._recorded_size(name).bytes) for name, table in side_topics.items()}
         self._appended: dict[str, int] = {}
 
     @property
     def tables(self) -> list[str]:
         """Tables for whose copies WAL is retained. The same list is returned until one of its inputs changes."""
-        desk, latest = self._desk, self._wal.latest_binding
-        state = (desk.changes, tuple(desk.copying), latest)
+        states, latest = self._states, self._wal.latest_binding
+        state = (states.changes, tuple(states.copying), latest)
         if self._needing is None or self._needing[0] != state:
-            self._needing = state, tables_needing_wal(desk, self._wal.carried, latest)
+            self._needing = state, tables_needing_wal(states, self._wal.carried, latest)
         return self._needing[1]
 
     def set_copying(self, on: bool) -> None:
@@ -148,14 +148,14 @@ class WalHold:
 
     def side_topic_size(self, name: str) -> SideTopicState | None:
         """Return the current size of a table's side topic."""
-        row = self._desk.rows.get(name)
-        if row is None or row.aside is None:
+        row = self._states.rows.get(name)
+        if row is None or row.side_topic is None:
             return None
-        found = row.aside
-        if name in self._aside and self._aside[name][0].topic.topic_id == found.topic_id:
-            table, before = self._aside[name]
-            records = sum(max(lane.expected_high_watermark, lane.held) for lane in table.lanes)
-            found = replace(found, records=records, bytes=before + sum(lane.made_bytes for lane in table.lanes))
+        found = row.side_topic
+        if name in self._side_topics and self._side_topics[name][0].topic.topic_id == found.topic_id:
+            table, before = self._side_topics[name]
+            records = sum(max(writer.expected_high_watermark, writer.held) for writer in table.writers)
+            found = replace(found, records=records, bytes=before + sum(writer.made_bytes for writer in table.writers))
         return replace(found, appended=max(found.appended, self._appended.get(name, 0)))
 
     async def run(self) -> None:
@@ -166,22 +166,22 @@ class WalHold:
         while True:
             await asyncio.sleep(HOLD_POLL_S)
             self.update_hold()
-            for name in [*self._aside]:
+            for name in [*self._side_topics]:
                 await self._check_side_topic(name)
             if self._clock.monotonic_s() - recorded_s >= RECORD_S:
                 recorded_s = self._clock.monotonic_s()
-                for name in [*self._aside]:
+                for name in [*self._side_topics]:
                     await self._record_size(name)
 
     def _recorded_size(self, name: str) -> SideTopicState:
-        row = self._desk.rows.get(name)
-        return row.aside if row is not None and row.aside is not None else SideTopicState("")
+        row = self._states.rows.get(name)
+        return row.side_topic if row is not None and row.side_topic is not None else SideTopicState("")
 
     async def _check_side_topic(self, name: str) -> None:
-        table, _ = self._aside[name]
+        table, _ = self._side_topics[name]
         if self._recorded_size(name).topic_id != table.topic.topic_id:
             # Its copy was abandoned, so its side topic is not needed any more.
-            del self._aside[name]
+            del self._side_topics[name]
             await self._writer.retire_table(table.oid)
             await self._delete_side_topic(table)
             return
@@ -189,8 +189,8 @@ class WalHold:
         limit_mb = self._context.config.copy_aside_max_mb
         if found is not None and not found.until_lsn and found.bytes > limit_mb * MIB:
             why = f"the side topic is full: bytes={found.bytes} copy_aside_max_mb={limit_mb}"
-            async with self._context.parking:
-                await self._desk.end_side_topic(name, await self._context.read_wal_end(), why)
+            async with self._context.reader_lock:
+                await self._states.end_side_topic(name, await self._context.read_wal_end(), why)
                 self.update_hold()
 
     async def _delete_side_topic(self, table: CapturedTable) -> None:
@@ -203,10 +203,10 @@ class WalHold:
         now = self.side_topic_size(name)
 
         def with_size(found: CaptureTableRow | None) -> CaptureTableRow | None:
-            if found is None or found.aside is None or now is None or found.aside.topic_id != now.topic_id:
+            if found is None or found.side_topic is None or now is None or found.side_topic.topic_id != now.topic_id:
                 return found
-            aside = replace(found.aside, records=now.records, bytes=now.bytes, appended=now.appended)
-            return replace(found, aside=aside)
+            side_topic = replace(found.side_topic, records=now.records, bytes=now.bytes, appended=now.appended)
+            return replace(found, side_topic=side_topic)
 
         if now is not None and now != self._recorded_size(name):
-            await self._desk.update_row(name, with_size)
+            await self._states.update_row(name, with_size)

@@ -79,10 +79,10 @@ class AutoRecopy:
     one that waits for an operator.
     """
 
-    def __init__(self, config: CaptureConfig, control: ControlConnection, desk: TableStates, clock: Clock) -> None:
+    def __init__(self, config: CaptureConfig, control: ControlConnection, states: TableStates, clock: Clock) -> None:
         self._config = config
         self._control = control
-        self._desk = desk
+        self._states = states
         self._clock = clock
 
     async def find_due_tables(self) -> set[str]:
@@ -90,7 +90,7 @@ class AutoRecopy:
         the connection's errors.
         """
         names = set()
-        for row in [row for row in self._desk.rows.values() if row.again_ms and row.parked_lsn]:
+        for row in [row for row in self._states.rows.values() if row.again_ms and row.paused_lsn]:
             if self._config.copy_again and self._clock.now_ms() < row.again_ms:
                 continue
             why = await self._find_obstacle(row)
@@ -124,12 +124,12 @@ class AutoRecopy:
         self, row: CaptureTableRow, why: str, way: Callable[[str], str] = recopy_instruction
     ) -> None:
         def without_schedule(found: CaptureTableRow | None) -> CaptureTableRow | None:
-            if found is None or not found.again_ms or found.parked_lsn != row.parked_lsn:
+            if found is None or not found.again_ms or found.paused_lsn != row.paused_lsn:
                 return found
             return replace(found, again_ms=0, fix=f"It is not re-snapshotted automatically: {why}. {way(row.table)}")
 
         log.warning("a paused table is not re-snapshotted automatically", table=row.table, cause=why)
-        await self._desk.update_row(row.table, without_schedule)
+        await self._states.update_row(row.table, without_schedule)
 
 
 async def read_table_bytes(wire: PgConnection, oid: int) -> int:

@@ -45,7 +45,7 @@ class CatalogWatcher:
         self._context = context
         self._config = context.config
         self._control = context.control
-        self._desk = context.desk
+        self._states = context.states
         self._catalogue = context.catalogue
         self._repair = repair
         self._pending = pending
@@ -66,7 +66,7 @@ class CatalogWatcher:
         wanted = {table.name: table for table in choice.tables}
         for oid in self._pending.outdated:
             self._digests.pop(oid, None)
-        for row in [row for row in self._desk.rows.values() if row.is_streaming]:
+        for row in [row for row in self._states.rows.values() if row.is_streaming]:
             table = wanted.get(row.table)
             if table is None:
                 why = choice.refused.get(row.table)
@@ -77,16 +77,16 @@ class CatalogWatcher:
                 await self._context.pause_at_wal_end(row.table, cause)
             elif table.oid == row.oid and self._digests.get(row.oid) != table.digest:
                 await self._check_description(row.table, table)
-        for row in [row for row in self._desk.rows.values() if not row.is_streaming and row.state != "dropped"]:
+        for row in [row for row in self._states.rows.values() if not row.is_streaming and row.state != "dropped"]:
             # A copy in progress refuses its own table. An interrupted set-up may leave a row without a table.
-            ended = row.state != "captured" or row.table not in self._desk.copying
+            ended = row.state != "captured" or row.table not in self._states.copying
             if ended and row.table not in wanted and row.table not in choice.refused:
-                await self._desk.record_dropped(row.table, *explain_missing_table(row, found))
+                await self._states.record_dropped(row.table, *explain_missing_table(row, found))
         published = await self._published.fetch() or {}
         await self._check_followed_tables(found, published)
         flowing = [
             row
-            for row in self._desk.rows.values()
+            for row in self._states.rows.values()
             if row.is_streaming
             and row.table in wanted
             and row.oid == wanted[row.table].oid
@@ -98,12 +98,12 @@ class CatalogWatcher:
             if row.oid in published or row.oid in lacking:
                 # Changes are missing from some point on. The next session finds the same, and re-snapshots the table.
                 raise UnavailableError(f"the publication of a captured table was altered: table={row.table}.")
-        for row in [row for row in self._desk.rows.values() if row.aside is not None]:
+        for row in [row for row in self._states.rows.values() if row.side_topic is not None]:
             if row.table in wanted and is_publication_altered(row, published):
-                await self._desk.abandon_copy(row.table)  # what changes from here on is in no stream
-        await self._desk.refuse_all(choice.refused)
+                await self._states.abandon_copy(row.table)  # what changes from here on is in no stream
+        await self._states.refuse_all(choice.refused)
         for info in found:
-            await self._desk.store_identity(info)
+            await self._states.store_identity(info)
         await self._prune_rows(wanted, choice.refused, found)
         self._forget_dropped_tables(found)
         return found
@@ -113,20 +113,20 @@ class CatalogWatcher:
         (unaffected_columns.py).
         """
         tables = {table.oid: table for table in found}
-        for oid in self._desk.following.oids:
-            followed, table, entry = self._desk.following.get(oid), tables.get(oid), published.get(oid)
+        for oid in self._states.following.oids:
+            followed, table, entry = self._states.following.get(oid), tables.get(oid), published.get(oid)
             if followed is None:
                 continue
             if table is None or table.name != followed.table:
-                self._desk.following.update_columns(oid, None)
+                self._states.following.update_columns(oid, None)
             elif entry is None or entry.rows != followed.publication:
-                self._desk.following.update_columns(oid, None, "the publication of its table was altered")
+                self._states.following.update_columns(oid, None, "the publication of its table was altered")
             elif self._digests.get(oid) != table.digest:
                 now = (await self._control.run(lambda wire, oid=oid: read_attributes(wire, [oid]))).get(oid)  # type: ignore[misc]
-                self._desk.following.update_columns(oid, now)
+                self._states.following.update_columns(oid, now)
                 self._digests[oid] = table.digest
             else:
-                self._desk.following.end_if_unfollowed(oid)
+                self._states.following.end_if_unfollowed(oid)
 
     async def _find_unpublished(self, oids: list[int]) -> set[int]:
         if not oids:
@@ -142,14 +142,14 @@ class CatalogWatcher:
             del self._looks[oid]
         self._pending.outdated.intersection_update(oids)
         self._repair.forget_others(oids)
-        self._desk.following.forget_others(oids)
-        noted = {oid for row in self._desk.rows.values() for oid in row.identities}
+        self._states.following.forget_others(oids)
+        noted = {oid for row in self._states.rows.values() for oid in row.identities}
         for oid in self._kept_identities.keys() - noted:
             del self._kept_identities[oid]
 
     async def _check_description(self, name: str, table: TableInfo) -> None:
         now = (await self._control.run(lambda wire: describe_tables(wire, [table.oid]))).get(table.oid)
-        row = self._desk.rows[name]
+        row = self._states.rows[name]
         if now is None or not row.is_streaming:
             return
         why = await self._pending.judge_description(name, diff_against_catalogue(row.columns, now))
@@ -168,7 +168,7 @@ class CatalogWatcher:
         when attached brings all its rows through the stream. Changes made in a partition while it was detached are in
         no message either. It may be back before the next check, but its attachment is a different one.
         """
-        row = self._desk.rows[name]
+        row = self._states.rows[name]
         known, attached = row.partitions, dict(zip(row.partitions or (), row.attached, strict=False))
         now = await self._control.run(lambda wire: list_partitions(wire, table.oid))
         said = first = ""
@@ -202,7 +202,7 @@ class CatalogWatcher:
             self._looks[table.oid] = later
         seen = {oid: by for oid, by in now.items() if oid not in later}
         if (known, row.attached) != (tuple(seen), tuple(seen.values())):
-            await self._desk.update_row(
+            await self._states.update_row(
                 name, lambda found: _with_partitions(found, seen, now) if found is not None else None
             )
         return not later
@@ -214,7 +214,7 @@ class CatalogWatcher:
         exist = {table.name for table in found}
         old = [
             row
-            for row in self._desk.rows.values()
+            for row in self._states.rows.values()
             if row.table not in wanted
             and row.table not in refused
             and (row.state in ("dropped", "refused", "left") or row.table not in exist)
@@ -225,12 +225,12 @@ class CatalogWatcher:
             source for row in await self._catalogue.list(PipelineRow, fresh=False) for source in row.tables.values()
         }
         for row in old:
-            if f"capture:{self._config.name}:{row.table}" in read or row.parked_lsn - 1 > self._flushed():
+            if f"capture:{self._config.name}:{row.table}" in read or row.paused_lsn - 1 > self._flushed():
                 continue
             if row.identities and not self._config.manual and not await self._restore_identities(row, wanted):
                 continue
             await delete_topics(self._catalogue, row.topic)
-            await self._desk.update_row(row.table, lambda _: None)
+            await self._states.update_row(row.table, lambda _: None)
             log.info("a dropped table is deleted from the catalogue", capture=self._config.name, table=row.table)
 
     async def _restore_identities(self, row: CaptureTableRow, wanted: dict[str, TableInfo]) -> bool:
@@ -238,7 +238,7 @@ class CatalogWatcher:
         published it must have a full one (publication.py), and a table that is added under another name keeps the
         identity that it got for that.
         """
-        if await self._desk.move_identities(row):
+        if await self._states.move_identities(row):
             return True
         if any(table.oid == row.oid for table in wanted.values()):
             return False

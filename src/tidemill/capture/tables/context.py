@@ -28,23 +28,23 @@ from tidemill.metastore.catalogue import Catalogue
 
 
 class SideLoopContext:
-    """Connection, tables and publication, for the concurrent loops. While `parking` is locked, the stream's reader is
-    paused.
+    """Connection, tables and publication, for the concurrent loops. While `reader_lock` is locked, the stream's reader
+    is paused.
     """
 
     def __init__(
         self,
         config: CaptureConfig,
         control: ControlConnection,
-        desk: TableStates,
+        states: TableStates,
         catalogue: Catalogue,
-        parking: asyncio.Lock,
+        reader_lock: asyncio.Lock,
     ) -> None:
         self.config = config
         self.control = control
-        self.desk = desk
+        self.states = states
         self.catalogue = catalogue
-        self.parking = parking
+        self.reader_lock = reader_lock
         self.tables = TableList(control)
         self._objections = CachedQuery(control, self._query_objections)
         self._objected: Objections = {}
@@ -74,7 +74,7 @@ class SideLoopContext:
         if self._resolved is None or self._resolved[0] is not found or self._resolved[1] is not objected:
             choice = await self.control.run(lambda wire: _resolve_tables(wire, self.config, found, objected))
             self._resolved = found, objected, choice
-        choice, rows = self._resolved[2], self.desk.rows
+        choice, rows = self._resolved[2], self.states.rows
         fresh = tuple(t for t in choice.tables if t.name not in rows or rows[t.name].snapshot is None)
         if not fresh:
             return choice
@@ -84,8 +84,8 @@ class SideLoopContext:
 
     async def pause_at_wal_end(self, name: str, cause: PauseCause) -> None:
         """Pause a table at the WAL end while the stream's reader is paused."""
-        async with self.parking:
-            await self.desk.pause_table(name, await self.read_wal_end(), cause)
+        async with self.reader_lock:
+            await self.states.pause_table(name, await self.read_wal_end(), cause)
 
     async def read_wal_end(self) -> int:
         """Return an LSN that is above everything received so far."""

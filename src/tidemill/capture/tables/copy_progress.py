@@ -58,7 +58,7 @@ class SnapshotProgress:
         self.held_by = ""
         self.blocked = ""
         self.done = False
-        self.aside: SideTopicState | None = None
+        self.side_topic: SideTopicState | None = None
         """The side topic of the table that is being copied."""
         self._appends = False
         self._earlier = 0
@@ -87,7 +87,7 @@ class SnapshotProgress:
     @property
     def moved(self) -> int:
         """Position of the stage status: rows, and records that are appended after them."""
-        return self.rows + (self.aside.appended if self.aside is not None else 0)
+        return self.rows + (self.side_topic.appended if self.side_topic is not None else 0)
 
     def finish(self) -> None:
         self.done = True
@@ -106,19 +106,19 @@ class SnapshotProgress:
         if not self.table:
             return "waits to be copied"
         left_s = self.left_s
-        aside = self.aside
-        if self._appends and aside is not None:
-            return f"appending the side topic of {self.table}: {aside.appended} of {aside.records} records"
+        side_topic = self.side_topic
+        if self._appends and side_topic is not None:
+            return f"appending the side topic of {self.table}: {side_topic.appended} of {side_topic.records} records"
         parts = [
             f"copying {self.table}: {self.rows} of about {self.expected} rows",
             f"{self.rows_per_s:.0f} rows/s",
             *([f"about {left_s} s left"] if left_s is not None else []),
             f"{self.chunks_done} of {self.chunks} chunks",
         ]
-        if aside is not None:
-            parts.append(f"{aside.records} changes ({aside.bytes // MIB} MiB) in the side topic")
-        if aside is not None and aside.until_lsn:
-            parts.append(f"WAL is retained since {Lsn(aside.until_lsn)}")
+        if side_topic is not None:
+            parts.append(f"{side_topic.records} changes ({side_topic.bytes // MIB} MiB) in the side topic")
+        if side_topic is not None and side_topic.until_lsn:
+            parts.append(f"WAL is retained since {Lsn(side_topic.until_lsn)}")
         if self._retained_bytes >= MIB:
             limit = "" if self._headroom_bytes is None else f" and may retain {self._headroom_bytes // MIB} more"
             parts.append(f"the slot retains {self._retained_bytes // MIB} MiB of WAL{limit}")
@@ -157,7 +157,7 @@ class CopyAttempts:
         if row.copy is None:
             return False
         topic_id, done, tries = self._fruitless.get(row.table, ("", 0, 0))
-        now = row.copy.done + (row.aside.appended if row.aside is not None else 0)
+        now = row.copy.done + (row.side_topic.appended if row.side_topic is not None else 0)
         tries = tries + 1 if (topic_id, done) == (row.copy.topic_id, now) else 1
         self._fruitless[row.table] = (row.copy.topic_id, now, tries)
         return tries < MAX_FRUITLESS_ATTEMPTS

@@ -36,7 +36,7 @@ class PublicationRepair:
         self._context = context
         self._config = context.config
         self._control = context.control
-        self._desk = context.desk
+        self._states = context.states
         self._hazards = CachedQuery(context.control, self._query_hazards)
         self._no_identity: dict[int, str] = {}
         """Reason why a table did not get a full replica identity at the last attempt, which is repeated each second.
@@ -53,7 +53,7 @@ class PublicationRepair:
         objected = await self._context.fetch_objections()
         await self.withdraw_identities(objected)
         for hazard in await self._hazards.fetch():
-            row = self._desk.find_carried(hazard.oid)
+            row = self._states.find_carried(hazard.oid)
             objection = objected.get(hazard.oid)
             if objection is not None and objection.refuses and not (hazard.virtual or hazard.breaks):
                 continue  # it must not have a full replica identity
@@ -68,14 +68,14 @@ class PublicationRepair:
                 # An identity that cannot be noted is not altered: a table is paused for a name that is not UTF-8
                 # (table_discovery.py).
                 if not any(has_invalid_bytes(name) for noted in earlier.values() for name in noted):
-                    await self._desk.store_identities(row.table, earlier)
+                    await self._states.store_identities(row.table, earlier)
                     repair = functools.partial(self._set_full_identity, table=hazard.table)
                     mended = await self._control.run(repair)
                 if mended or not hazard.breaks:
                     continue
             if hazard.virtual or hazard.breaks:
                 await self._control.run(lambda wire, name=hazard.name: unpublish_table(wire, self._config, name))  # type: ignore[misc]
-                self._desk.following.update_columns(hazard.oid, None, "its table is no longer published")
+                self._states.following.update_columns(hazard.oid, None, "its table is no longer published")
             if row is not None and not (hazard.virtual or hazard.breaks):
                 said = "its replica identity does not include its primary key"
                 await self._context.pause_at_wal_end(row.table, PauseCause(said, _repair_instruction(hazard)))
@@ -108,7 +108,7 @@ class PublicationRepair:
         """
         if not objected:
             return
-        rows, left = self._desk.rows, set()
+        rows, left = self._states.rows, set()
         for one in await self._control.run(
             lambda wire: find_unwanted_full_identities(wire, self._config, rows.values(), objected)
         ):
@@ -119,7 +119,7 @@ class PublicationRepair:
             if row.is_streaming and streams:
                 await self._context.pause_at_wal_end(row.table, PauseCause.of_refusal(why))
             elif row.snapshot is None and row.state == "captured":
-                await self._desk.refuse_table(row.table, why, row.oid)
+                await self._states.refuse_table(row.table, why, row.oid)
                 if row.table in left:
                     raise UnavailableError(f"a copy blocks the replica identity that a table must have: {why.reason}")
 
@@ -147,7 +147,7 @@ class PublicationRepair:
         """Set a published table and its partitions to a full replica identity again. Returns False while others hold
         its lock.
         """
-        done = await publish_tables(wire, self._config, PublishRequest([table], {table.oid}), self._desk)
+        done = await publish_tables(wire, self._config, PublishRequest([table], {table.oid}), self._states)
         for error in done.failed.values():
             if self._no_identity.get(table.oid) != str(error):
                 log.warning("a captured table has no full replica identity yet", table=table.name, cause=str(error))
@@ -166,10 +166,10 @@ class PublicationRepair:
         """
 
         def paused_oids() -> set[int]:
-            rows = self._desk.rows.values()
+            rows = self._states.rows.values()
             kept = {row.oid for row in rows if row.recopy or row.again_ms or row.state == "captured"}
-            kept |= self._desk.following.oids
-            return {row.oid for row in rows if row.parked_lsn} - kept - {*self._desk.copying.values()}
+            kept |= self._states.following.oids
+            return {row.oid for row in rows if row.paused_lsn} - kept - {*self._states.copying.values()}
 
         async def unpublish_if_paused(wire: PgConnection, oid: int, name: str) -> None:
             if oid in paused_oids():

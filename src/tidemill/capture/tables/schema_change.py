@@ -44,14 +44,14 @@ from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow
 
 
 async def follow_description(
-    desk: TableStates, control: ControlConnection, message: RelationMessage, now: Relation | None, xid: int, lsn: int
+    states: TableStates, control: ControlConnection, message: RelationMessage, now: Relation | None, xid: int, lsn: int
 ) -> int:
     """Return the version of the next rows of the stream. The catalogue has a new version before this returns. If the
     new description cannot be carried, the table is paused before this transaction. The caller excludes the watcher.
 
     `now`: the table once transaction `xid`, which commits at `lsn`, is visible. Raises TableStateUnknownError.
     """
-    row = desk.find_receiving(message.oid, xid, lsn)
+    row = states.find_receiving(message.oid, xid, lsn)
     if row is None:
         return 1
     said: list[str] = []
@@ -77,7 +77,7 @@ async def follow_description(
         )
         if isinstance(step, SchemaStep) and not said:
             try:
-                return await desk.evolve(row.table, step, lsn)
+                return await states.evolve(row.table, step, lsn)
             except InvalidError as error:
                 step = f"{error.message} {error.fix}"
         then = columns_at_version(row.columns, 1 + sum(at <= lsn for at in row.evolved))
@@ -92,7 +92,7 @@ async def follow_description(
         said_all = "its description changed: " + "; ".join(said)
         columns = found if name == row.table else None
         cause = PauseCause(said_all, accept_instruction(row.table), again=again, found=columns)
-        await desk.pause_table(row.table, lsn, cause)
+        await states.pause_table(row.table, lsn, cause)
     return version or row.version
 
 
@@ -103,32 +103,32 @@ def _is_before_newest_version(row: CaptureTableRow, lsn: int) -> bool:
 
 class PendingSchema:
     """Changes that the watcher has seen and the stream has not passed yet. Every transaction at or below `flushed()` is
-    bound. The stream's reader is paused while `parking` is locked.
+    bound. The stream's reader is paused while `reader_lock` is locked.
     """
 
     def __init__(
         self,
-        desk: TableStates,
+        states: TableStates,
         control: ControlConnection,
         flushed: Callable[[], int],
-        parking: asyncio.Lock,
+        reader_lock: asyncio.Lock,
         learn: Callable[[Relation], None],
         outdated: set[int],
     ) -> None:
         """`learn` shows a relation to the followers of the stream before a row arrives under it. `outdated` has the
         oids of relations that followers see as they were before the table's copy.
         """
-        self._desk = desk
+        self._states = states
         self._control = control
         self._flushed = flushed
-        self._parking = parking
+        self._reader_lock = reader_lock
         self._learn = learn
         self.outdated = outdated
         self._seen: dict[str, tuple[TableAttributes, int]] = {}
 
     @property
     def waits(self) -> bool:
-        rows = self._desk.rows
+        rows = self._states.rows
         return any(name in rows and rows[name].is_streaming for name in self._seen)
 
     def forget(self, name: str) -> None:
@@ -139,11 +139,11 @@ class PendingSchema:
         the stored description, and None while the stream has not passed it. Raises TableStateUnknownError, and the
         errors of the connection.
         """
-        row = self._desk.rows[name]
+        row = self._states.rows[name]
         found = (await self._control.run(lambda wire: read_attributes(wire, [row.oid]))).get(row.oid)
         if found is None:
             return None
-        self._desk.following.store_baseline(row, found)
+        self._states.following.store_baseline(row, found)
         other = "; ".join(
             part for part in (describe_recreated_columns(row, found), describe_altered_types(row, found)) if part
         )
@@ -158,12 +158,12 @@ class PendingSchema:
         if not await self._is_passed(name, found):
             return None
         end = self._seen.pop(name)[1]
-        async with self._parking:
-            if self._desk.rows[name].columns != row.columns:
+        async with self._reader_lock:
+            if self._states.rows[name].columns != row.columns:
                 return None
             if isinstance(step, SchemaStep):
                 try:
-                    version = await self._desk.evolve(name, step, end)
+                    version = await self._states.evolve(name, step, end)
                 except InvalidError as error:
                     return f"{difference}; {error.message} {error.fix}"
                 await self._show_to_followers(row.oid, step.columns, version)
@@ -181,7 +181,7 @@ class PendingSchema:
                     now, columns=seen.columns, attributes=seen.attributes, storage=seen.storage, types=seen.types
                 )
 
-            await self._desk.update_row(name, with_attributes)
+            await self._states.update_row(name, with_attributes)
         return ""
 
     async def _show_to_followers(self, oid: int, columns: Sequence[CapturedColumn], version: int) -> None:

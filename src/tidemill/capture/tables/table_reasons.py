@@ -84,7 +84,7 @@ def blocked_row(row: CaptureTableRow, why: Refusal, now_ms: int) -> CaptureTable
     if row.state != "parked" or row.copy is not None or not (row.again_ms or row.recopy) or why.state != "refused":
         return row
     fix = f"{why.fix} {automatic_recopy_notice(row.again_ms, row.again_ms > now_ms)}".strip()
-    return replace(row, reason=pause_reason(row.table, why.reason, row.parked_lsn), fix=fix)
+    return replace(row, reason=pause_reason(row.table, why.reason, row.paused_lsn), fix=fix)
 
 
 def topic_taken_refusal(topic: str) -> Refusal:

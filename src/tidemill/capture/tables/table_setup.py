@@ -55,26 +55,26 @@ async def refuse_taken_topics(config: CaptureConfig, catalogue: Catalogue, choic
 async def start_table(
     config: CaptureConfig,
     catalogue: Catalogue,
-    desk: TableStates,
+    states: TableStates,
     table: TableInfo,
     relation: Relation,
     published: PublishedTable,
 ) -> TopicRow | None:
     """Write the table's row without a snapshot, and create its topic under a new id, so that it contains nothing of an
-    earlier attempt. Returns None if the table is refused, which `desk` reports. That includes a registry that does not
-    answer, since nothing has been written then. Raises TableStateUnknownError, and the catalogue's errors.
+    earlier attempt. Returns None if the table is refused, which `states` reports. That includes a registry that does
+    not answer, since nothing has been written then. Raises TableStateUnknownError, and the catalogue's errors.
     """
 
-    earlier, now_ms = desk.rows.get(table.name), desk.clock.now_ms()
+    earlier, now_ms = states.rows.get(table.name), states.clock.now_ms()
     if earlier is not None and earlier.oid != table.oid:
-        await desk.move_identities(earlier)
+        await states.move_identities(earlier)
     columns = captured_columns_of(relation)
     try:
         # Before anything of an earlier copy is deleted.
         topic_name = (earlier.topic if earlier is not None else "") or config.topic_name_of(table.schema, table.table)
-        schemas = await desk.register_schemas(config.envelope, topic_name, columns)
+        schemas = await states.register_schemas(config.envelope, topic_name, columns)
     except (InvalidError, UnavailableError, UnknownOutcomeError) as error:
-        await desk.refuse_table(table.name, refusal_for(error), table.oid)
+        await states.refuse_table(table.name, refusal_for(error), table.oid)
         return None
 
     def started(found: CaptureTableRow | None) -> CaptureTableRow:
@@ -91,17 +91,17 @@ async def start_table(
         )  # fmt: skip
 
     try:
-        row = await desk.update_row(table.name, started)
+        row = await states.update_row(table.name, started)
         assert row is not None
         topic = await catalogue.get(TopicRow, row.topic)
         if topic is not None and topic.kind != "capture":
-            await desk.refuse_table(table.name, topic_taken_refusal(row.topic), table.oid)
+            await states.refuse_table(table.name, topic_taken_refusal(row.topic), table.oid)
             return None
         if topic is not None:
             await catalogue.delete(TopicRow, row.topic)
         return await catalogue.create_topic(row.topic, config.partitions, kind="capture", config=config.topic_config)
     except (InvalidError, ConflictError) as error:
-        await desk.refuse_table(table.name, refusal_for(error), table.oid)
+        await states.refuse_table(table.name, refusal_for(error), table.oid)
         return None
 
 
@@ -111,12 +111,12 @@ def has_whole_rows(config: CaptureConfig, table: TableInfo) -> bool:
 
 
 async def resume_copy(
-    config: CaptureConfig, catalogue: Catalogue, desk: TableStates, table: TableInfo, relation: Relation
+    config: CaptureConfig, catalogue: Catalogue, states: TableStates, table: TableInfo, relation: Relation
 ) -> TopicRow | None:
     """Return the topic of an interrupted copy, after raising the copy's epoch in the row for the session that resumes
     it (partition_writer.py). None = the copy starts over. Raises TableStateUnknownError.
     """
-    row = desk.rows.get(table.name)
+    row = states.rows.get(table.name)
     if row is None or row.copy is None or row.oid != table.oid or row.recopy or row.envelope != config.envelope:
         return None
     if not has_whole_rows(config, table) or captured_columns_of(relation) != row.columns or row.copy.epoch >= MAX_EPOCH:
@@ -132,7 +132,7 @@ async def resume_copy(
         reason = found.reason if found.state == "captured" else ""
         return replace(found, state="captured", reason=reason, fix="", since_ms=0, copy=taken)
 
-    now = await desk.update_row(table.name, with_next_epoch)
+    now = await states.update_row(table.name, with_next_epoch)
     return await update_topic_config(config, catalogue, topic) if now is not None and now.copy == taken else None
 
 

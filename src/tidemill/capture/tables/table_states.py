@@ -121,7 +121,7 @@ class TableStates:
 
     def served_oids(self) -> set[int]:
         """Return the oids of the relations that followers may treat as captured."""
-        return {row.oid for row in self.rows.values() if row.state == "captured" and row.aside is None}
+        return {row.oid for row in self.rows.values() if row.state == "captured" and row.side_topic is None}
 
     # changes of state -----------------------------------------------------------------------------
     async def pause_table(self, name: str, lsn: int, cause: PauseCause) -> None:
@@ -129,7 +129,7 @@ class TableStates:
         RecopyRequiredError.
         """
         row = self.rows.get(name)
-        if row is None or (row.parked_lsn and row.parked_lsn <= lsn):
+        if row is None or (row.paused_lsn and row.paused_lsn <= lsn):
             return
         reason = pause_reason(name, cause.reason, lsn)
         now_ms, pause_ms = self.clock.now_ms(), int(self._config.copy_again_pause_s * 1000)
@@ -138,13 +138,13 @@ class TableStates:
         self.following.record_pause(row, columns, self.on_park(row.oid, lsn, columns))
 
         def as_paused(found: CaptureTableRow | None) -> CaptureTableRow | None:
-            if found is None or (found.parked_lsn and found.parked_lsn <= lsn) or found.generation != row.generation:
+            if found is None or (found.paused_lsn and found.paused_lsn <= lsn) or found.generation != row.generation:
                 return found
             since_ms = found.since_ms if found.state == cause.state and found.since_ms else now_ms
             if void:
                 return replace(
                     found, state="refused", reason=reason, fix="It is re-snapshotted automatically.", since_ms=now_ms,
-                    snapshot=None, copy=None, aside=None, again_ms=0,
+                    snapshot=None, copy=None, side_topic=None, again_ms=0,
                 )  # fmt: skip
             # At most one pause from now: the clock may have been wrong when the last pause began.
             from_ms = now_ms + max(0, min(pause_ms, found.again_last_ms + pause_ms - now_ms))
@@ -154,7 +154,7 @@ class TableStates:
             else:
                 fix = cause.fix or recopy_instruction(name)
             return replace(
-                found, state=cause.state, reason=reason, fix=f"{cause.first} {fix}".strip(), parked_lsn=lsn,
+                found, state=cause.state, reason=reason, fix=f"{cause.first} {fix}".strip(), paused_lsn=lsn,
                 since_ms=since_ms, again_ms=again_ms,
             )  # fmt: skip
 
@@ -172,8 +172,8 @@ class TableStates:
         def as_dropped(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or found.is_streaming or found.state == "dropped":
                 return found
-            parked_at = f" parked_at={Lsn(found.parked_lsn)}" if found.parked_lsn else ""
-            said = f"{reason}: table={name}{parked_at}."
+            paused_at = f" parked_at={Lsn(found.paused_lsn)}" if found.paused_lsn else ""
+            said = f"{reason}: table={name}{paused_at}."
             return replace(found, state="dropped", reason=said, fix=fix, since_ms=self.clock.now_ms(), again_ms=0)
 
         self.statuses.forget_refusal(name)
@@ -191,21 +191,21 @@ class TableStates:
         def as_refused(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None:
                 found = CaptureTableRow(self._config.name, name)
-            elif found.snapshot is not None or found.parked_lsn:
+            elif found.snapshot is not None or found.paused_lsn:
                 return found
             since_ms = found.since_ms if found.state == why.state and found.since_ms else self.clock.now_ms()
             return replace(
                 found, state=why.state, reason=why.reason[:MAX_REASON_CHARS], fix=why.fix, since_ms=since_ms, oid=oid,
-                copy=found.copy if going_on else None, aside=found.aside if going_on else None,
+                copy=found.copy if going_on else None, side_topic=found.side_topic if going_on else None,
             )  # fmt: skip
 
         tried = self.copying.pop(name, None) is not None
-        kept = known is not None and (known.snapshot is not None or known.parked_lsn)
+        kept = known is not None and (known.snapshot is not None or known.paused_lsn)
         if tried or not kept:
             self.statuses.record_refusal(name, why)
-        told = (known.state, known.reason, known.fix) if known is not None else None
+        reported = (known.state, known.reason, known.fix) if known is not None else None
         given_up = known is not None and known.copy is not None and not going_on
-        if not kept and (given_up or told != (why.state, why.reason[:MAX_REASON_CHARS], why.fix)):
+        if not kept and (given_up or reported != (why.state, why.reason[:MAX_REASON_CHARS], why.fix)):
             await self.update_row(name, as_refused)
         elif tried and known is not None:
             self.statuses.publish(known)
@@ -313,7 +313,7 @@ class TableStates:
         else:
             self.rows[name] = row
             # A refused table that is retried has not recovered yet; a table that was paused has.
-            if row.is_streaming or (row.state == "captured" and old is not None and old.parked_lsn):
+            if row.is_streaming or (row.state == "captured" and old is not None and old.paused_lsn):
                 self.statuses.remove(name)
             self.statuses.publish(row)
         return row
@@ -325,15 +325,15 @@ class TableStates:
 
     def find_side_topic_table(self, oid: int) -> CaptureTableRow | None:
         """Return the table whose changes under this oid go to a side topic."""
-        return next((row for row in self.rows.values() if row.aside is not None and row.oid == oid), None)
+        return next((row for row in self.rows.values() if row.side_topic is not None and row.oid == oid), None)
 
     def tables_retaining_wal(self) -> set[str]:
         """Return the tables for whose running or interrupted copy WAL is retained, because they have no side topic, or
         theirs has ended.
         """
-        found = {name for name in self.copying if (row := self.rows.get(name)) is None or row.aside is None}
+        found = {name for name in self.copying if (row := self.rows.get(name)) is None or row.side_topic is None}
         for row in self.rows.values():
-            if row.copy is not None and (row.aside is None or row.aside.until_lsn):
+            if row.copy is not None and (row.side_topic is None or row.side_topic.until_lsn):
                 found.add(row.table)
         return found
 
@@ -343,22 +343,24 @@ class TableStates:
         durable before that transaction is handed on. Raises TableStateUnknownError.
         """
         row = self.rows.get(name)
-        if row is None or row.aside is None or 0 < row.aside.until_lsn <= lsn:
+        if row is None or row.side_topic is None or 0 < row.side_topic.until_lsn <= lsn:
             return
         log.warning("WAL is retained for a copy", capture=self._config.name, table=name, at=str(Lsn(lsn)), cause=reason)
-        topic_id = row.aside.topic_id
+        topic_id = row.side_topic.topic_id
         self.on_park(row.oid, lsn, self.following.columns(row.oid))
 
         def with_ended_side_topic(found: CaptureTableRow | None) -> CaptureTableRow | None:
-            if found is None or found.aside is None or found.aside.topic_id != topic_id:
+            if found is None or found.side_topic is None or found.side_topic.topic_id != topic_id:
                 return found
-            return replace(found, aside=replace(found.aside, until_lsn=lsn))
+            return replace(found, side_topic=replace(found.side_topic, until_lsn=lsn))
 
         await self.update_row(name, with_ended_side_topic)
 
     async def abandon_copy(self, name: str) -> None:
         """Abandon an interrupted copy. Raises TableStateUnknownError."""
-        await self.update_row(name, lambda found: replace(found, copy=None, aside=None) if found is not None else None)
+        await self.update_row(
+            name, lambda found: replace(found, copy=None, side_topic=None) if found is not None else None
+        )
 
     # copies ---------------------------------------------------------------------------------------
     def publish_copy_status(self, progress: SnapshotProgress) -> None:
@@ -377,4 +379,4 @@ class TableStates:
 
 
 def _is_carried(row: CaptureTableRow, lsn: int) -> bool:
-    return row.is_streaming or (row.snapshot is not None and lsn < row.parked_lsn)
+    return row.is_streaming or (row.snapshot is not None and lsn < row.paused_lsn)

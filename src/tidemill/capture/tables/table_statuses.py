@@ -57,7 +57,7 @@ class TableStatuses:
             text = f"{row.reason} {row.fix}".strip()
         else:
             text = f"{row.reason} {why.reason[:MAX_REASON_CHARS]} {why.fix}".strip()
-        self._tracker.set(mark, row.parked_lsn, row.parked_lsn + 1, now_ms=row.since_ms, unit="lsn",
+        self._tracker.set(mark, row.paused_lsn, row.paused_lsn + 1, now_ms=row.since_ms, unit="lsn",
             upstream=f"{self._config.mark}/topics")  # fmt: skip
         if failure is None or failure.error != text:
             # No operator has to act on a table that resumes automatically, unless it takes too long.

@@ -94,7 +94,7 @@ class FollowedTables:
         self.on_narrow: Callable[[int, str, frozenset[str]], bool] = lambda *_: False
         self._described: dict[int, TableAttributes] = {}
         self._followed: dict[int, FollowedTable] = {}
-        self._told_lsn = -1
+        self._confirmed_lsn = -1
 
     @property
     def oids(self) -> frozenset[int]:
@@ -162,7 +162,7 @@ class FollowedTables:
     # sessions -------------------------------------------------------------------------------------
     def record_confirmed(self, lsn: int) -> None:
         """Note that a session ends and has confirmed at most this LSN (inclusive) to PostgreSQL."""
-        self._told_lsn = max(self._told_lsn, lsn)
+        self._confirmed_lsn = max(self._confirmed_lsn, lsn)
 
     def begin_session(
         self,
@@ -178,7 +178,7 @@ class FollowedTables:
         goes_on: dict[int, frozenset[str]] = {}
         for oid, followed in list(self._followed.items()):
             row = by_oid.get(oid)
-            whole = published.get(oid) == followed.publication and confirmed_lsn <= self._told_lsn
+            whole = published.get(oid) == followed.publication and confirmed_lsn <= self._confirmed_lsn
             if whole and row is not None and row.table == followed.table and self.narrow_columns(oid, found.get(oid)):
                 goes_on[oid] = self.columns(oid)
             else:

@@ -87,15 +87,15 @@ class BatchSender:
         self._tasks = Tasks(self._on_task_failed)
 
     # synchronous calls ----------------------------------------------------------------------------
-    def add(self, lane: PartitionWriter, record: Record) -> None:
-        """Queue the record that `lane.assign_offset` has just assigned an offset to."""
-        self._open_bytes += lane.add(record) + RECORD_MEMORY_BYTES
-        self._dirty[lane] = None
+    def add(self, writer: PartitionWriter, record: Record) -> None:
+        """Queue the record that `writer.assign_offset` has just assigned an offset to."""
+        self._open_bytes += writer.add(record) + RECORD_MEMORY_BYTES
+        self._dirty[writer] = None
 
-    def add_rows(self, lane: PartitionWriter, rows: RowRange) -> None:
-        """Queue rows that `lane.assign_offsets` has just assigned offsets to."""
-        self._open_bytes += lane.add_rows(rows) + ROW_MEMORY_BYTES * len(rows)
-        self._dirty[lane] = None
+    def add_rows(self, writer: PartitionWriter, rows: RowRange) -> None:
+        """Queue rows that `writer.assign_offsets` has just assigned offsets to."""
+        self._open_bytes += writer.add_rows(rows) + ROW_MEMORY_BYTES * len(rows)
+        self._dirty[writer] = None
 
     def schedule_round(self, position: ChangePosition | None = None) -> None:
         """Note that everything up to `position` has been added, and send it at the end of this turn of the event loop,
@@ -167,24 +167,24 @@ class BatchSender:
         self._under_way.append(round_)
         dirty, self._dirty, self._open_bytes = self._dirty, {}, 0
         try:
-            batches = [(lane, batch) for lane in dirty for batch in lane.close_batches(round_)]
+            batches = [(writer, batch) for writer in dirty for batch in writer.close_batches(round_)]
         except Exception as error:
             # Its records have offsets and are in no batch, so nothing behind them may be reported as durable.
             self._fail(UnavailableError(f"records cannot be encoded: {error_sentence(error)}."))
             return
-        for lane, batch in batches:
+        for writer, batch in batches:
             self._flight_bytes += len(batch.data)
-            if lane not in self.repairing:
-                self._send_batch(lane, batch)
+            if writer not in self.repairing:
+                self._send_batch(writer, batch)
 
-    def _send_batch(self, lane: PartitionWriter, batch: PartitionBatch) -> None:
+    def _send_batch(self, writer: PartitionWriter, batch: PartitionBatch) -> None:
         batch.in_flight = True
         # The log patches offsets in place, so a batch that may be sent again is sent as a copy.
-        future = self._topics.produce_nowait(lane.topic_id, lane.partition, bytearray(batch.data))
-        future.add_done_callback(lambda ended: self._on_batch_ended(lane, batch, ended))
+        future = self._topics.produce_nowait(writer.topic_id, writer.partition, bytearray(batch.data))
+        future.add_done_callback(lambda ended: self._on_batch_ended(writer, batch, ended))
 
     def _on_batch_ended(
-        self, lane: PartitionWriter, batch: PartitionBatch, future: asyncio.Future[ProduceResult]
+        self, writer: PartitionWriter, batch: PartitionBatch, future: asyncio.Future[ProduceResult]
     ) -> None:
         batch.in_flight = False
         self._changed.set()
@@ -193,20 +193,22 @@ class BatchSender:
             if future.result().base_offset != batch.start:
                 self._fail(
                     CorruptError(
-                        f"another client wrote to a capture's topic: topic={lane.topic} partition={lane.partition}"
+                        f"another client wrote to a capture's topic: topic={writer.topic} partition={writer.partition}"
                         f" expected={batch.start} found={future.result().base_offset}.",
                         fix="Let only the capture write to it; start the capture over.",
                     )
                 )
                 return
-            lane.failures = 0
+            writer.failures = 0
             batch.done = True
-            while lane.pending and lane.pending[0].done:
-                self._on_batch_durable(lane.pending.popleft())
+            while writer.pending and writer.pending[0].done:
+                self._on_batch_durable(writer.pending.popleft())
         elif isinstance(error, _RETRIABLE):
-            if lane not in self.repairing and self._failure is None:
-                self.repairing[lane] = None
-                self._tasks.spawn(self._repair_partition(lane, error), name=f"repair {lane.topic}/{lane.partition}")
+            if writer not in self.repairing and self._failure is None:
+                self.repairing[writer] = None
+                self._tasks.spawn(
+                    self._repair_partition(writer, error), name=f"repair {writer.topic}/{writer.partition}"
+                )
         else:
             translated = error if isinstance(error, TidemillError) else UnavailableError(f"produce failed: {error!r}.")
             self._fail(translated)
@@ -223,41 +225,44 @@ class BatchSender:
             self.schedule_round()
         self._changed.set()
 
-    async def _repair_partition(self, lane: PartitionWriter, cause: BaseException) -> None:
+    async def _repair_partition(self, writer: PartitionWriter, cause: BaseException) -> None:
         """Repair a partition after a failed batch, with which the later ones failed: wait until nothing of this
         partition is in flight, check what the log contains after all, and send the rest again, with the same sequences
         in the same order.
         """
-        lane.failures += 1
+        writer.failures += 1
         log.warning(
-            "records are not accepted and are sent again", topic=lane.topic, failures=lane.failures, cause=str(cause)
+            "records are not accepted and are sent again",
+            topic=writer.topic,
+            failures=writer.failures,
+            cause=str(cause),
         )
         while True:
-            pause_s = min(REPAIR_PAUSE_MAX_S, REPAIR_PAUSE_S * 2 ** min(lane.failures, 10))
+            pause_s = min(REPAIR_PAUSE_MAX_S, REPAIR_PAUSE_S * 2 ** min(writer.failures, 10))
             await asyncio.sleep(self._rand.uniform(pause_s / 2, pause_s))
-            while any(batch.in_flight for batch in lane.pending):
+            while any(batch.in_flight for batch in writer.pending):
                 await self._wait_for_change()
             try:
-                high_watermark = (await self._topics.offsets(lane.topic_id, lane.partition)).high_watermark
+                high_watermark = (await self._topics.offsets(writer.topic_id, writer.partition)).high_watermark
             except (UnavailableError, UnknownOutcomeError):
-                lane.failures += 1
+                writer.failures += 1
                 continue
             break
         # No await from here on: new batches are still added to `pending`.
-        del self.repairing[lane]
-        for batch in lane.remove_landed(high_watermark):
+        del self.repairing[writer]
+        for batch in writer.remove_landed(high_watermark):
             self._on_batch_durable(batch)
-        if high_watermark > lane.expected_high_watermark:
+        if high_watermark > writer.expected_high_watermark:
             # A predecessor's batch with other boundaries landed late: the same records, further than ours. The next
             # session counts from the new tail, and detects by its position if they were not the same.
             self._fail(
                 UnavailableError(
-                    f"the topic moved without this session: topic={lane.topic} partition={lane.partition}."
+                    f"the topic moved without this session: topic={writer.topic} partition={writer.partition}."
                 )
             )
             return
-        for batch in lane.pending:
-            self._send_batch(lane, batch)
+        for batch in writer.pending:
+            self._send_batch(writer, batch)
 
     # failure --------------------------------------------------------------------------------------
     async def _wait_for_change(self) -> None:

@@ -51,19 +51,19 @@ def is_in_snapshot(xid: int, commit_lsn: int, snapshot: TableSnapshot | None) ->
 
 class CapturedTable:
     """Topic of one table: its partition writers, which transactions it already contains, and which it must never
-    contain (`parked_lsn`). `source`: origin for records that are events; None = records are rows.
+    contain (`paused_lsn`). `source`: origin for records that are events; None = records are rows.
     """
 
     def __init__(
-        self, name: str, topic: TopicRow, producer_id: int, *, oid: int, parked_lsn: int = LSN_NEVER,
+        self, name: str, topic: TopicRow, producer_id: int, *, oid: int, paused_lsn: int = LSN_NEVER,
         source: EventSource | None = None, epoch: int = 0,
     ) -> None:  # fmt: skip
         self.name = name
         self.source = source
         self.oid = oid
-        self.parked_lsn = parked_lsn
+        self.paused_lsn = paused_lsn
         self.topic = topic
-        self.lanes = [
+        self.writers = [
             PartitionWriter(topic.name, topic.topic_id, p, producer_id, epoch) for p in range(topic.partitions)
         ]
         self.snapshot: TableSnapshot | None = None
@@ -98,7 +98,7 @@ class CapturedTable:
         if block.encoded is None:
             try:
                 events = self._columnar_format(block.relation)
-                block.encoded = encode_block(block, len(self.lanes), MAX_ROW_BYTES, events) or ENCODE_PER_ROW
+                block.encoded = encode_block(block, len(self.writers), MAX_ROW_BYTES, events) or ENCODE_PER_ROW
             except Exception as error:
                 # For any error the per-row functions decide which row cannot be written.
                 log.warning("rows are encoded one by one", table=self.name, cause=error_sentence(error), exc_info=error)
@@ -106,7 +106,7 @@ class CapturedTable:
         return block.encoded if isinstance(block.encoded, EncodedBlock) else None
 
     def partition_of(self, key: bytes) -> PartitionWriter:
-        return self.lanes[zlib.crc32(key) % len(self.lanes)] if len(self.lanes) > 1 else self.lanes[0]
+        return self.writers[zlib.crc32(key) % len(self.writers)] if len(self.writers) > 1 else self.writers[0]
 
     def check_size(self, key: bytes, value: bytes) -> None:
         """Raise InvalidError if a record of this key and value would be larger than MAX_ROW_BYTES."""
@@ -124,7 +124,7 @@ class CapturedTable:
         above the position where the table was paused.
         """
         lsn = fragment.commit_lsn
-        return lsn <= self.bound_lsn or lsn >= self.parked_lsn or is_in_snapshot(fragment.xid, lsn, self.snapshot)
+        return lsn <= self.bound_lsn or lsn >= self.paused_lsn or is_in_snapshot(fragment.xid, lsn, self.snapshot)
 
 
 OnFault = Callable[[CapturedTable, int, BaseException], Awaitable[None]]

@@ -15,38 +15,38 @@ OPEN_ATTEMPTS = 100
 TAIL_FETCH_BYTES = 1 << 20
 
 
-async def open_partition(topics: TopicLog, lane: PartitionWriter, offsets: tuple[int, ...] | None) -> None:
+async def open_partition(topics: TopicLog, writer: PartitionWriter, offsets: tuple[int, ...] | None) -> None:
     """Open a partition. `offsets` and errors: as in TopicWriter.open_table."""
-    base = offsets[lane.partition] if offsets is not None else 0
-    end = await read_high_watermark(topics, lane.topic_id, lane.partition)
-    if lane.epoch:
-        await _open_epoch(topics, lane, end)
+    base = offsets[writer.partition] if offsets is not None else 0
+    end = await read_high_watermark(topics, writer.topic_id, writer.partition)
+    if writer.epoch:
+        await _open_epoch(topics, writer, end)
         return
     if offsets is None and end > 0:
-        raise CorruptError(f"a new topic already has records: topic={lane.topic} records={end}.")
-    last = await read_last_record(topics, lane.topic_id, lane.partition, end) if end > base else None
+        raise CorruptError(f"a new topic already has records: topic={writer.topic} records={end}.")
+    last = await read_last_record(topics, writer.topic_id, writer.partition, end) if end > base else None
     tail = read_position(last) if last is not None else None
-    lane.start_at(base, end, tail)
+    writer.start_at(base, end, tail)
 
 
-async def _open_epoch(topics: TopicLog, lane: PartitionWriter, end: int) -> None:
+async def _open_epoch(topics: TopicLog, writer: PartitionWriter, end: int) -> None:
     """Open the epoch of a resumed copy: write the partition's last record again, which changes nothing for readers
     by key.
     """
-    last = await read_last_record(topics, lane.topic_id, lane.partition, end) if end else None
+    last = await read_last_record(topics, writer.topic_id, writer.partition, end) if end else None
     if last is None:
         raise InvalidError(
-            f"an interrupted copy left its topic empty: topic={lane.topic} partition={lane.partition}.",
+            f"an interrupted copy left its topic empty: topic={writer.topic} partition={writer.partition}.",
             fix="It starts over automatically.",
         )
     data = encode_batch(
-        [last], producer_id=lane.producer_id, producer_epoch=lane.epoch, base_sequence=0,
+        [last], producer_id=writer.producer_id, producer_epoch=writer.epoch, base_sequence=0,
     )  # fmt: skip
     for attempt in range(OPEN_ATTEMPTS):
         try:
             # The log patches offsets in place; a batch that landed despite the error is recognised by its sequence.
-            made = await topics.produce_nowait(lane.topic_id, lane.partition, bytearray(data))
-            lane.start_behind(made.base_offset)
+            made = await topics.produce_nowait(writer.topic_id, writer.partition, bytearray(data))
+            writer.start_behind(made.base_offset)
             return
         except (UnavailableError, UnknownOutcomeError):
             if attempt == OPEN_ATTEMPTS - 1:

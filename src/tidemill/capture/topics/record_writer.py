@@ -86,12 +86,12 @@ class RecordWriter:
             self._write_rows_one_by_one(table, relation, lines, now_ms, lsn)
 
     def _write_block(self, table: CapturedTable, encoded: EncodedBlock, now_ms: int) -> None:
-        for lane, own in zip(table.lanes, encoded.lanes, strict=True):
+        for writer, own in zip(table.writers, encoded.partitions, strict=True):
             if own.rows:
-                own.places = np.arange(lane.next, lane.next + len(own.rows))
+                own.places = np.arange(writer.next, writer.next + len(own.rows))
                 taken = RowRange(own, 0, len(own.rows), RangeOrigin(0, 0, 0, now_ms), step=1)
-                lane.assign_offsets(taken)
-                self._rounds.add_rows(lane, taken)
+                writer.assign_offsets(taken)
+                self._rounds.add_rows(writer, taken)
 
     def _write_rows_one_by_one(
         self, table: CapturedTable, relation: Relation, lines: Sequence[bytes], now_ms: int, lsn: int
@@ -108,11 +108,11 @@ class RecordWriter:
         for key, value in made:
             table.check_size(key, value)
         for key, value in made:
-            lane = table.partition_of(key)
-            position = ChangePosition(0, lane.next)
-            lane.assign_offset(position)
+            writer = table.partition_of(key)
+            position = ChangePosition(0, writer.next)
+            writer.assign_offset(position)
             whole = value if tail is None else value + tail.encode(position.ordinal, SNAPSHOT_OP)
-            self._queue_record(lane, key, whole, position, b"insert", _Stamp(b"0", now_ms))
+            self._queue_record(writer, key, whole, position, b"insert", _Stamp(b"0", now_ms))
 
     # stream -----------------------------------------------------------------------------------------
     def write_change(self, table: CapturedTable, change: Change, fragment: Fragment) -> bool:
@@ -124,7 +124,9 @@ class RecordWriter:
         self._version = change.relation.version
         stamp = _Stamp(b"%d" % fragment.xid, fragment.commit_time_ms)
         if change.op == "truncate":
-            fresh = [self._queue_if_new(lane, None, None, change.position, b"truncate", stamp) for lane in table.lanes]
+            fresh = [
+                self._queue_if_new(writer, None, None, change.position, b"truncate", stamp) for writer in table.writers
+            ]
             return any(fresh)
         stays = encoder.value(change.stays) if change.stays is not None else None
         left_op = b"delete" if stays is None else b"update"
@@ -144,8 +146,8 @@ class RecordWriter:
             more = (*more, (WAS_HEADER, old_key)) if more else ()
             fresh_tombstone = self._queue_if_new(table.partition_of(old_key), old_key, stays, position, left_op, stamp)
             position = ChangePosition(position.commit_lsn, position.ordinal + 1)
-        lane = table.partition_of(key)
-        return self._queue_if_new(lane, key, value, position, change.op.encode(), stamp, more) or fresh_tombstone
+        writer = table.partition_of(key)
+        return self._queue_if_new(writer, key, value, position, change.op.encode(), stamp, more) or fresh_tombstone
 
     def _write_event(
         self, table: CapturedTable, events: EventEncoder | AvroEncoder, change: Change, fragment: Fragment
@@ -157,7 +159,7 @@ class RecordWriter:
         old, new = change.old, change.new
         if change.op == "truncate":
             value = events.encode_head(None, None) + tail.encode(at.ordinal, OPS["truncate"])
-            fresh = [self._queue_if_new(lane, None, value, at, b"truncate", stamp) for lane in table.lanes]
+            fresh = [self._queue_if_new(writer, None, value, at, b"truncate", stamp) for writer in table.writers]
             return any(fresh)
         old_key = events.key(old) if old is not None and (new is None or is_key_changed(change)) else None
         gone = events.encode_head(old, None) + tail.encode(at.ordinal, OPS["delete"]) if old_key is not None else b""
@@ -173,10 +175,10 @@ class RecordWriter:
         table.check_size(max(key, old_key or b"", key=len), max(value, gone, stays or b"", key=len))
         fresh = []
         if old_key is not None:
-            lane, moved = table.partition_of(old_key), ((NEW_KEY_HEADER, key),) if new is not None else ()
-            fresh.append(self._queue_if_new(lane, old_key, gone, at, b"delete", stamp, moved))
+            writer, moved = table.partition_of(old_key), ((NEW_KEY_HEADER, key),) if new is not None else ()
+            fresh.append(self._queue_if_new(writer, old_key, gone, at, b"delete", stamp, moved))
             left_op = b"delete" if stays is None else b"update"
-            fresh.append(self._queue_if_new(lane, old_key, stays, at, left_op, stamp))
+            fresh.append(self._queue_if_new(writer, old_key, stays, at, left_op, stamp))
         if new is not None:
             moved = ((OLD_KEY_HEADER, old_key),) if old_key is not None else ()
             fresh.append(
@@ -197,31 +199,31 @@ class RecordWriter:
         events = table.event_encoder(relation)
         tail = events.encode_tail(rows.commit_lsn, xid, at_ms) if events is not None else None
         for number, own, first, last in encoded.partition_ranges(start, end):
-            lane = table.lanes[number]
-            self.touched[lane] = None
+            writer = table.writers[number]
+            self.touched[writer] = None
             taken = RowRange(own, first, last, origin, tail)
-            fresh = lane.assign_offsets(taken)
+            fresh = writer.assign_offsets(taken)
             if fresh < last:
-                self._rounds.add_rows(lane, taken.subrange(fresh, last))
+                self._rounds.add_rows(writer, taken.subrange(fresh, last))
                 written = later_position(written, taken.position(last - 1))
         return written
 
     def _queue_if_new(
-        self, lane: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes,
+        self, writer: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes,
         stamp: _Stamp, more: Headers = (),
     ) -> bool:  # fmt: skip
-        self.touched[lane] = None
-        if not lane.assign_offset(at):
+        self.touched[writer] = None
+        if not writer.assign_offset(at):
             return False
-        self._queue_record(lane, key, value, at, op, stamp, more)
+        self._queue_record(writer, key, value, at, op, stamp, more)
         return True
 
     def _queue_record(
-        self, lane: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes,
+        self, writer: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes,
         stamp: _Stamp, more: Headers = (),
     ) -> None:  # fmt: skip
         headers = (*build_headers(at, op, stamp.xid, self._version), *more)
-        self._rounds.add(lane, Record(key, value, headers, stamp.time_ms))
+        self._rounds.add(writer, Record(key, value, headers, stamp.time_ms))
 
 
 def _unchanged_headers(change: Change) -> Headers:

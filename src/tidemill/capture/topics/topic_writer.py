@@ -65,7 +65,7 @@ class TopicWriter:
         self.name = consumer_name
         self.notices: FlushNotices | None = None
         self._tables = {table.oid: table for table in tables}
-        self._parked = {t.topic.topic_id: t.parked_lsn for t in self._tables.values() if t.parked_lsn < LSN_NEVER}
+        self._paused_lsns = {t.topic.topic_id: t.paused_lsn for t in self._tables.values() if t.paused_lsn < LSN_NEVER}
         self._on_fault = on_fault
         self._topics = topics
         self._on_durable = on_durable
@@ -103,8 +103,8 @@ class TopicWriter:
         Raises the errors of `open_tables`, CorruptError also if a new topic has records, InvalidError if a copy cannot
         be resumed.
         """
-        for lane in table.lanes:
-            await open_partition(self._topics, lane, offsets)
+        for writer in table.writers:
+            await open_partition(self._topics, writer, offsets)
 
     # Sink -----------------------------------------------------------------------------------------
     async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
@@ -175,8 +175,8 @@ class TopicWriter:
         deleted.
         """
         table = self._tables.pop(oid, None)
-        for lane in table.lanes if table is not None else ():
-            while not lane.is_quiet:
+        for writer in table.writers if table is not None else ():
+            while not writer.is_quiet:
                 self._rounds.raise_failure()
                 await asyncio.sleep(RETIRE_POLL_S)
 
@@ -190,7 +190,7 @@ class TopicWriter:
         """Carry no transaction of this table at or above `lsn` from now on."""
         table = self._tables.get(oid)
         if table is not None:
-            table.parked_lsn = self._parked[table.topic.topic_id] = min(table.parked_lsn, lsn)
+            table.paused_lsn = self._paused_lsns[table.topic.topic_id] = min(table.paused_lsn, lsn)
 
     async def aclose(self) -> None:
         """Stop sending. Batches in flight end on their own; the next writer that opens the partitions finds or rejects
@@ -222,8 +222,8 @@ class TopicWriter:
     @property
     def blocking_topic(self) -> str:
         """Stage status name of a topic that currently does not accept its records, or ""."""
-        lane = next(iter(self._rounds.repairing), None)
-        return f"topic:{lane.topic}" if lane is not None else ""
+        writer = next(iter(self._rounds.repairing), None)
+        return f"topic:{writer.topic}" if writer is not None else ""
 
     @property
     def landed_bytes(self) -> int:
@@ -235,9 +235,9 @@ class TopicWriter:
     # commit boundaries ----------------------------------------------------------------------------
     def _add_boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
         offsets = [
-            (lane.topic_id, lane.partition, lane.next)
-            for lane in self._records.touched
-            if fragment.commit_lsn < self._parked.get(lane.topic_id, LSN_NEVER)
+            (writer.topic_id, writer.partition, writer.next)
+            for writer in self._records.touched
+            if fragment.commit_lsn < self._paused_lsns.get(writer.topic_id, LSN_NEVER)
         ]
         self._records.touched.clear()
         tags = tuple(marker.content for marker in fragment.markers)

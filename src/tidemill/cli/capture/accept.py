@@ -25,7 +25,7 @@ def accept_table(opened: OpenStores, row: CaptureTableRow, *, yes: bool, as_json
 
     now = _describe_source_table(opened, row)
     difference = _column_difference(row, now)
-    copied = bool(difference or row.parked_lsn)
+    copied = bool(difference or row.paused_lsn)
     shards = _affected_shards(opened, row, _wanted_schema(row, now))
     needed = [found.accepted for found in shards if found.accepted is not None]
     done = bool(copied or needed)

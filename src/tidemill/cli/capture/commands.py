@@ -40,14 +40,14 @@ def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_jso
             when = datetime.fromtimestamp(found.recopied_ms / 1000, UTC)
             print(f"{found.name:12} copied again at {when:%Y-%m-%d %H:%M:%S} UTC: {found.recopied}")
     for row in rows:
-        at = f"  at {Lsn(row.parked_lsn)}" if row.parked_lsn else ""
+        at = f"  at {Lsn(row.paused_lsn)}" if row.paused_lsn else ""
         identity = f"  {row.identity}" if row.identity else ""
         asked = "  resnapshot requested" if row.recopy else ""
         print(f"{row.capture:12} {row.table:32} {shown_state(row):9}{identity}{at}{asked}")
         if row.copy is not None:
             print(f"    {row.copy.rows:,} rows, {row.copy.done} of {row.copy.count} chunks, are copied durably")
-        if row.aside is not None:
-            print(f"    {_side_topic_text(row.aside)}")
+        if row.side_topic is not None:
+            print(f"    {_side_topic_text(row.side_topic)}")
         if row.reason:
             print(f"    {row.reason} {row.fix}".rstrip())
         for relation, before in row.identities.values():
@@ -186,13 +186,13 @@ def _confirm_resnapshot(row: CaptureTableRow) -> None:
         raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
 
 
-def _side_topic_text(aside: SideTopicState) -> str:
+def _side_topic_text(side_topic: SideTopicState) -> str:
     """Describe the side topic: changes that arrived during the table's copy, as of a few seconds ago."""
     said = (
-        f"{aside.records:,} changes ({aside.bytes / 2**20:,.1f} MiB) in the side topic,"
-        f" {aside.appended:,} of them appended to the topic"
+        f"{side_topic.records:,} changes ({side_topic.bytes / 2**20:,.1f} MiB) in the side topic,"
+        f" {side_topic.appended:,} of them appended to the topic"
     )
-    return f"{said}; WAL is retained from {Lsn(aside.until_lsn)}" if aside.until_lsn else said
+    return f"{said}; WAL is retained from {Lsn(side_topic.until_lsn)}" if side_topic.until_lsn else said
 
 
 def _table_fields(row: CaptureTableRow) -> dict[str, object]:
@@ -206,15 +206,17 @@ def _table_fields(row: CaptureTableRow) -> dict[str, object]:
         "copy_rows": row.copy.rows if row.copy is not None else None,
         "copy_chunks_done": row.copy.done if row.copy is not None else None,
         "copy_chunks": row.copy.count if row.copy is not None else None,
-        "set_aside_records": row.aside.records if row.aside is not None else None,
-        "set_aside_bytes": row.aside.bytes if row.aside is not None else None,
-        "set_aside_appended": row.aside.appended if row.aside is not None else None,
-        "wal_kept_since": str(Lsn(row.aside.until_lsn)) if row.aside is not None and row.aside.until_lsn else None,
+        "set_aside_records": row.side_topic.records if row.side_topic is not None else None,
+        "set_aside_bytes": row.side_topic.bytes if row.side_topic is not None else None,
+        "set_aside_appended": row.side_topic.appended if row.side_topic is not None else None,
+        "wal_kept_since": str(Lsn(row.side_topic.until_lsn))
+        if row.side_topic is not None and row.side_topic.until_lsn
+        else None,
         "generation": row.generation,
         "envelope": row.envelope,
         "reason": row.reason,
         "fix": row.fix,
-        "parked_at": str(Lsn(row.parked_lsn)) if row.parked_lsn else None,
+        "parked_at": str(Lsn(row.paused_lsn)) if row.paused_lsn else None,
         "since_ms": row.since_ms,
         "recopy": row.recopy,
         "again_at_ms": row.again_ms or None,

@@ -15,25 +15,18 @@ from tidemill.base.extras import require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.cli.cluster.ready_block import ready_block
-from tidemill.cli.context import ConfigOption
-from tidemill.cli.run_supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
-from tidemill.node.supervise.processes import start_all, supervised_pipelines, with_overrides
+from tidemill.cli.context import ConfigOption, with_option_groups
+from tidemill.cli.run_supervised import InstancesOption, SparkOptions, run_supervised
+from tidemill.node.supervise.processes import start_all, supervised_pipelines
 from tidemill.node.supervise.supervisor import Supervisor
 
 
-def up(
-    config: ConfigOption = None,
-    instances: InstancesOption = None,
-    master: MasterOption = "",
-    driver_memory: MemoryOption = "",
-    conf: ConfOption = [],  # noqa: B006
-) -> None:
+@with_option_groups
+def up(config: ConfigOption = None, instances: InstancesOption = None, *, spark: SparkOptions) -> None:
     """Run a node (Kafka, HTTP, capture) and the Spark drivers of its pipelines."""
     require("granian")
     loaded = load(config)
-    loaded = with_overrides(
-        loaded, loaded.pipeline, instances=instances, master=master, driver_memory=driver_memory, conf=conf
-    )
+    loaded = spark.apply(loaded, loaded.pipeline, instances)
     for key in exposed_servers(loaded):
         print(f"tidemill: WARNING: {key} is reachable from other machines without authentication.", file=sys.stderr)
     for trouble in _capture_problems(loaded):

@@ -10,7 +10,7 @@ import typer
 from tidemill.base.config.config import Config, load
 from tidemill.base.config.sections import PipelineSection
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json, with_option_groups
 from tidemill.cli.pipeline.check import check
 from tidemill.cli.pipeline.restart import Name, restart
 from tidemill.cli.pipeline.view import (
@@ -21,16 +21,17 @@ from tidemill.cli.pipeline.view import (
     read_driver_reports,
     read_pipeline_views,
 )
-from tidemill.cli.run_supervised import ConfOption, InstancesOption, MasterOption, MemoryOption, run_supervised
+from tidemill.cli.run_supervised import InstancesOption, SparkOptions, run_supervised
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.node.supervise.driver_instances import is_silent
-from tidemill.node.supervise.processes import start_drivers, with_overrides
+from tidemill.node.supervise.processes import start_drivers
 
 app = typer.Typer(help="Check, run, list, describe, restart and delete pipelines.", no_args_is_help=True)
 
 
 @app.command("run")
+@with_option_groups
 def run(
     name: Name,
     file: Annotated[
@@ -43,9 +44,8 @@ def run(
             "--label", help="Distinguishes these drivers from those of other machines: a-z, 0-9 and _, with a letter."
         ),
     ] = "",
-    master: MasterOption = "",
-    driver_memory: MemoryOption = "",
-    conf: ConfOption = [],  # noqa: B006
+    *,
+    spark: SparkOptions,
     config: ConfigOption = None,
 ) -> None:
     """Run the drivers of one pipeline, supervised, until Ctrl-C. No node is needed on this machine.
@@ -55,7 +55,7 @@ def run(
     loaded = _with_pipeline_file(load(config), name, file)
     if instances is None:
         instances = max(1, loaded.pipeline[name].spark.instances)
-    loaded = with_overrides(loaded, [name], instances=instances, master=master, driver_memory=driver_memory, conf=conf)
+    loaded = spark.apply(loaded, [name], instances)
     if label and not (label.isascii() and label.replace("_", "a").isalnum() and label.islower()):
         raise InvalidError(f"bad option: --label {label!r}.", fix="Use a-z, 0-9 and _, with at least one letter.")
     teller = "-".join(part for part in ("pipeline", name, label) if part)

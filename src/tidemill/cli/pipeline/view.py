@@ -103,14 +103,14 @@ def table_row(
     `rows` counts what the reporting drivers wrote since they started, `updates` what the shard stores. `seats` lists
     the processes in which the table takes part.
     """
-    told = mark is not None and mark.state is not StageState.BLIND
+    is_reported = mark is not None and mark.state is not StageState.BLIND
     facts = {r.process: _table_facts(r)[name] for r in reports if name in _table_facts(r)}
     return {
         "table": name,
         "input": fed_by,
         "upper": upper,
         "state": str(mark.state) if mark is not None else "",
-        "lag_ms": lag_of(replace(mark.mark, position=max(upper, mark.mark.position))) if mark and told else None,
+        "lag_ms": lag_of(replace(mark.mark, position=max(upper, mark.mark.position))) if mark and is_reported else None,
         "held_by": mark.mark.held_by if mark is not None else "",
         "reason": mark.mark.reason if mark is not None else "",
         "updates": stored,
@@ -219,10 +219,10 @@ def format_instance(instance: dict[str, Any]) -> str:
     age = f"  age {instance['age_s']} s" if instance["age_s"] is not None else ""
     silent = f" for {instance['report_age_ms'] // 1000} s" if instance["state"] == "silent" else ""
     older = "  older than its file: restart it with `tidemill pipeline restart`" if instance["older_than_file"] else ""
-    beside = f"  shared with {', '.join(instance['with'])}" if instance["with"] else ""
+    shared = f"  shared with {', '.join(instance['with'])}" if instance["with"] else ""
     return (
         f"{instance['process']}  {instance['state']}{silent}  pid {instance['pid']} on {instance['host']}{age}"
         f"  tables={instance['tables']}  {instance['master']}".rstrip()
-        + beside
+        + shared
         + older
     )

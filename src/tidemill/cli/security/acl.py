@@ -2,44 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
-from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json, with_option_groups
 
 if TYPE_CHECKING:
     from tidemill.security.acls import AclRule
 
 app = typer.Typer(help="Add, list and delete access control rules (Kafka ACLs).", no_args_is_help=True)
-Principal = Annotated[str, typer.Argument(help="User:NAME, or User:* for every user.")]
-Operations = Annotated[str, typer.Argument(help="read, write, create, … or all; separate several with commas.")]
-ResourceArgument = Annotated[
-    str, typer.Argument(help="topic:NAME, group:NAME, transactional_id:NAME or cluster; the name * matches every name.")
-]
-Prefix = Annotated[bool, typer.Option("--prefix", help="Match every resource whose name begins with NAME.")]
-Host = Annotated[str, typer.Option(help="Client address that the rule matches, or * for every address.")]
-Deny = Annotated[
-    bool, typer.Option("--deny", help="Deny instead of allow. A matching deny rule overrides every allow rule.")
-]
+
+
+@dataclass(frozen=True)
+class RuleOptions:
+    """Rules that a command names: one per operation."""
+
+    principal: Annotated[str, typer.Argument(help="User:NAME, or User:* for every user.")]
+    operations: Annotated[str, typer.Argument(help="read, write, create, … or all; separate several with commas.")]
+    resource: Annotated[
+        str,
+        typer.Argument(help="topic:NAME, group:NAME, transactional_id:NAME or cluster; the name * matches every name."),
+    ]
+    prefix: Annotated[bool, typer.Option("--prefix", help="Match every resource whose name begins with NAME.")] = False
+    host: Annotated[str, typer.Option(help="Client address that the rule matches, or * for every address.")] = "*"
+    deny: Annotated[
+        bool, typer.Option("--deny", help="Deny instead of allow. A matching deny rule overrides every allow rule.")
+    ] = False
 
 
 @app.command("add")
-def add(
-    principal: Principal,
-    operations: Operations,
-    resource: ResourceArgument,
-    prefix: Prefix = False,
-    host: Host = "*",
-    deny: Deny = False,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_option_groups
+def add(named: RuleOptions, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Allow operations on a resource, or deny them: `tidemill acl add User:alice read,describe topic:orders`."""
     from tidemill.security.acl_cache import AclCache
 
-    rules = _build_rules(principal, operations, resource, prefix, host, deny)
+    rules = _build_rules(named)
     with open_stores(config, create=True) as opened:
         opened.portal.call(AclCache(opened.metastore, opened.clock).add(rules))
     _print_rules(rules, as_json)
@@ -61,24 +61,16 @@ def list_rules(
 
 
 @app.command("delete")
-def delete(
-    principal: Principal,
-    operations: Operations,
-    resource: ResourceArgument,
-    prefix: Prefix = False,
-    host: Host = "*",
-    deny: Deny = False,
-    config: ConfigOption = None,
-    as_json: JsonOption = False,
-) -> None:
+@with_option_groups
+def delete(named: RuleOptions, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Delete the rules that `acl add` with the same arguments created."""
     from tidemill.security.acl_cache import AclCache
     from tidemill.security.acls import RuleFilter
 
-    rules = _build_rules(principal, operations, resource, prefix, host, deny)
+    rules = _build_rules(named)
     with open_stores(config) as opened:
         rulebook = AclCache(opened.metastore, opened.clock)
-        known = set(opened.portal.call(rulebook.find(RuleFilter(principal=principal))))
+        known = set(opened.portal.call(rulebook.find(RuleFilter(principal=named.principal))))
         missing = [rule for rule in rules if rule not in known]
         if missing:
             raise MissingError(f"no such rule: {_format_rule(missing[0])}.", fix="List them with: tidemill acl list")
@@ -86,7 +78,7 @@ def delete(
     _print_rules(rules, as_json)
 
 
-def _build_rules(principal: str, operations: str, resource: str, prefix: bool, host: str, deny: bool) -> list[AclRule]:
+def _build_rules(named: RuleOptions) -> list[AclRule]:
     """Return one rule per operation. Raises InvalidError for an unknown resource type or operation."""
     from tidemill.security.acls import (
         CLUSTER_NAME,
@@ -99,25 +91,25 @@ def _build_rules(principal: str, operations: str, resource: str, prefix: bool, h
         check_rule,
     )
 
-    kind, separator, name = resource.partition(":")
+    kind, separator, name = named.resource.partition(":")
     kinds = {each.name.lower(): each for each in OPERATIONS}
     if kind not in kinds:
-        raise InvalidError(f"unknown resource type: resource={resource!r}.", fix=unknown_name_fix(kind, kinds))
+        raise InvalidError(f"unknown resource type: resource={named.resource!r}.", fix=unknown_name_fix(kind, kinds))
     if kind == "cluster" and not separator:
         name = CLUSTER_NAME
     known = {each.name.lower(): each for each in (*OPERATIONS[Resource(kinds[kind])], Operation.ALL)}
     rules = []
-    for word in operations.split(","):
+    for word in named.operations.split(","):
         if word.strip().lower() not in known:
             raise InvalidError(f"unknown operation on a {kind}: operation={word!r}.", fix=unknown_name_fix(word, known))
         rule = AclRule(
             int(kinds[kind]),
-            int(Pattern.PREFIXED if prefix else Pattern.LITERAL),
+            int(Pattern.PREFIXED if named.prefix else Pattern.LITERAL),
             name,
-            principal,
-            host,
+            named.principal,
+            named.host,
             int(known[word.strip().lower()]),
-            int(Permission.DENY if deny else Permission.ALLOW),
+            int(Permission.DENY if named.deny else Permission.ALLOW),
         )
         check_rule(rule)
         rules.append(rule)

@@ -19,20 +19,9 @@ def verify(
 ) -> None:
     """Compare tables with their sources: missing, extra and different rows, and a hash. Exit 1 when any differs."""
     from tidemill.cli.verify.tables import Verifier
-    from tidemill.topics.l1.reader import open_l1_reader
 
     with open_stores(config) as opened, ProgressBars(remaining=True) as bars:
-        verifier = Verifier(
-            opened.config,
-            opened.consensus,
-            opened.objects,
-            opened.catalogue,
-            opened.clock,
-            opened.rand,
-            progress=bars.update,
-            l1=open_l1_reader(opened.metastore, opened.objects, opened.clock, opened.rand),
-        )
-        found = opened.portal.call(verifier.tables(tables or ()))
+        found = opened.portal.call(Verifier(opened, bars.update).tables(tables or ()))
     if as_json:
         print_json({v.table: msgspec.to_builtins(v) for v in found})
     else:

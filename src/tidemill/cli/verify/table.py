@@ -104,9 +104,9 @@ async def _verify_captured_table(
         return Verified(shard.name, 0, 0, 0, 0, "", "", binding.lsn, binding.time_ms, columns=difference)
     expected = await point.count(name)
     source = point.rows(name, shard.schema)
-    told = _table_progress(progress, shard.name, expected)
+    report = _table_progress(progress, shard.name, expected)
     keys = partial(poisoned, name, shard) if poisoned is not None else None
-    outcome = await compare_shard(shard, binding.time_ms, source, told, timeout_s, keys)
+    outcome = await compare_shard(shard, binding.time_ms, source, report, timeout_s, keys)
     verdict = _verdict(shard.name, outcome, binding.lsn, binding.time_ms)
     return msgspec.structs.replace(verdict, columns=difference)
 

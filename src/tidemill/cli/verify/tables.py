@@ -14,19 +14,16 @@ from typing import Any
 import msgspec
 import pyarrow.compute as pc
 
-from tidemill.base.clock import Clock, Rand
-from tidemill.base.config.config import Config
 from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
 from tidemill.cli.captured_tables import maintain_line, matching_tables, shown_state
+from tidemill.cli.context import OpenStores
 from tidemill.cli.verify.canonical_values import canonical_column, float_canonicalizer, ordered_columns
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.derived import RecomputedTable
 from tidemill.cli.verify.table import Progress, Verified, verify_captured, verify_expected
 from tidemill.cli.verify.topic_fold import TopicFold
-from tidemill.consensus.api import Consensus
-from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
-from tidemill.objects.store import ObjectStore
-from tidemill.shards.api import Shard, ShardSchema
+from tidemill.metastore.catalogue import PipelineRow, TopicRow
+from tidemill.shards.api import Remap, Shard, ShardSchema
 from tidemill.shards.registry import open_remap, open_shard
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
@@ -34,7 +31,7 @@ from tidemill.spark.definition import Pipeline, load_pipeline
 from tidemill.spark.ingest.sources import TopicFeed, column_forms
 from tidemill.spark.upsert.commands import ORDER
 from tidemill.topics.batch.records import columns_from_fields
-from tidemill.topics.l1.reader import L1Reader
+from tidemill.topics.l1.reader import open_l1_reader
 from tidemill.topics.partition_reader import LogPartitionReader
 
 
@@ -53,25 +50,11 @@ class VerificationPlan(msgspec.Struct):
 class Verifier:
     """Verification of tables against their sources, with the stores of one configuration."""
 
-    def __init__(
-        self,
-        config: Config,
-        consensus: Consensus,
-        objects: ObjectStore,
-        catalogue: Catalogue,
-        clock: Clock,
-        rand: Rand,
-        progress: Progress,
-        l1: L1Reader | None = None,
-    ) -> None:
-        self._config = config
-        self._consensus = consensus
-        self._objects = objects
-        self._clock = clock
-        self._rand = rand
+    def __init__(self, stores: OpenStores, progress: Progress) -> None:
+        self._stores = stores
+        self._config = stores.config
+        self._catalogue = stores.catalogue
         self._progress = progress
-        self._catalogue = catalogue
-        self._l1 = l1
 
     async def tables(self, names: Iterable[str] = ()) -> list[Verified]:
         """Verify the named tables, or all that pipelines maintain when none is named. Raises MissingError for an
@@ -121,20 +104,25 @@ class Verifier:
             raise InvalidError(
                 f"the configuration has no such capture: key=capture.{capture}.", fix="Add the capture with its DSN."
             )
-        remap = await open_remap(self._consensus, self._clock, self._rand, f"capture/{capture}")
-        parked: dict[str, Verified] = {}
+        remap = await self._open_remap(f"capture/{capture}")
+        paused: dict[str, Verified] = {}
         tables = []
         for source, name in pairs:
             row = await self._catalogue.table(capture, source)
             if row is None or not row.is_streaming:
                 why = row.reason if row is not None and row.reason else "the table is not captured yet"
-                parked[name] = Verified(name, 0, 0, 0, 0, "", "", 0, 0, parked=why)
+                paused[name] = Verified(name, 0, 0, 0, 0, "", "", 0, 0, parked=why)
             else:
                 tables.append((source, await self._open_shard(name)))
-        found = dict(parked)
+        found = dict(paused)
         if tables:
             done = await verify_captured(
-                section.dsn, remap, tables, self._rand, progress=self._progress, poisoned=self._read_poisoned_keys
+                section.dsn,
+                remap,
+                tables,
+                self._stores.rand,
+                progress=self._progress,
+                poisoned=self._read_poisoned_keys,
             )
             found |= {verified.table: verified for verified in done}
         return [found[name] for _, name in pairs]
@@ -154,13 +142,15 @@ class Verifier:
         row = await self._catalogue.get(TopicRow, topic)
         if row is None:
             raise MissingError(f"the topic of this table is gone: table={name} topic={topic}.")
-        remap = await open_remap(self._consensus, self._clock, self._rand, f"topic/{topic}")
+        remap = await self._open_remap(f"topic/{topic}")
         latest = await remap.latest()
         if latest is None:
             raise MissingError(f"the topic has no binding yet: topic={topic}.", fix="Start a node with: tidemill up")
         shard = await self._open_shard(name)
         feed = TopicFeed(row.name, row.topic_id, row.partitions, False, shard.schema)
-        fold = TopicFold(remap, LogPartitionReader(self._consensus, self._objects, self._l1), feed, latest.time_ms)
+        stores = self._stores
+        l1 = open_l1_reader(stores.metastore, stores.objects, stores.clock, stores.rand)
+        fold = TopicFold(remap, LogPartitionReader(stores.consensus, stores.objects, l1), feed, latest.time_ms)
         return await verify_expected(shard, latest.time_ms, fold.rows, progress=self._progress)
 
     async def _verify_derived(self, name: str, pipeline: Pipeline) -> Verified:
@@ -174,7 +164,11 @@ class Verifier:
         return await verify_expected(output, time_ms, recomputed.rows, progress=self._progress)
 
     async def _open_shard(self, name: str) -> Shard:
-        return await open_shard(self._consensus, self._objects, self._clock, self._rand, name)
+        stores = self._stores
+        return await open_shard(stores.consensus, stores.objects, stores.clock, stores.rand, name)
+
+    async def _open_remap(self, name: str) -> Remap:
+        return await open_remap(self._stores.consensus, self._stores.clock, self._stores.rand, name)
 
     def _load_pipeline(self, name: str) -> Pipeline:
         section = self._config.pipeline.get(name)

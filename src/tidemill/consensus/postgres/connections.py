@@ -1,6 +1,7 @@
 """A lane: one connection that does one piece of work at a time, and determines the outcome when the connection is lost.
 
     the server returned an error        it was rolled back: UnavailableError (or InvalidError about rights)
+    the driver cannot encode the work   it was not sent: UnavailableError
     connection lost before sending      UnavailableError after retries
     connection lost after sending       writes: UnknownOutcomeError, and the lane is `owing`; reads: retried
 
@@ -144,10 +145,13 @@ class ConnectionLane:
             refused_for = to_unavailable(translate_server_error(error))
             self._record_answer(refused_for.message)
             return refused_for
+        if isinstance(error, psycopg.DataError) and error.sqlstate is None:
+            # Raised before the statement was sent; decoding raises it only for types that no statement here returns.
+            return UnavailableError(f"the driver cannot encode this for PostgreSQL: reason={_first_line(error)!r}.")
         self._record_unanswered(f"the connection to PostgreSQL was lost: reason={_first_line(error)!r}.")
         await self._close_connection(owing=self._writes)
-        if isinstance(error, psycopg.DataError | psycopg.ProgrammingError) and not self._writes:
-            return UnavailableError(f"the driver cannot encode this for PostgreSQL: reason={_first_line(error)!r}.")
+        if isinstance(error, psycopg.ProgrammingError) and not self._writes:
+            return UnavailableError(f"the driver rejected a statement: reason={_first_line(error)!r}.")
         if self._writes:
             return UnknownOutcomeError(
                 f"the connection to PostgreSQL was lost before the answer: reason={_first_line(error)!r}."

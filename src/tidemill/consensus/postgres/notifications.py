@@ -37,7 +37,7 @@ class LogWakeups:
     """Waiters for the growth of logs. `notify` sends payloads; `heads` reads the heads of logs; both may raise
     TidemillError.
 
-    The callback `told` receives the error of a loop that restarted.
+    The callback `report` receives the error of a loop that restarted.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class LogWakeups:
         rand: Rand,
         notify: Callable[[list[str]], Awaitable[None]],
         heads: Heads,
-        told: Callable[[str], None],
+        report: Callable[[str], None],
     ) -> None:
         self._url = url
         self._rand = rand
         self._notify = notify
         self._heads = heads
-        self._told = told
+        self._report = report
         self._waiters: dict[str, set[tuple[int, asyncio.Future[bool]]]] = {}
         self._grown: dict[str, int] = {}
         self._has_grown = asyncio.Event()
@@ -60,7 +60,7 @@ class LogWakeups:
     def start(self, tasks: Tasks) -> None:
         for name, body in (("tell", self._send_notifications), ("listen", self._listen), ("poll", self._poll)):
             tasks.spawn(
-                run_supervised(f"consensus-postgres-{name}", body, self._told), name=f"consensus-postgres-{name}"
+                run_supervised(f"consensus-postgres-{name}", body, self._report), name=f"consensus-postgres-{name}"
             )
 
     async def wait(self, name: str, beyond: int, timeout_s: float) -> bool:

@@ -37,7 +37,7 @@ def broker_configs(context: Context) -> list[BrokerConfig]:
 
     Defaults of topic configs come from the table of topic configs.
     """
-    settings = context.settings
+    settings, section = context.settings, context.settings.section
     own, listeners = context.own, context.listeners
 
     def setting(name: str, kind: str, key: str, value: object, says: str) -> BrokerConfig:
@@ -50,9 +50,9 @@ def broker_configs(context: Context) -> list[BrokerConfig]:
 
     limits = settings.group_limits
     found = [
-        BrokerConfig("advertised.listeners", "list", ",".join(f"{each.name}://{each.told}" for each in listeners),
+        BrokerConfig("advertised.listeners", "list", ",".join(f"{each.name}://{each.advertised}" for each in listeners),
                      "Addresses that clients of each listener receive.", "kafka.listeners"),
-        setting("auto.create.topics.enable", "boolean", "auto_create_topics", settings.auto_create_topics,
+        setting("auto.create.topics.enable", "boolean", "auto_create_topics", section.auto_create_topics,
                 "Clients create topics by naming them."),
         BrokerConfig("broker.id", "int", str(own.node_id), "Assigned to the node's name when it first joined.",
                      "node.name"),
@@ -62,47 +62,47 @@ def broker_configs(context: Context) -> list[BrokerConfig]:
         BrokerConfig("default.replication.factor", "int", "1", "The bucket replicates the data."),
         BrokerConfig("delete.topic.enable", "boolean", "true", "Topics that nothing uses can be deleted."),
         setting("fetch.max.bytes", "int", "", settings.fetch_bytes_max, "Approximate limit of a Fetch response."),
-        setting("max.connections", "int", "connections_max", settings.connections_max, "Maximum open connections."),
-        setting("max.connections.per.ip", "int", "connections_per_address_max", settings.connections_per_address_max,
+        setting("max.connections", "int", "connections_max", section.connections_max, "Maximum open connections."),
+        setting("max.connections.per.ip", "int", "connections_per_address_max", section.connections_per_address_max,
                 "Maximum open connections of one address."),
         BrokerConfig("group.consumer.assignors", "list", ",".join(ASSIGNORS), "The first one is the default."),
         setting("group.consumer.heartbeat.interval.ms", "int", "group_consumer_heartbeat_interval_ms",
-                settings.group_consumer_heartbeat_interval_ms, "Interval for members of the consumer protocol."),
+                section.group_consumer_heartbeat_interval_ms, "Interval for members of the consumer protocol."),
         bound("max.heartbeat.interval.ms", limits.consumer_heartbeat_ms_bounds[1], "Maximum that a group may set."),
         bound("max.session.timeout.ms", limits.consumer_session_ms_bounds[1], "Maximum that a group may set."),
-        setting("group.consumer.max.size", "int", "group_members_max", settings.group_members_max,
+        setting("group.consumer.max.size", "int", "group_members_max", section.group_members_max,
                 "Maximum members of a group of the consumer protocol."),
         bound("min.heartbeat.interval.ms", limits.consumer_heartbeat_ms_bounds[0], "Minimum that a group may set."),
         bound("min.session.timeout.ms", limits.consumer_session_ms_bounds[0], "Minimum that a group may set."),
         setting("group.consumer.migration.policy", "string", "group_consumer_migration_policy",
-                settings.group_consumer_migration_policy,
+                section.group_consumer_migration_policy,
                 "Protocol changes allowed to a group that has members."),
         setting("group.consumer.session.timeout.ms", "int", "group_consumer_session_timeout_ms",
-                settings.group_consumer_session_timeout_ms,
+                section.group_consumer_session_timeout_ms,
                 "A member of the consumer protocol without a heartbeat for this long is fenced."),
         BrokerConfig("group.coordinator.rebalance.protocols", "list", "classic,consumer", "Group protocols."),
         setting("group.initial.rebalance.delay.ms", "int", "group_initial_rebalance_delay_ms",
-                settings.group_initial_rebalance_delay_ms, "An empty group waits this long for more members."),
+                section.group_initial_rebalance_delay_ms, "An empty group waits this long for more members."),
         setting("group.max.session.timeout.ms", "int", "group_max_session_timeout_ms",
-                settings.group_max_session_timeout_ms, "Maximum that a member of the classic protocol may request."),
-        setting("group.max.size", "int", "group_members_max", settings.group_members_max, "Maximum members per group."),
+                section.group_max_session_timeout_ms, "Maximum that a member of the classic protocol may request."),
+        setting("group.max.size", "int", "group_members_max", section.group_members_max, "Maximum members per group."),
         setting("group.min.session.timeout.ms", "int", "group_min_session_timeout_ms",
-                settings.group_min_session_timeout_ms, "Minimum that a member of the classic protocol may request."),
+                section.group_min_session_timeout_ms, "Minimum that a member of the classic protocol may request."),
         BrokerConfig("listener.security.protocol.map", "string",
                      ",".join(f"{each.name}:{each.security}" for each in listeners),
                      "Security protocol of each listener.", "kafka.listeners"),
         BrokerConfig("listeners", "list", ",".join(f"{each.name}://{each.bound}" for each in listeners),
                      "Bound addresses; the default listener is node.kafka.", "kafka.listeners"),
-        setting("max.incremental.fetch.session.cache.slots", "int", "fetch_sessions_max", settings.fetch_sessions_max,
+        setting("max.incremental.fetch.session.cache.slots", "int", "fetch_sessions_max", section.fetch_sessions_max,
                 "Maximum fetch sessions."),
         BrokerConfig("node.id", "int", str(own.node_id), "Equal to broker.id.", "node.name"),
-        setting("num.partitions", "int", "default_partitions", settings.default_partitions,
+        setting("num.partitions", "int", "default_partitions", section.default_partitions,
                 "Partitions of a topic that is created without a count."),
         setting("socket.request.max.bytes", "int", "", settings.request_bytes_max, "Maximum size of a request."),
-        setting("transaction.max.timeout.ms", "int", "transaction_timeout_max_ms", settings.transaction_timeout_max_ms,
+        setting("transaction.max.timeout.ms", "int", "transaction_timeout_max_ms", section.transaction_timeout_max_ms,
                 "Longest transaction timeout that a producer may request."),
         setting("transactional.id.expiration.ms", "int", "transactional_id_expires_ms",
-                settings.transactional_id_expires_ms, "A transactional id unused for this long expires."),
+                section.transactional_id_expires_ms, "A transactional id unused for this long expires."),
     ]  # fmt: skip
     defaults = settings.topic_defaults
     keys = {"retention.ms": "kafka.retention_ms", "retention.bytes": "kafka.retention_bytes"}

@@ -72,7 +72,7 @@ class FetchSessions:
     def __init__(self, clock: Clock, rand: Rand, settings: KafkaSettings) -> None:
         self._clock = clock
         self._rand = rand
-        self._count_max = settings.fetch_sessions_max
+        self._count_max = settings.section.fetch_sessions_max
         self.bytes_max = settings.fetch_sessions_bytes_max
         self._sessions: OrderedDict[int, FetchSession] = OrderedDict()
         """Sessions, longest unused first."""
@@ -153,14 +153,14 @@ class FetchSessions:
         mine = session is not None and (session.interest.principal, session.interest.host) == (principal, host)
         return session if mine else None
 
-    def _make_room(self, size_bytes: int, count: int, now_s: float, beside: FetchSession | None) -> bool:
+    def _make_room(self, size_bytes: int, count: int, now_s: float, growing: FetchSession | None) -> bool:
         """Evict sessions until there is room. Either all necessary sessions end or none does."""
         over_bytes = self.used_bytes + size_bytes - self.bytes_max
         over_count = len(self._sessions) + count - self._count_max
         if over_bytes <= 0 and over_count <= 0:
             return True
         old_s = now_s - EVICT_AFTER_S
-        whole_bytes = size_bytes + (beside.size_bytes if beside is not None else 0)
+        whole_bytes = size_bytes + (growing.size_bytes if growing is not None else 0)
         unused = [each for each in self._sessions.values() if each.used_s <= old_s]
         small = [
             each
@@ -171,7 +171,7 @@ class FetchSessions:
         for each in (*unused, *sorted(small, key=lambda each: each.counted)):
             if over_bytes <= 0 and over_count <= 0:
                 break
-            if each is not beside:
+            if each is not growing:
                 ending.append(each)
                 over_bytes -= each.size_bytes
                 over_count -= 1

@@ -1,10 +1,11 @@
 """Consumer groups of both protocols (classic and KIP-848).
 
-    request ─► coordinator (groups of this node) ─► group_runner (writes in order, timer) ─► protocol_dispatch
+    request ─► coordinator (groups of this node) ─► group_runner (timer) ─► protocol_dispatch
         classic protocol    classic/      join, sync, heartbeat; phases of a rebalance
         consumer protocol   consumer/     targets and assignments
         migration           protocol_migration, consumer/classic_members    members of both in one group
-    group_records, group_store: rows of a group in the metastore;  subscriptions, topic_patterns: names and RE2 patterns
+        writes              group_writer (one write of a group at a time), group_store, group_records
+    subscriptions, topic_patterns: names and RE2 patterns
 
 The cores are pure: time and ids are arguments, answers are put into an outbox.
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import structlog
 from prometheus_client import Gauge
@@ -50,12 +51,17 @@ class GroupUnavailableError(Exception):
         self.code = code
 
 
-class GroupCoordinator:
-    """Coordinator of groups.
+class CoordinatorLimits(NamedTuple):
+    """Limits of a node's groups. `of_group(group)` are the current ones of one group; after a change `apply_configs`
+    is called."""
 
-    `is_own(group)` is true if this node coordinates the group in its current view. `limits(group)` are the group's
-    current limits; after a change `apply_configs` is called.
-    """
+    of_group: Callable[[str], GroupLimits]
+    groups_max: int
+    bytes_max: int
+
+
+class GroupCoordinator:
+    """Coordinator of groups. `is_own(group)` is true if this node coordinates the group in its current view."""
 
     def __init__(
         self,
@@ -65,9 +71,7 @@ class GroupCoordinator:
         rand: Rand,
         *,
         node: str,
-        limits: Callable[[str], GroupLimits],
-        groups_max: int,
-        groups_bytes_max: int,
+        limits: CoordinatorLimits,
         tracker: StatusTracker,
     ) -> None:
         self.rows = GroupStore(metastore, f"{node}/{rand.nonce()[:12]}", clock, rand)
@@ -75,8 +79,6 @@ class GroupCoordinator:
         self._is_own = is_own
         self._clock = clock
         self._limits = limits
-        self._groups_max = groups_max
-        self.bytes_max = groups_bytes_max
         self._tracker = tracker
         self._counted_bytes = 0
         self._count_again_s = 0.0
@@ -111,14 +113,16 @@ class GroupCoordinator:
         if self._closed or not self._is_own(group):
             raise GroupUnavailableError(error_codes.NOT_COORDINATOR)
         if growing and self._is_full():
-            log.warning("kafka.groups_full", used_bytes=self._counted_bytes, limit_bytes=self.bytes_max)
+            log.warning("kafka.groups_full", used_bytes=self._counted_bytes, limit_bytes=self._limits.bytes_max)
             raise GroupUnavailableError(error_codes.GROUP_MAX_SIZE_REACHED)
         led = self._led.get(group)
         if led is not None:
             return led
         if group not in self._opening:
-            if len(self._led) + len(self._opening) >= self._groups_max:
-                log.warning("kafka.groups_full", groups=len(self._led), limit=self._groups_max, key="kafka.groups_max")
+            if len(self._led) + len(self._opening) >= self._limits.groups_max:
+                log.warning(
+                    "kafka.groups_full", groups=len(self._led), limit=self._limits.groups_max, key="kafka.groups_max"
+                )
                 raise GroupUnavailableError(error_codes.COORDINATOR_NOT_AVAILABLE)
             self._opening[group] = self._tasks.spawn(self._open(group), name=f"open group {group}")
         try:
@@ -142,14 +146,16 @@ class GroupCoordinator:
         now_s = self._clock.monotonic_s()
         if now_s >= self._count_again_s:
             self._counted_bytes, self._count_again_s = self.used_bytes, now_s + COUNT_EVERY_S
-        return self._counted_bytes > self.bytes_max
+        return self._counted_bytes > self._limits.bytes_max
 
     async def _open(self, group: str) -> GroupRunner:
         try:
             taken = await self.rows.take_over(group)
             if self._closed or not self._is_own(group):
                 raise GroupUnavailableError(error_codes.NOT_COORDINATOR)
-            led = GroupRunner(self.rows, taken, self._limits(group), self._clock, self._tasks, self._group_ended)
+            led = GroupRunner(
+                self.rows, taken, self._limits.of_group(group), self._clock, self._tasks, self._group_ended
+            )
             self._led[group] = led
             _LOADED.set(len(self._led))
             return led
@@ -159,7 +165,7 @@ class GroupCoordinator:
     def apply_configs(self) -> None:
         """Apply changed configs. Members follow from their next heartbeat on."""
         for led in self._led.values():
-            led.group.limits = self._limits(led.group.name)
+            led.group.limits = self._limits.of_group(led.group.name)
 
     def _group_ended(self, led: GroupRunner, fault: BaseException | None) -> None:
         name = led.group.name

@@ -66,7 +66,7 @@ def begin_produce(context: Context, request: Request) -> asyncio.Future[Reply]:
     if None in rows:
         raise Stall(context.cache.next_refresh())
     gathering = _ProduceAnswers(context, request, produce)
-    work = _reserve(context, request, produce, rows, gathering)
+    work = _reserve(gathering, rows)
     pace = context.pace
     for _ in work:
         if pace.is_used_up:
@@ -122,30 +122,18 @@ async def _reserve_rest(work: Iterator[None], pace: CoopBudget, gathering: _Prod
     gathering.finish_reserving()
 
 
-def _reserve(
-    context: Context,
-    request: Request,
-    produce: ProduceRequest,
-    rows: Sequence[TopicRow | int | None],
-    gathering: _ProduceAnswers,
-) -> Iterator[None]:
+def _reserve(gathering: _ProduceAnswers, rows: Sequence[TopicRow | int | None]) -> Iterator[None]:
     """Reserve or reject one partition's batch at each step, in order."""
-    for topic_number, (topic, row) in enumerate(zip(produce.topics, rows, strict=True)):
+    for topic_number, (topic, row) in enumerate(zip(gathering.produce.topics, rows, strict=True)):
         for place, data in enumerate(topic.partitions):
-            _reserve_one(context, request, produce, row, gathering, topic_number, place, data)
+            _reserve_one(gathering, row, topic_number, place, data)
             yield
 
 
 def _reserve_one(
-    context: Context,
-    request: Request,
-    produce: ProduceRequest,
-    row: TopicRow | int | None,
-    gathering: _ProduceAnswers,
-    topic_number: int,
-    place: int,
-    data: PartitionData,
+    gathering: _ProduceAnswers, row: TopicRow | int | None, topic_number: int, place: int, data: PartitionData
 ) -> None:
+    request, produce = gathering.request, gathering.produce
     refused: tuple[int, str | None] | None
     if row is None or isinstance(row, int):
         refused = (row or error_codes.UNKNOWN_TOPIC_OR_PARTITION, None)
@@ -163,7 +151,7 @@ def _reserve_one(
         within = None
         if produce.transactional_id is not None:
             within = ProduceTransaction(produce.transactional_id, request.version >= FIRST_THAT_ADDS)
-        future = context.topics.produce_nowait(
+        future = gathering.context.topics.produce_nowait(
             row.topic_id, data.partition, data.records, sender=request.sender, within=within
         )
     except Exception as error:
@@ -205,8 +193,9 @@ class _ProduceAnswers:
     """Answers of a request, whose future ends with the last one. It uses callbacks only: a Produce costs no task."""
 
     def __init__(self, context: Context, request: Request, produce: ProduceRequest) -> None:
-        self._context = context
-        self._request = request
+        self.context = context
+        self.request = request
+        self.produce = produce
         self._names = [topic.topic for topic in produce.topics]
         self._answers = [[_NO_ANSWER] * len(topic.partitions) for topic in produce.topics]
         self._missing = sum(len(t.partitions) for t in produce.topics)
@@ -239,13 +228,13 @@ class _ProduceAnswers:
 
     def set_error(self, topic: int, place: int, index: int, error: BaseException, row: TopicRow) -> None:
         if isinstance(error, MissingError):
-            self._context.cache.remove(row.name)
+            self.context.cache.remove(row.name)
             self._stale = row.name
         elif not error_codes.is_expected(error):
             log.error("kafka.produce_failed", topic=row.name, partition=index, error=repr(error), exc_info=error)
         record_errors = error.record_errors if isinstance(error, InvalidRecordsError) else ()
         code = error_codes.code_of(error)
-        if isinstance(error, InvalidTransactionError) and self._request.version >= FIRST_THAT_ABORTS:
+        if isinstance(error, InvalidTransactionError) and self.request.version >= FIRST_THAT_ABORTS:
             code = error_codes.TRANSACTION_ABORTABLE
         answer = PartitionAnswer(index, code, error_message=str(error), record_errors=record_errors)
         self.set_answer(topic, place, answer)
@@ -260,11 +249,11 @@ class _ProduceAnswers:
         if self._stale:
             self.future.set_exception(UnavailableError(f"the topic was deleted or re-created: topic={self._stale}."))
             return
-        if not self._request.answered and self._failed:
+        if not self.request.answered and self._failed:
             failed = UnavailableError(f"Produce without acknowledgement failed: error_code={self._failed}.")
             self.future.set_exception(failed)
             return
-        self.future.set_result([encode(zip(self._names, self._answers, strict=True), self._request.version)])
+        self.future.set_result([encode(zip(self._names, self._answers, strict=True), self.request.version)])
 
 
 API = Api(0, "produce", 3, 13, begin_produce, advertised_min=0)

@@ -53,7 +53,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
             log.warning("kafka.catalogue_not_read", error=str(error))
             just_read = False
     answering = _MetadataAnswers(context, request, brokers, just_read)
-    if context.settings.auto_create_topics and body.get("allow_auto_topic_creation", True):
+    if context.settings.section.auto_create_topics and body.get("allow_auto_topic_creation", True):
         answering.may_create = AUTO_CREATED_MAX
     topics: list[Body] = []
     for topic in context.cache.rows() if every else asked:
@@ -142,16 +142,16 @@ class _MetadataAnswers:
             return None
         if not is_creation_allowed(context, self._request, name):
             raise _CreationDeniedError(f"not authorized to create the topic: topic={name}.")
-        if context.cache.partitions + settings.default_partitions > settings.partitions_max:
+        if context.cache.partitions + settings.section.default_partitions > settings.section.partitions_max:
             log.warning(
-                "kafka.topic_not_created", topic=name, key="kafka.partitions_max", limit=settings.partitions_max
+                "kafka.topic_not_created", topic=name, key="kafka.partitions_max", limit=settings.section.partitions_max
             )
             self.may_create = 0
             return None
         self.may_create -= 1
         try:
             return await context.catalogue.create_topic(
-                name, settings.default_partitions, config=settings.topic_defaults
+                name, settings.section.default_partitions, config=settings.topic_defaults
             )
         except ConflictError as lost:
             return lost.current if isinstance(lost.current, TopicRow) else None

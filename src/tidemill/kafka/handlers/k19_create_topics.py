@@ -40,7 +40,7 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
     name = topic["name"]
     partitions = len(topic["assignments"]) or topic["num_partitions"]
     if partitions == -1:
-        partitions = context.settings.default_partitions
+        partitions = context.settings.section.default_partitions
     # A null value means the default, like a missing config.
     configs = {config["name"]: config["value"] for config in topic["configs"] if config["value"] is not None}
     try:
@@ -69,7 +69,7 @@ async def _create(context: Context, topic: Body, *, validate_only: bool) -> Body
         parse_topic_config(configs)
     except InvalidError as error:
         return _error_result(name, error_codes.INVALID_CONFIG, str(error))
-    limit = context.settings.partitions_max
+    limit = context.settings.section.partitions_max
     if context.cache.partitions + context.cache.creating + partitions > limit:
         return _error_result(
             name, error_codes.POLICY_VIOLATION, f"Too many partitions in the cluster: kafka.partitions_max={limit}."

@@ -73,7 +73,7 @@ async def _create_partitions(context: Context, topic: Body, *, validate_only: bo
         if topic["assignments"] is not None:
             lists = [each["broker_ids"] for each in topic["assignments"]]
             check_assignments(lists, count - row.partitions, context.brokers())
-        limit = context.settings.partitions_max
+        limit = context.settings.section.partitions_max
         if context.cache.partitions - row.partitions + count > limit:
             return error_codes.POLICY_VIOLATION, f"Too many partitions in the cluster: kafka.partitions_max={limit}."
         if not validate_only:

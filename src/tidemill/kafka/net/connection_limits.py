@@ -28,11 +28,11 @@ _REFUSED = Count("tidemill_kafka_connections_refused", "Connections refused at a
 
 class ConnectionLimits:
     def __init__(self, settings: KafkaSettings) -> None:
-        self.connections_max = min(settings.connections_max, file_descriptors.current_shares().kafka)
-        self._per_address_max = settings.connections_per_address_max
+        self.connections_max = min(settings.section.connections_max, file_descriptors.current_shares().kafka)
+        self._per_address_max = settings.section.connections_per_address_max
         self._addresses: Counter[str] = Counter()
-        self._told_s = -LOG_INTERVAL_S
-        self._untold = 0
+        self._logged_s = -LOG_INTERVAL_S
+        self._suppressed = 0
         self.refused = 0
 
     @property
@@ -63,15 +63,15 @@ class ConnectionLimits:
     def _reject(self, address: str, reason: str, now_s: float) -> None:
         _REFUSED.labels(reason).inc()
         self.refused += 1
-        self._untold += 1
-        if now_s - self._told_s < LOG_INTERVAL_S:
+        self._suppressed += 1
+        if now_s - self._logged_s < LOG_INTERVAL_S:
             return
         log.warning(
             "kafka.connection_refused",
             address=address,
-            refused=self._untold,
+            refused=self._suppressed,
             open=self.open,
             limit=self._per_address_max if reason == "address" else self.connections_max,
             key="kafka.connections_per_address_max" if reason == "address" else "kafka.connections_max",
         )
-        self._told_s, self._untold = now_s, 0
+        self._logged_s, self._suppressed = now_s, 0

@@ -66,5 +66,5 @@ class AdvertisedListener(msgspec.Struct, frozen=True):
 
     name: str
     bound: str
-    told: str
+    advertised: str
     security: str

@@ -341,8 +341,10 @@ class ClientSession:
                 )
             elif not self._connection.closed:
                 self._raise_size_limit()
+                self._count_answer(slot, done.result())
                 slot.response = done.result()
-                self._send_ready()
+                self._send_soon()
+                self.consider_reading()
 
         task.add_done_callback(ended)
         return _wait_ended(task)

@@ -31,7 +31,7 @@ from tidemill.kafka.api.context import Broker, Context, CoordinatorLookup, Nodes
 from tidemill.kafka.fetch_sessions.implicit import ImplicitSessions
 from tidemill.kafka.fetch_sessions.sessions import FetchSessions
 from tidemill.kafka.groups.configs import GroupConfigCache
-from tidemill.kafka.groups.coordinator import GroupCoordinator
+from tidemill.kafka.groups.coordinator import CoordinatorLimits, GroupCoordinator
 from tidemill.kafka.groups.topic_patterns import TopicPatterns
 from tidemill.kafka.metadata.topic_cache import TopicCache
 from tidemill.kafka.net.connection_limits import ConnectionLimits
@@ -179,7 +179,7 @@ class KafkaServer:
         except BaseException:
             self._unbind()
             raise
-        told = {
+        advertised = {
             listener.name: Broker(
                 node_id,
                 self._name,
@@ -202,8 +202,8 @@ class KafkaServer:
             nodes=self._nodes,
             clock=self._clock,
             settings=self._settings,
-            own=told[DEFAULT],
-            listeners=[self._advertised_listener(listener, told[listener.name]) for listener in self._listeners],
+            own=advertised[DEFAULT],
+            listeners=[self._advertised_listener(listener, advertised[listener.name]) for listener in self._listeners],
         )
         context.fetch_sessions, context.repeats = self.fetch_sessions, ImplicitSessions(self.fetch_sessions)
         if self._memory is not None:
@@ -211,7 +211,7 @@ class KafkaServer:
         self._start_groups(context)
         self._supervise("kafka:topics", partial(cache.run, self._settings.topics_refresh_s))
         for listener in self._listeners:
-            came_by = context.for_listener(listener.name, told[listener.name])
+            came_by = context.for_listener(listener.name, advertised[listener.name])
             self._supervise(_accept_stage(listener), partial(self._accept, listener, came_by))
             port, protocol = self.ports[listener.name], listener.gate.protocol
             log.info("kafka.listening", listener=listener.name, host=listener.host, port=port, security=protocol)
@@ -224,9 +224,11 @@ class KafkaServer:
             self._supervise("kafka:certificates", partial(self._renew_certificates, certificates))
         return self.port
 
-    def _advertised_listener(self, listener: Listener, told: Broker) -> AdvertisedListener:
+    def _advertised_listener(self, listener: Listener, advertised: Broker) -> AdvertisedListener:
         bound = Address(listener.host, self.ports[listener.name])
-        return AdvertisedListener(listener.name, str(bound), str(Address(told.host, told.port)), listener.gate.protocol)
+        return AdvertisedListener(
+            listener.name, str(bound), str(Address(advertised.host, advertised.port)), listener.gate.protocol
+        )
 
     def _unbind(self) -> None:
         bound, self._bound = self._bound, {}
@@ -245,9 +247,7 @@ class KafkaServer:
             self._clock,
             self._rand,
             node=self._name,
-            limits=self.group_configs.limits,
-            groups_max=settings.groups_max,
-            groups_bytes_max=settings.groups_bytes_max,
+            limits=CoordinatorLimits(self.group_configs.limits, settings.section.groups_max, settings.groups_bytes_max),
             tracker=self._tracker,
         )
         if self._memory is not None:
@@ -263,8 +263,8 @@ class KafkaServer:
 
         It commits offsets through the group's coordinator.
         """
-        settings = self._settings
-        limits = TransactionLimits(settings.transaction_timeout_max_ms, settings.transactional_id_expires_ms)
+        section = self._settings.section
+        limits = TransactionLimits(section.transaction_timeout_max_ms, section.transactional_id_expires_ms)
         offsets = CoordinatedOffsets(groups, lambda group: owners.group_coordinator(group).name, self._clock)
         context.transactions = self._transactions = transactions = TransactionCoordinator(
             self._consensus,

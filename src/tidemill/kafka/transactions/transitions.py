@@ -204,8 +204,8 @@ def end_bumping(
     if used_up and fresh_id < 0:
         return Decision(NEEDS_ID)
     next_id = fresh_id if used_up else -1
-    told = replace(found, last_id=producer_id, last_epoch=epoch, next_id=next_id)
-    ending = _prepared(told, prepare, epoch + 1, now_ms)
+    issued = replace(found, last_id=producer_id, last_epoch=epoch, next_id=next_id)
+    ending = _prepared(issued, prepare, epoch + 1, now_ms)
     return Decision(0, ending if found.state is State.ONGOING else _complete(ending, now_ms))
 
 

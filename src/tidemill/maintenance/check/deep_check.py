@@ -32,7 +32,7 @@ from tidemill.metastore.check.objects import References
 from tidemill.metastore.cluster import Cluster, domain_name, domain_of, read_cluster
 from tidemill.metastore.cluster_manifest import ClusterManifest
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.domain.settings import DomainSettings, prefix_of
+from tidemill.metastore.domain.settings import DomainContext, DomainSettings, prefix_of
 from tidemill.metastore.lsm.manifest import decode_manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.metastore.lsm.snapshot import Snapshot
@@ -138,7 +138,9 @@ async def _follow_domains(
     domains: list[Domain] = []
     for index in range(cluster.domains):
         domain = await Domain.open(
-            consensus, objects, domain_name(index), holder="doctor", clock=clock, rand=rand, settings=FOLLOW
+            DomainContext(
+                consensus, objects, domain_name(index), holder="doctor", clock=clock, rand=rand, settings=FOLLOW
+            )
         )
         stack.push_async_callback(domain.aclose)
         domains.append(domain)

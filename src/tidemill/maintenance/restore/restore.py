@@ -47,7 +47,7 @@ from tidemill.metastore.check.findings import Findings
 from tidemill.metastore.check.objects import References
 from tidemill.metastore.cluster import Cluster, domain_name, domain_of
 from tidemill.metastore.domain.domain import Domain
-from tidemill.metastore.domain.settings import DomainSettings
+from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.rows import (
     ABORTED,
@@ -157,13 +157,15 @@ class Restorer:
         for index, domain_source in enumerate(source.domains):
             self._progress("domains", index, len(source.domains))
             domain = await Domain.open(
-                self._consensus,
-                self._objects,
-                domain_name(index),
-                holder="restore",
-                clock=self._clock,
-                rand=self._rand,
-                settings=SETTINGS,
+                DomainContext(
+                    self._consensus,
+                    self._objects,
+                    domain_name(index),
+                    holder="restore",
+                    clock=self._clock,
+                    rand=self._rand,
+                    settings=SETTINGS,
+                ),
                 own_earlier_life=lambda holder: holder.startswith("restore-"),
             )
             stack.push_async_callback(domain.aclose)

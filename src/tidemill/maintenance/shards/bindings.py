@@ -62,7 +62,7 @@ class BindingsUpkeep(MaintenanceJob):
 
     def __init__(self, context: JobContext, tracker: StatusTracker) -> None:
         self._g = context
-        self._told = UnitFailures("keeper:bindings", tracker, context.clock)
+        self._failures = UnitFailures("keeper:bindings", tracker, context.clock)
         self._persisted = RestoreHorizon(context.metastore)
         self._logs = ChangedLogs(context.consensus, LOG_PREFIX)
         self._tended: dict[str, _SourceSchedule] = {}
@@ -79,7 +79,7 @@ class BindingsUpkeep(MaintenanceJob):
             "sources": len(self._tended),
             "held_by": dict(sorted(self._held_by.items())[:HELD_SHOWN]),
             "pinned": len(self._pinned),
-            "failing": self._told.count,
+            "failing": self._failures.count,
         }
 
     async def run(self, budget: StepBudget) -> bool:
@@ -102,10 +102,10 @@ class BindingsUpkeep(MaintenanceJob):
                     source, [created[name] for name in readers[source] if name in created], pipelines
                 )
             except BaseException as error:
-                self._told.failed(source, error)
+                self._failures.failed(source, error)
                 tended[source].next_s = now_s + LONGEST_PAUSE_S / 10
             else:
-                self._told.clear_failure(source)
+                self._failures.clear_failure(source)
         return False
 
     async def _follow_sources(self, now_s: float) -> None:
@@ -123,7 +123,7 @@ class BindingsUpkeep(MaintenanceJob):
 
     def _stop_following(self, source: str) -> None:
         del self._tended[source]
-        self._told.clear_failure(source)
+        self._failures.clear_failure(source)
         self._clear_report(source)
         self._held_by.pop(source, None)
 

@@ -70,14 +70,14 @@ class ShardUpkeep(MaintenanceJob):
 
     def __init__(self, context: JobContext, tracker: StatusTracker) -> None:
         self._g = context
-        self._told = UnitFailures("keeper:shards", tracker, context.clock)
+        self._failures = UnitFailures("keeper:shards", tracker, context.clock)
         self._persisted = RestoreHorizon(context.metastore)
         self._tended: dict[str, _ShardSchedule] = {}
         """Shard id → its handle."""
         self._figures: UpkeepCounters = UpkeepCounters()
 
     def facts(self) -> dict[str, object]:
-        return super().facts() | {"shards": len(self._tended), "failing": self._told.count}
+        return super().facts() | {"shards": len(self._tended), "failing": self._failures.count}
 
     async def run(self, budget: StepBudget) -> bool:
         """Visit the shards that are due, the longest waiting first. Return True when the budget ended before all
@@ -105,7 +105,7 @@ class ShardUpkeep(MaintenanceJob):
                 try:
                     self._tended[shard_id] = _ShardSchedule(await self._open_handle(create))
                 except BaseException as error:
-                    self._told.failed(create.name, error)
+                    self._failures.failed(create.name, error)
 
     async def _open_handle(self, create: Create) -> LogShard:
         g = self._g
@@ -115,7 +115,7 @@ class ShardUpkeep(MaintenanceJob):
     async def _close_dropped(self, shard_id: str) -> None:
         tended = self._tended.pop(shard_id)
         self._persisted.forget_shard(shard_id)
-        self._told.clear_failure(tended.shard.name)
+        self._failures.clear_failure(tended.shard.name)
         await tended.shard.aclose()
 
     async def _visit_isolated(self, tended: _ShardSchedule, budget: StepBudget) -> None:
@@ -123,11 +123,11 @@ class ShardUpkeep(MaintenanceJob):
         try:
             more = await self._visit_shard(tended.shard, budget)
         except BaseException as error:
-            self._told.failed(tended.shard.name, error)
+            self._failures.failed(tended.shard.name, error)
             # The handle itself may be broken: the next visit opens a new one.
             await self._close_handle(tended)
             return
-        self._told.clear_failure(tended.shard.name)
+        self._failures.clear_failure(tended.shard.name)
         changed = tended.version != tended.shard.state.version
         tended.version = tended.shard.state.version
         tended.pause_s = BUSY_S if changed else min(QUIET_S, tended.pause_s * 2)

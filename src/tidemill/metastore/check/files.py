@@ -13,11 +13,10 @@ from tidemill.base.clock import Rand
 from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.metastore.check.findings import Findings
 from tidemill.metastore.domain.settings import prefix_of
-from tidemill.metastore.lsm.block_cache import BlockCache
 from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.manifest import FileMeta, Manifest
 from tidemill.metastore.lsm.manifest_store import BucketManifests
-from tidemill.metastore.lsm.table_cache import TableCache
+from tidemill.metastore.lsm.table_cache import BlockCache, TableCache
 from tidemill.objects.store import ObjectStore
 
 CACHE_BYTES = 16 << 20

@@ -76,9 +76,9 @@ async def check_registry(each: RegistryRowReader, findings: Findings) -> None:
 
 def _check_head(findings: Findings, heads: list[RegistryHeadRow], counted: tuple[int, ...], last_id: int) -> None:
     head = heads[0] if heads else RegistryHeadRow("head")
-    told = (head.schemas, head.subjects, head.versions, head.configs)
-    if told != counted:
-        problem = f"it counts {told} schemas, subjects, versions and configurations, but there are {counted}"
+    recorded = (head.schemas, head.subjects, head.versions, head.configs)
+    if recorded != counted:
+        problem = f"it counts {recorded} schemas, subjects, versions and configurations, but there are {counted}"
         _add_finding(findings, "registry head", "", problem)
     if head.next_id <= last_id:
         _add_finding(findings, "registry head", f"schema {last_id}", f"its next id {head.next_id} is already assigned")

@@ -15,10 +15,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 import structlog
 
-from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import (
     ClosedError,
     FencedError,
@@ -27,14 +27,12 @@ from tidemill.base.errors import (
     TidemillError,
     UnavailableError,
     UnknownOutcomeError,
-    ends_process,
 )
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.base.status.status import StatusTracker
-from tidemill.consensus.api import Consensus, Lease
-from tidemill.consensus.leader_election import run_while_leading
+from tidemill.consensus.api import Lease
 from tidemill.consensus.state_log.state_log import StateLog, StateMachine
 from tidemill.metastore.domain.apply import apply
+from tidemill.metastore.domain.candidacy import RETRY_FIRST_S, RETRY_MAX_S, Candidacy
 from tidemill.metastore.domain.codec import decode_state_yielding, encode_state_yielding
 from tidemill.metastore.domain.commit.write_path import NO_EXPECTATIONS, checked_size
 from tidemill.metastore.domain.follower import Follower
@@ -42,21 +40,14 @@ from tidemill.metastore.domain.forwarding.client import ForwardingClient
 from tidemill.metastore.domain.forwarding.server import ForwardingServer
 from tidemill.metastore.domain.leader import Leader
 from tidemill.metastore.domain.read_path import Barrier, DomainReads
-from tidemill.metastore.domain.settings import DomainContext, DomainSettings
+from tidemill.metastore.domain.settings import DomainContext
 from tidemill.metastore.domain.state import DomainState, PersistedManifest
-from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
 from tidemill.metastore.lsm.manifest import Manifest, encode_manifest
-from tidemill.objects.store import ObjectStore
 
 _log = structlog.get_logger()
 
 FOLLOW_WAIT_S = 1.0
-RETRY_FIRST_S = 0.1
-RETRY_MAX_S = 5.0
 RELEASE_TIMEOUT_S = 2.0
-FAILURE_VALID_S = 10.0
-"""Time after which a failure is out of date. It exceeds the longest pause between two attempts."""
-FAILURE_CONFIRMED_AFTER_S = 2.0
 
 
 class Domain(DomainReads):
@@ -66,7 +57,6 @@ class Domain(DomainReads):
         self.marks = context.tracker
         self._context = context
         self._settings = context.settings
-        self._own_earlier_life = own_earlier_life
         self._log: StateLog[DomainState] = StateLog(
             context.consensus,
             context.log,
@@ -78,55 +68,34 @@ class Domain(DomainReads):
             context.consensus, context.clock, context.rand, context.name, context.settings.request_timeout_s
         )
         self._barrier = Barrier(self._run_barrier_round, f"sync {context.log}", self._task_failed)
-        self._competing = False
         self._busy = False
         self._closing = False
         self._turned = asyncio.Event()
-        self.failed: TidemillError | None = None
-        """Reason why the last attempt to lead or follow failed; None after one that succeeded."""
-        self._failed_s = self._failing_s = float("-inf")
-        """Times of the last and the first of a series of failures."""
-        self._cannot_follow = False
         self._ended = asyncio.Event()
         self._tasks = Tasks(self._task_failed)
+        self._candidacy = Candidacy(
+            context,
+            self._lead_term,
+            wanted=self._wants_lease,
+            own_earlier_life=own_earlier_life,
+            tasks=self._tasks,
+        )
+        self._failures = self._candidacy.failures
 
     @classmethod
-    async def open(
-        cls,
-        consensus: Consensus,
-        objects: ObjectStore,
-        name: str,
-        *,
-        holder: str,
-        clock: Clock,
-        rand: Rand,
-        settings: DomainSettings | None = None,
-        tracker: StatusTracker | None = None,
-        merger: CompactionExecutor | None = None,
-        own_earlier_life: Callable[[str], bool] = lambda _: False,
-    ) -> Domain:
+    async def open(cls, context: DomainContext, *, own_earlier_life: Callable[[str], bool] = lambda _: False) -> Domain:
         """Open a handle that has followed the log up to now. Leadership comes later (`settings.lead`);
         `wait_until_leading` waits for it.
 
-        `holder` names this process in the lease; a nonce makes it unique. `own_earlier_life(holder)`: see
-        `consensus.leading.lead`. The caller keeps ownership of consensus, objects and merger.
+        A nonce is added to `context.holder`, which makes it unique. `own_earlier_life(holder)`: see
+        `consensus.leader_election`. The caller keeps ownership of consensus, objects and merger.
         """
-        context = DomainContext(
-            name,
-            consensus,
-            objects,
-            f"{holder}-{rand.nonce()}",
-            clock,
-            rand,
-            settings or DomainSettings(),
-            tracker or StatusTracker(),
-            merger,
-        )
+        context = replace(context, holder=f"{context.holder}-{context.rand.nonce()}")
         domain = cls(context, own_earlier_life)
         await domain._log.catch_up()
         domain._tasks.spawn(domain._follow_log(), name=f"follow {context.log}")
-        if domain._settings.lead:
-            domain._start_competing()
+        if context.settings.lead:
+            domain._candidacy.start()
         return domain
 
     # state --------------------------------------------------------------------------------------
@@ -159,7 +128,8 @@ class Domain(DomainReads):
                     self._turned.clear()
                     await self._turned.wait()
         except TimeoutError as error:
-            cause = self.failed.message if self.failed is not None else "another process holds the lease"
+            failure = self._failures.last
+            cause = failure.message if failure is not None else "another process holds the lease"
             raise UnavailableError(
                 f"this process does not lead the domain: domain={self.name} timeout_s={timeout_s} cause={cause!r}."
             ) from error
@@ -234,10 +204,11 @@ class Domain(DomainReads):
             await self.wait_until_leading(timeout_s)
         except UnavailableError as error:
             # The reset is done, so UnavailableError would be wrong. If another process opened the domain, all is well.
-            if self.failed is not None:
+            failure = self._failures.last
+            if failure is not None:
                 raise UnknownOutcomeError(
                     f"the domain was reset but could not be opened: domain={self.name} uuid={domain_uuid} "
-                    f"cause={self.failed.message!r}.",
+                    f"cause={failure.message!r}.",
                     fix="Fix the cause; the domain then opens automatically.",
                 ) from error
 
@@ -245,7 +216,7 @@ class Domain(DomainReads):
         self._check_open()
         if self._settings.may_lead:
             # The task starts only when this call waits. The request is waiting at that time (see `_wants_lease`).
-            self._start_competing()
+            self._candidacy.start()
         seqno = await ask()
         try:
             await self.sync()
@@ -285,52 +256,18 @@ class Domain(DomainReads):
                 if not self.leading:
                     await self._follower.advance()
             except (UnavailableError, UnknownOutcomeError, MissingError, FencedError) as error:
-                self._record_failure(error, following=True)
+                self._failures.record(error, following=True)
                 await asyncio.sleep(pause_s)
                 pause_s = min(2 * pause_s, RETRY_MAX_S)
                 continue
-            if self._cannot_follow:
-                self.failed, self._cannot_follow = None, False
+            self._failures.record_following()
             pause_s = RETRY_FIRST_S
             await asyncio.sleep(self._settings.follow_pause_s)
 
     # leading ------------------------------------------------------------------------------------
 
-    def _start_competing(self) -> None:
-        if not self._competing:
-            self._competing = True
-            self._tasks.spawn(self._compete_for_lease(), name=f"lead {self._context.log}")
-
     def _wants_lease(self) -> bool:
         return self._settings.lead or self._requester.has_waiting_callers
-
-    async def _compete_for_lease(self) -> None:
-        """Try for the lease repeatedly; each time it is acquired, `_lead_term` runs once."""
-        context, pause_s = self._context, RETRY_FIRST_S
-        try:
-            while self._wants_lease():
-                try:
-                    await run_while_leading(
-                        context.consensus,
-                        context.log,
-                        context.holder,
-                        b"",
-                        self._lead_term,
-                        own_earlier_life=self._own_earlier_life,
-                        wanted=self._wants_lease,
-                        ttl_ms=self._settings.lease_ttl_ms,
-                    )
-                    if self.failed is None:
-                        pause_s = RETRY_FIRST_S
-                except TidemillError as error:
-                    if ends_process(error):
-                        raise
-                    self._record_failure(error)
-                    _log.warning("could not lead", domain=self.name, cause=error.message)
-                await asyncio.sleep(context.rand.uniform(pause_s / 2, pause_s))
-                pause_s = min(2 * pause_s, RETRY_MAX_S)
-        finally:
-            self._competing = False
 
     async def _lead_term(self, lease: Lease) -> None:
         """Run one term, from opening the database to stepping down, while the lease is held."""
@@ -341,12 +278,12 @@ class Domain(DomainReads):
             leader.run_task(serving.run(), name=f"serve {context.log}")
             if not self._settings.lead:
                 leader.run_task(self._step_down_when_idle(leader, serving), name=f"linger {context.log}")
-            self._leader, self.failed = leader, None
+            self._leader, self._failures.last = leader, None
             self._turned.set()
             await self._follower.release()
             cause = await leader.run()
             if not isinstance(cause, ClosedError | FencedError):
-                self._record_failure(cause)
+                self._failures.record(cause)
         finally:
             self._leader = None
             self._turned.set()
@@ -366,26 +303,16 @@ class Domain(DomainReads):
     # closing ------------------------------------------------------------------------------------
 
     def trouble(self) -> str:
-        """Return a failure that persists: it has repeated for CONFIRM_S and is at most FAILURE_VALID_S old; else "".
-
-        A single failure does not count: every follower has one when consensus pauses for a moment. After
-        FAILURE_VALID_S without another failure a different process leads."""
+        """Return a failure that persists, see `FailureRecord.persistent`; "" if there is none."""
         if self._closed is not None:
             return self._closed.message
-        if self.failed is None or self._context.clock.monotonic_s() - self._failed_s > FAILURE_VALID_S:
+        failure = self._failures.persistent()
+        if failure is None:
             return ""
-        if self._failed_s - self._failing_s < FAILURE_CONFIRMED_AFTER_S:
-            return ""
-        return f"The domain cannot be led or followed: domain={self.name} cause={self.failed.message!r}."
+        return f"The domain cannot be led or followed: domain={self.name} cause={failure.message!r}."
 
     async def wait_until_ended(self) -> None:
         await self._ended.wait()
-
-    def _record_failure(self, error: TidemillError, *, following: bool = False) -> None:
-        now_s = self._context.clock.monotonic_s()
-        if self.failed is None or now_s - self._failed_s > FAILURE_VALID_S:
-            self._failing_s = now_s
-        self.failed, self._failed_s, self._cannot_follow = error, now_s, following
 
     async def aclose(self) -> None:
         """Stop, and release the lease so that another process can lead immediately. No flush: the log has
@@ -402,16 +329,9 @@ class Domain(DomainReads):
         await self._log.aclose()
         try:
             async with asyncio.timeout(RELEASE_TIMEOUT_S):
-                await self._release_lease()
+                await self._candidacy.release_lease()
         except (TidemillError, TimeoutError) as error:
             _log.info("lease not released; it will expire", domain=self.name, cause=str(error))
-
-    async def _release_lease(self) -> None:
-        """Release this process's lease, including one whose acquisition was interrupted."""
-        context = self._context
-        for lease in await context.consensus.leases(context.log):
-            if lease.name == context.log and lease.holder == context.holder and lease.live:
-                await context.consensus.release(lease.name, lease.holder, lease.term)
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         _log.error("a task of the domain failed", domain=self.name, task=name, cause=str(error))
@@ -420,7 +340,7 @@ class Domain(DomainReads):
             if isinstance(error, TidemillError)
             else ClosedError(f"a task failed: task={name!r} reason={error!r}.")
         )
-        self._record_failure(broken)
+        self._failures.record(broken)
         self._closed = self._closed or broken
         self._turned.set()
         self._ended.set()

@@ -104,6 +104,7 @@ class Leader:
             self._log,
             self.database,
             self,
+            stall=self.database.background.stall.wait,
             crowded=self._persistence.request_flush,
             volatile_bytes=self._settings.volatile_bytes,
         )
@@ -301,9 +302,9 @@ class Leader:
     async def _status_loop(self) -> None:
         while True:
             self.mark()
-            if self.database.failure is not None:
+            if self.database.background.failure is not None:
                 # Only reopening restarts that work. Writers must have stopped before the failure is reported elsewhere.
-                self.task_failed("metastore database", self.database.failure)
+                self.task_failed("metastore database", self.database.background.failure)
             if self._log.failure is not None:
                 self.step_down(self._log.failure)
             await asyncio.sleep(STATUS_INTERVAL_S)

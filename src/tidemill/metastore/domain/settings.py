@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.limits import LEASE_TTL_MS
+from tidemill.base.limits import LEASE_TTL_MS, METASTORE_PERSIST_INTERVAL_S
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.domain.commit.write_path import VOLATILE_BYTES
@@ -29,7 +29,7 @@ class DomainSettings(msgspec.Struct, frozen=True):
     """A temporary leader (`lead` False) gives the lease up after this time without work."""
 
     lease_ttl_ms: int = LEASE_TTL_MS
-    persist_interval_s: float = 30.0
+    persist_interval_s: float = METASTORE_PERSIST_INTERVAL_S
     """Approximate limit of the time from a row's commit until it is in the bucket."""
 
     flush_timeout_s: float = 60.0
@@ -48,18 +48,19 @@ class DomainSettings(msgspec.Struct, frozen=True):
     options: Options = Options()
 
 
-class DomainContext(NamedTuple):
-    """Identity, settings and services of a domain in one process."""
+@dataclass(frozen=True)
+class DomainContext:
+    """Identity, settings and services of a domain in one process. `holder` names the process in the lease."""
 
-    name: str
     consensus: Consensus
     objects: ObjectStore
+    name: str
     holder: str
     clock: Clock
     rand: Rand
-    settings: DomainSettings
-    tracker: StatusTracker
-    merger: CompactionExecutor | None
+    settings: DomainSettings = field(default_factory=DomainSettings)
+    tracker: StatusTracker = field(default_factory=StatusTracker)
+    merger: CompactionExecutor | None = None
 
     @property
     def log(self) -> str:

@@ -1,6 +1,6 @@
-"""The database: a thin shell over memory, files and the tasks that move rows from one to the other.
+"""The database: memory, files, and the view of both that its readers have.
 
-    apply ──▶ memtable ──flush──▶ level 0 ──compaction──▶ deeper levels
+    apply ──▶ memtable          moved to files by `background`
     get, scan, snapshot read a view: the memtable's layers, then the version's files
 
 There is no write-ahead log: the caller must retain applied batches until `max_persisted_seqno` has passed them.
@@ -17,33 +17,26 @@ After UnknownOutcomeError or FencedError from a manifest write, and after `aclos
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ClosedError, InvalidError, TidemillError
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.metastore.lsm.block_cache import BlockCache
-from tidemill.metastore.lsm.compaction.compactor import Compactor
+from tidemill.metastore.lsm.background import BackgroundWork
 from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
-from tidemill.metastore.lsm.compaction.inline_executor import InlineExecutor
 from tidemill.metastore.lsm.database_protocol import LevelStats, Notifier, Stats
-from tidemill.metastore.lsm.file_store import FileName, SstFiles
-from tidemill.metastore.lsm.flush import Flusher
-from tidemill.metastore.lsm.gc import CollectionResult, GarbageCollector, Roots
-from tidemill.metastore.lsm.manifest import FileMeta, Manifest
-from tidemill.metastore.lsm.manifest_store import BucketManifests, Manifests
+from tidemill.metastore.lsm.file_store import SstFiles
+from tidemill.metastore.lsm.manifest import Manifest
+from tidemill.metastore.lsm.manifest_store import Manifests
 from tidemill.metastore.lsm.memtable import Memtable, batch_bytes
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.read_view import PENDING, ClosedView, Pending, Pin, Row, View
 from tidemill.metastore.lsm.scan import Scan
 from tidemill.metastore.lsm.snapshot import Snapshot
-from tidemill.metastore.lsm.table_cache import TableCache
+from tidemill.metastore.lsm.table_cache import BlockCache, TableCache
 from tidemill.metastore.lsm.version import Edit, Version, prefix_end
 from tidemill.metastore.lsm.version_set import VersionSet
-from tidemill.metastore.lsm.write_stall import WriteStall
-
-PRE_OPEN_AT_ONCE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,26 +97,9 @@ class Database:
         self._unseen_seqno = 0
         self._view = View((), self.versions, self.tables)
         self._ended: TidemillError | None = None
-        self._tasks = Tasks(self._task_failed)
+        self._commits = Tasks(lambda *_: None)  # each raises its error to its caller
         self._refreshing = asyncio.Lock()
-        self._owns_merger = context.merger is None
-        self._merger = context.merger or InlineExecutor(files.objects, options, clock)
-        self.flusher = Flusher(self)
-        self.compactor = Compactor(
-            self.versions,
-            self.commit_edit,
-            self.wake,
-            self._merger,
-            options,
-            clock,
-            files.prefix,
-        )
-        self.compacts = False
-        """True if the compaction loop was started."""
-        self.room_keeper = WriteStall(self)
-        self.collector = GarbageCollector(files, BucketManifests(files.objects, files.prefix, rand), options, clock)
-        self.failure: BaseException | None = None
-        """Error that ended a background task permanently."""
+        self.background = BackgroundWork(self, context.merger)
 
     @classmethod
     async def open(cls, files: SstFiles, manifests: Manifests, context: DatabaseContext) -> Database:
@@ -140,27 +116,9 @@ class Database:
             )
         database = cls(files, manifests, manifest, context)
         if not database.read_only:
-            database._start(context.background)
-        if context.options.pre_open:
-            database._tasks.spawn(database._read_metas_in_advance(), name="metastore pre-open")
+            database.background.start(removes_files=context.background)
+        database.background.start_pre_open()
         return database
-
-    def _start(self, background: bool) -> None:
-        self._tasks.spawn(self.flusher.run(), name="metastore flush")
-        if background:
-            self.compacts = True
-            self._tasks.spawn(self.compactor.run(), name="metastore compaction")
-            self._tasks.spawn(self.collector.run(self._roots, self._is_open), name="metastore collection")
-
-    async def _read_metas_in_advance(self) -> None:
-        """Read filters and indexes in advance. Failures are ignored here: the first read of the file raises them
-        again."""
-        files = [file for level in self.version.levels for file in level][: self.options.pre_open]
-        for first in range(0, len(files), PRE_OPEN_AT_ONCE):
-            reading = (self.tables.meta(file) for file in files[first : first + PRE_OPEN_AT_ONCE])
-            for outcome in await asyncio.gather(*reading, return_exceptions=True):
-                if isinstance(outcome, BaseException) and not isinstance(outcome, TidemillError):
-                    raise outcome
 
     # writing -----------------------------------------------------------------------------------------
 
@@ -200,39 +158,15 @@ class Database:
             fix="Apply batches in the order of their log, each once.",
         )
 
-    @property
-    def background_error(self) -> object:
-        """Error of the last flush or compaction; falsy if neither failed."""
-        return self.flusher.error or self.compactor.stats.failure
-
-    @property
-    def buffer_is_full(self) -> bool:
-        return self.memtable.live_bytes >= self._full_bytes and not self.read_only
-
-    async def wait_for_room(self) -> None:
-        """Wait until writing may continue. Call it before each batch, outside of any lock that reads need.
-
-        Returns immediately while level 0 and the memtable are small, with growing delay as level 0 grows, and only
-        after a flush or a compaction once they are too large. May be cancelled. Raises the error that keeps the
-        background work from making room.
-        """
-        self.check_open()
-        await self.room_keeper.wait()
-
     async def flush(self, timeout_s: float | None = None) -> int:
         """Wait until everything applied before the call is in files that a manifest names; return the seqno reached.
 
         Raises the error of a failed flush; the rows then stay in memory and the next flush includes them. Unavailable
         after `timeout_s` seconds; the flush then continues in the background.
         """
-        self._check_writable()
-        await self.flusher.flush(timeout_s)
+        self.check_writable()
+        await self.background.flusher.flush(timeout_s)
         return self.max_persisted_seqno
-
-    async def compact(self) -> None:
-        """Flush, then compact everything into the deepest level, without tombstones."""
-        await self.flush()
-        await self.compactor.compact_fully()
 
     # reading -----------------------------------------------------------------------------------------
 
@@ -313,7 +247,7 @@ class Database:
         self.wake.ring()
         return True
 
-    # for background work -------------------------------------------------------------------------------
+    # changing the version ------------------------------------------------------------------------------
 
     @property
     def version(self) -> Version:
@@ -325,8 +259,8 @@ class Database:
         Continues if the caller is cancelled. Raises ConflictError if the edit no longer fits; UnavailableError and what
         else `Manifests.write` raises; after UnknownOutcomeError and FencedError the database has ended.
         """
-        self._check_writable()
-        committing = self._tasks.spawn(self._commit(edit, installed), name="metastore manifest")
+        self.check_writable()
+        committing = self._commits.spawn(self._commit(edit, installed), name="metastore manifest")
         try:
             await asyncio.shield(committing)
         except asyncio.CancelledError:
@@ -348,34 +282,6 @@ class Database:
             if self.versions.halted is not None:
                 self._end(self.versions.halted)
 
-    def next_file_name(self) -> FileName:
-        return self.versions.next_file_name()
-
-    def release_file_names(self, names: Iterable[FileName]) -> None:
-        self.versions.release_file_names(names)
-
-    def pinned_files(self) -> set[FileMeta]:
-        return self.versions.pinned_files()
-
-    async def collect_garbage(self) -> CollectionResult:
-        """Run one round of garbage collection. Raises InvalidError if read-only, and what `GarbageCollector.collect`
-        raises."""
-        self._check_writable()
-        return await self.collector.collect(self._roots, self._is_open)
-
-    def _is_open(self) -> bool:
-        return self._ended is None
-
-    def _roots(self) -> Roots:
-        versions = self.versions
-        manifest = versions.manifest
-        return Roots(
-            epoch=self.epoch,
-            lowest_in_flight=versions.lowest_in_flight,
-            files=versions.current.files | versions.pinned_files(),
-            manifest=None if manifest is None else (manifest.epoch, manifest.number),
-        )
-
     # closing -------------------------------------------------------------------------------------------
 
     @property
@@ -390,7 +296,7 @@ class Database:
         if self._ended is not None:
             raise copy_of_error(self._ended)
 
-    def _check_writable(self) -> None:
+    def check_writable(self) -> None:
         self.check_open()
         if self.read_only:
             raise InvalidError(f"the database is read-only: domain_uuid={self.domain_uuid}.")
@@ -413,14 +319,10 @@ class Database:
         if self._ended is None:
             self._view = View(self.memtable.layers, self.versions, self.tables)
 
-    def _task_failed(self, name: str, error: BaseException) -> None:
-        if name != "metastore manifest":  # its error is raised to the committing caller
-            self.failure = error
-            self.wake.ring()
-
     def stats(self) -> Stats:
         """Return current sizes, and totals since the database was opened."""
-        flusher, merging, room, tables = self.flusher, self.compactor.stats, self.room_keeper, self.tables
+        work, tables = self.background, self.tables
+        flusher, merging, stall = work.flusher, work.compactor.stats, work.stall
         flushed = flusher.file_bytes
         return Stats(
             levels=tuple(
@@ -443,20 +345,19 @@ class Database:
             cache_dropped=tables.cache.dropped,
             object_reads=tables.reads,
             read_bytes=tables.read_bytes,
-            slowed=room.slowed,
-            stopped=room.stopped,
-            waited_s=room.waited_s,
+            slowed=stall.slowed,
+            stopped=stall.stopped,
+            waited_s=stall.waited_s,
             flush_error=str(flusher.error or ""),
             merge_error=merging.failure,
-            collection_error=str(self.collector.error or ""),
+            collection_error=str(work.collector.error or ""),
         )
 
     async def aclose(self) -> None:
         """Stop the background work, without a flush. Idempotent."""
         self._end(ClosedError(f"the database is closed: domain_uuid={self.domain_uuid}."))
-        await self._tasks.aclose()
-        if self._owns_merger:
-            await self._merger.aclose()
+        await self.background.aclose()
+        await self._commits.aclose()
 
 
 def copy_of_error(error: TidemillError) -> TidemillError:

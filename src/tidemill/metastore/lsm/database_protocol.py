@@ -1,19 +1,21 @@
-"""Interface of the database for flushes, compactions and write stalls, to avoid cyclic dependencies; its statistics."""
+"""Interface of the database for its background work, to avoid cyclic dependencies; its statistics."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import TidemillError
-from tidemill.metastore.lsm.file_store import FileName, SstFiles
+from tidemill.metastore.lsm.file_store import SstFiles
 from tidemill.metastore.lsm.memtable import Memtable
 from tidemill.metastore.lsm.options import Options
+from tidemill.metastore.lsm.table_cache import TableCache
 from tidemill.metastore.lsm.version import Edit, Version
+from tidemill.metastore.lsm.version_set import VersionSet
 
 
 class Notifier:
@@ -38,37 +40,32 @@ class Notifier:
 
 
 class DatabaseProtocol(Protocol):
-    """Part of `Database` that they use. They change its attributes only through these methods."""
+    """Part of `Database` that it uses. It changes the database only through these methods, `memtable` and
+    `versions`."""
 
     domain_uuid: str
+    epoch: int
     options: Options
     clock: Clock
     rand: Rand
     files: SstFiles
+    tables: TableCache
     memtable: Memtable
+    versions: VersionSet
     wake: Notifier
     read_only: bool
-    compacts: bool
     max_applied_seqno: int
-    failure: BaseException | None
 
     @property
     def max_persisted_seqno(self) -> int: ...
     @property
-    def buffer_is_full(self) -> bool: ...
-    @property
     def version(self) -> Version: ...
     @property
     def end_reason(self) -> TidemillError | None: ...
-    @property
-    def background_error(self) -> object:
-        """Error of the last flush or compaction; falsy if neither failed."""
-        ...
-
     def check_open(self) -> None: ...
+    def check_writable(self) -> None: ...
+    async def flush(self, timeout_s: float | None = None) -> int: ...
     async def commit_edit(self, edit: Edit, installed: Callable[[], None] | None = None) -> None: ...
-    def next_file_name(self) -> FileName: ...
-    def release_file_names(self, names: Iterable[FileName]) -> None: ...
 
 
 class LevelStats(msgspec.Struct, frozen=True):

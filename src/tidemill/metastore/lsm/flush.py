@@ -70,7 +70,8 @@ class Flusher:
 
     @property
     def is_flush_requested(self) -> bool:
-        return bool(self._waiters) or self._database.buffer_is_full
+        database = self._database
+        return bool(self._waiters) or database.memtable.live_bytes >= database.options.write_buffer_bytes
 
     # the task --------------------------------------------------------------------------------------
 
@@ -149,7 +150,7 @@ class Flusher:
                 writer.add(keys, values, seqnos)
                 await asyncio.sleep(0)
             buffers, summary = writer.finish()
-            name = database.next_file_name()
+            name = database.versions.next_file_name()
             try:
                 await database.files.put(name, buffers)
             except (UnknownOutcomeError, ConflictError) as error:
@@ -164,7 +165,7 @@ class Flusher:
             raise
         finally:
             if name is not None:
-                database.release_file_names([name])
+                database.versions.release_file_names([name])
 
 
 def frozen_rows(layers: tuple[Layer, ...], count: int) -> Iterator[tuple[list[bytes], list[bytes], list[int]]]:

@@ -8,6 +8,7 @@ these two make room independently of writers, so there is no deadlock.
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.lsm.database_protocol import DatabaseProtocol
@@ -25,11 +26,22 @@ STOP_ERROR_AFTER_S = 10.0
 """Duration of a stop after which the writer gets the error of the failing background work."""
 
 
+class WorkProtocol(Protocol):
+    """Background work that makes room."""
+
+    compacts: bool
+    failure: BaseException | None
+
+    @property
+    def last_error(self) -> object: ...
+
+
 class WriteStall:
     """Write stall. It counts the stops and the time that writers waited."""
 
-    def __init__(self, database: DatabaseProtocol) -> None:
+    def __init__(self, database: DatabaseProtocol, work: WorkProtocol) -> None:
         self._database = database
+        self._work = work
         self.slowed = 0
         self.stopped = 0
         self.waited_s = 0.0
@@ -40,11 +52,17 @@ class WriteStall:
         if database.memtable.size_bytes > BUFFERS_MAX * database.options.write_buffer_bytes:
             return True
         # Without the compaction loop nothing would reduce level 0 and end the stop.
-        return len(database.version.levels[0]) >= database.options.l0_stop and database.compacts
+        return len(database.version.levels[0]) >= database.options.l0_stop and self._work.compacts
 
     async def wait(self) -> None:
-        """Wait for room. Raises UnavailableError if the stop lasts because flush or compaction fail or have ended."""
+        """Wait until writing may continue. Call it before each batch, outside of any lock that reads need.
+
+        Returns immediately while level 0 and the memtable are small, with growing delay as level 0 grows, and only
+        after a flush or a compaction once they are too large. May be cancelled. Raises UnavailableError if the stop
+        lasts because flush or compaction fail or have ended.
+        """
         database = self._database
+        database.check_open()
         if database.read_only:
             return
         files = len(database.version.levels[0])
@@ -68,14 +86,14 @@ class WriteStall:
         self.waited_s += database.clock.monotonic_s() - started_s
 
     def _raise_if_hopeless(self, waited_s: float) -> None:
-        database = self._database
-        if database.failure is not None:
+        database, work = self._database, self._work
+        if work.failure is not None:
             raise UnavailableError(
                 "no room for writes, and the background work that makes room has ended: "
-                f"domain_uuid={database.domain_uuid} cause={database.failure!r}.",
+                f"domain_uuid={database.domain_uuid} cause={work.failure!r}.",
                 fix="Close and reopen the database.",
-            ) from database.failure
-        failing = database.background_error
+            ) from work.failure
+        failing = work.last_error
         if failing and waited_s >= STOP_ERROR_AFTER_S:
             raise UnavailableError(
                 "no room for writes, and the background work that makes room keeps failing: "

@@ -6,11 +6,11 @@ capture         03 | "" | name text
                 map), restored, taps array of texts, given_publication, session text, epoch, history array of arrays,
                 era, recopied text, recopied_ms
 captured table  07 | "" | capture text | table text
-                topic, state, reason, fix, parked_lsn, since_ms, oid, generation, snapshot map or nil,
+                topic, state, reason, fix, paused_lsn, since_ms, oid, generation, snapshot map or nil,
                 columns array of maps, recopy, partitions array or nil, evolved array, attributes, storage,
                 identities map of arrays, again_ms, again_last_ms, accepted array of maps, envelope text,
-                identity text, schemas array of arrays, copy map or nil, aside map or nil, publication array,
-                attached array
+                identity text, schemas array of arrays, copy map or nil, side_topic map or nil, publication
+                array, attached array
 """
 
 from __future__ import annotations
@@ -182,7 +182,7 @@ class CaptureRow(msgspec.Struct, frozen=True):
 class CaptureTableRow(msgspec.Struct, frozen=True):
     """One table of a captured database, by its name (capture.naming): what the stream carries of it, or why nothing.
 
-    state        reason, fix                    parked_lsn
+    state        reason, fix                    paused_lsn
     captured     -, or why it is re-snapshotted 0                    it flows, or is being copied (no `snapshot` yet)
     parked       the difference; the way out    first commit not     paused: the topic holds every commit below, none
                                                 carried              from there on. Only a new copy repairs it
@@ -203,7 +203,7 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     state: str = "captured"
     reason: str = ""
     fix: str = ""
-    parked_lsn: int = 0
+    paused_lsn: int = 0
     since_ms: int = 0
     oid: int = 0
     generation: int = 0
@@ -231,7 +231,7 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
     """Registry ids (debezium-avro) of the key and value schema under each version of the description"""
     copy: TableCopy | None = None
     """Progress of its copy while there is no `snapshot`; None = nothing that could be continued"""
-    aside: SideTopicState | None = None
+    side_topic: SideTopicState | None = None
     """Side topic, if its copy runs while WAL is confirmed"""
     types: dict[int, str] = {}
     """oid of a column's type → definition of that type when the table last matched the description

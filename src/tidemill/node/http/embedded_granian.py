@@ -21,8 +21,8 @@ from typing import Any, Final
 
 from starlette.types import ASGIApp
 
+from tidemill.base.config.listeners import TlsSection
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.security.tls import TlsSettings
 
 VERSIONS: Final = ("2.8",)
 """Releases (major and minor version) with which the tests of the HTTP server pass."""
@@ -82,7 +82,7 @@ class EmbeddedServer(Server):  # type: ignore[misc]
         self._ssp, self._sfd = None, os.dup(self._listening.fileno())
         self._shd = SocketHolder(self._sfd, False, BACKLOG)  # type: ignore[call-arg]
 
-    async def renew(self, tls: TlsSettings) -> None:
+    async def renew(self, tls: TlsSection) -> None:
         """Start another worker for new connections; the former one ends with its existing connections.
 
         Raises UnavailableError when the new worker does not start; the former one continues.
@@ -113,7 +113,7 @@ class EmbeddedServer(Server):  # type: ignore[misc]
 def embedded_server(
     listening: socket.socket,
     app: ASGIApp,
-    tls: TlsSettings | None,
+    tls: TlsSection | None,
     *,
     connections: int,
     header_timeout_s: float,
@@ -141,7 +141,7 @@ def embedded_server(
     )
 
 
-def _tls_options(tls: TlsSettings | None) -> dict[str, Any]:
+def _tls_options(tls: TlsSection | None) -> dict[str, Any]:
     if tls is None:
         return {}
     least = {"1.2": SSLProtocols.tls12, "1.3": SSLProtocols.tls13}[tls.min_version]

@@ -105,11 +105,11 @@ class _CorsSender:
             headers = [*message["headers"]]
             if not any(name.lower() == b"access-control-expose-headers" for name, _ in headers):
                 origin = next((value for name, value in self._scope["headers"] if name == b"origin"), b"")
-                told = {
+                cors = {
                     **self._origins.headers(origin.decode("latin-1")),
                     "access-control-expose-headers": EXPOSED_HEADERS,
                 }
-                headers += [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
+                headers += [(name.encode(), value.encode("latin-1")) for name, value in cors.items()]
                 message = {**message, "headers": headers}
         await self._send(message)
 

@@ -22,6 +22,7 @@ from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemill.base.address import Address
+from tidemill.base.config.listeners import TlsSection
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.limits import LOOPBACK_ORIGINS
 from tidemill.base.runtime.tasks import FailureHandler, Tasks, error_sentence
@@ -33,7 +34,7 @@ from tidemill.node.http.connection_limits import (
     list_connections,
 )
 from tidemill.node.http.limits import HEAD_BYTES, HttpLimits, LimitsMiddleware
-from tidemill.security.tls import ServerCertificates, TlsSettings
+from tidemill.security.tls import ServerCertificates
 
 _log = structlog.get_logger()
 
@@ -57,7 +58,7 @@ class HttpServer:
         *,
         on_failure: FailureHandler,
         limits: HttpLimits | None = None,
-        tls: TlsSettings | None = None,
+        tls: TlsSection | None = None,
         origins: Sequence[str] = LOOPBACK_ORIGINS,
     ) -> None:
         """Initialise. `origins` are those of pages that may read why they are refused."""

@@ -63,7 +63,7 @@ class SupervisorStatus:
         self.announce: Callable[[Sequence[StatusReport]], bool] | None = None
         """Called with all reports every few seconds, until it returns True."""
         self._consensus: Consensus | None = None
-        self._told = False
+        self._reported = False
         self._said: dict[str, str] = {}
 
     async def adopt(self) -> None:
@@ -73,9 +73,9 @@ class SupervisorStatus:
                 for report in await board.reports():
                     if report.process == self._process:
                         self._tracker.adopt_last_report(report)
-                        self._told = True
+                        self._reported = True
         except (TidemillError, TimeoutError) as error:
-            self._told = True  # possibly: a report that is neither renewed nor deleted would turn blind
+            self._reported = True  # possibly: a report that is neither renewed nor deleted would turn blind
             log.info("the previous report is not available", cause=error_sentence(error))
 
     async def run(self) -> None:
@@ -136,11 +136,11 @@ class SupervisorStatus:
     async def _publish(self) -> None:
         report = self._tracker.report(self._process, self._clock.now_ms())
         if report.marks:
-            self._told = True  # also when the outcome stays unknown
+            self._reported = True  # also when the outcome stays unknown
             await (await self._open_board()).publish(report)
-        elif self._told:  # an empty report that is not renewed would turn blind
+        elif self._reported:  # an empty report that is not renewed would turn blind
             await (await self._open_board()).drop_report(self._process)
-            self._told = False
+            self._reported = False
 
     def _print_errors(self, reports: list[StatusReport]) -> None:
         """Print the errors that drivers report for their units: each once, and again only after it changed or came

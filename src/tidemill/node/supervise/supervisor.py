@@ -120,14 +120,14 @@ class Child:
     # reporting --------------------------------------------------------------------------------------
     def _report_failure(self, words: str, code: int) -> None:
         """Report the error under the child's stages every time; in the terminal and the log only when it is new."""
-        parked = code == EXIT_CONFIGURATION
+        is_paused = code == EXIT_CONFIGURATION
         now_ms = self._clock.now_ms()
         for mark in self.marks:
             self._tracker.set(mark, 0, 1, now_ms=now_ms, budget_ms=BUDGET_MS)
-            self._tracker.fail(mark, words, now_ms=now_ms, parked=parked)
+            self._tracker.fail(mark, words, now_ms=now_ms, parked=is_paused)
         if words != self._said:
             self._said = words
-            log.warning("child ended", child=self.spec.name, code=code, parked=parked)
+            log.warning("child ended", child=self.spec.name, code=code, parked=is_paused)
             self._say(f"{self.spec.name}: {words}")
 
     def _clear_failure(self) -> None:

@@ -78,8 +78,8 @@ class _AvroComparison(SchemaComparison):
         elif isinstance(reader, Enum) and isinstance(writer, Enum):
             missing = sorted(set(writer.symbols) - set(reader.symbols))
             if missing and reader.default is None:
-                told = f"the reader lacks {', '.join(missing[:10])} and has no default"
-                self.add("MISSING_ENUM_SYMBOLS", f"{path}/symbols", told)
+                description = f"the reader lacks {', '.join(missing[:10])} and has no default"
+                self.add("MISSING_ENUM_SYMBOLS", f"{path}/symbols", description)
         elif isinstance(reader, Record) and isinstance(writer, Record):
             self._compare_fields(reader, writer, path)
 
@@ -92,8 +92,8 @@ class _AvroComparison(SchemaComparison):
             if written is not None:
                 self.compare(field.type, written.type, f"{at}/type")
             elif not field.has_default:
-                told = f"the field {field.name} is missing in the writer's schema and has no default"
-                self.add("READER_FIELD_MISSING_DEFAULT_VALUE", at, told)
+                description = f"the field {field.name} is missing in the writer's schema and has no default"
+                self.add("READER_FIELD_MISSING_DEFAULT_VALUE", at, description)
 
 
 def _type_name(node: Any) -> str:

@@ -118,8 +118,8 @@ class _JsonSchemaComparison(SchemaComparison):
     def _compare_enum(self, reader: Node, writer: Node, path: str) -> None:
         missing = sorted(writer.values - reader.values)
         if missing:
-            told = b", ".join(missing[:5]).decode().replace('"', "'")[:200]
-            self.add("ENUM_ARRAY_NARROWED", f"{path}/enum", f"these values are no longer valid: {told}")
+            values = b", ".join(missing[:5]).decode().replace('"', "'")[:200]
+            self.add("ENUM_ARRAY_NARROWED", f"{path}/enum", f"these values are no longer valid: {values}")
 
     def _compare_limits(self, reader: Node, writer: Node, path: str) -> None:
         ours, theirs = reader.limits, writer.limits
@@ -208,8 +208,8 @@ class _JsonSchemaComparison(SchemaComparison):
         if covering is None or covering.kind == NOTHING:
             self.add(f"{what}_REMOVED_FROM_CLOSED_CONTENT_MODEL", at, "it is no longer allowed")
         elif not self.fits(lambda: self.compare(covering, was, at)):
-            told = "its earlier schema is not valid for the schema that covers it now"
-            self.add(f"{what}_REMOVED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, told)
+            description = "its earlier schema is not valid for the schema that covers it now"
+            self.add(f"{what}_REMOVED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, description)
 
     def _check_added(self, name: str, reader: Shape, writer: Shape, at: str) -> None:
         new = reader.named[name]
@@ -219,8 +219,8 @@ class _JsonSchemaComparison(SchemaComparison):
             return
         covering = self._covering_schema(name, writer, unsure=True)
         if covering is not None and not self.fits(_bind_comparison(self.compare, new, covering)):
-            told = "values that earlier documents may contain there are not valid for it"
-            self.add("PROPERTY_ADDED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, told)
+            description = "values that earlier documents may contain there are not valid for it"
+            self.add("PROPERTY_ADDED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, description)
         if name in reader.required and not new.default:
             self.add("REQUIRED_PROPERTY_ADDED_TO_UNOPEN_CONTENT_MODEL", at, "it is required and has no default")
 
@@ -256,8 +256,8 @@ class _JsonSchemaComparison(SchemaComparison):
                 if node.kind != EVERYTHING:
                     self.add("ITEM_ADDED_TO_OPEN_CONTENT_MODEL", at, "earlier documents may contain any value there")
             elif not self.fits(_bind_comparison(self.compare, node, writer.rest)):
-                told = "values that earlier documents may contain there are not valid for it"
-                self.add("ITEM_ADDED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, told)
+                description = "values that earlier documents may contain there are not valid for it"
+                self.add("ITEM_ADDED_NOT_COVERED_BY_PARTIALLY_OPEN_CONTENT_MODEL", at, description)
         for place in range(len(reader.places), len(writer.places)):
             self._check_removed(None, reader, writer.places[place], f"{path}/items/{place}", "ITEM")
         self._compare_rest(reader, writer, f"{path}/items", "ADDITIONAL_ITEMS")

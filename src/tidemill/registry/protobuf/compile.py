@@ -69,7 +69,7 @@ def compile_text(text: str, name: str, imports: Sequence[Any]) -> Any:
             raise UnavailableError(f"protoc cannot be run: error={error.strerror}.") from error
         if ended.returncode != 0:
             lines = ended.stderr.decode(errors="replace").splitlines()
-            told = "; ".join(line[line.index(name) :] for line in lines if f"{name}:" in line)
-            raise invalid_schema(told[:MESSAGE_CHARS_MAX] or f"protoc ended with {ended.returncode}")
+            reported = "; ".join(line[line.index(name) :] for line in lines if f"{name}:" in line)
+            raise invalid_schema(reported[:MESSAGE_CHARS_MAX] or f"protoc ended with {ended.returncode}")
         found = FileDescriptorSet.FromString((folder / "out").read_bytes())
     return next(file for file in found.file if file.name == name)

@@ -79,12 +79,12 @@ def _message_body(message: Any, syntax: str) -> Iterator[str]:
     for name, one in nested.items():
         if not one.options.map_entry and name not in groups:
             yield from _message(one, syntax)
-    told: set[int] = set()
+    written: set[int] = set()
     for field in message.field:
         if not field.HasField("oneof_index") or field.proto3_optional:
             yield from _field(field, syntax, nested)
-        elif field.oneof_index not in told:
-            told.add(field.oneof_index)
+        elif field.oneof_index not in written:
+            written.add(field.oneof_index)
             oneof = message.oneof_decl[field.oneof_index]
             yield from _block(f"oneof {oneof.name}", _oneof(message, field.oneof_index, oneof, syntax, nested))
     yield from _extensions(message.extension, syntax, nested)

@@ -91,9 +91,9 @@ class _HandlerApp:
         held: list[AdmissionSlot | ResponseMemory] = scope.setdefault(_RESOURCES_KEY, [])
         try:
             response = await self._handler(request)
-            told = self._origins.headers(request.headers.get("origin", ""))
-            told["x-request-id"] = self._request_id(request)
-            response.raw_headers += [(name.encode(), value.encode("latin-1")) for name, value in told.items()]
+            cors = self._origins.headers(request.headers.get("origin", ""))
+            cors["x-request-id"] = self._request_id(request)
+            response.raw_headers += [(name.encode(), value.encode("latin-1")) for name, value in cors.items()]
             await response(scope, receive, send)
         finally:
             scope.pop(_CHUNK_KEY, None)

@@ -133,10 +133,10 @@ async def _event_frames(
         while not shape.has_ended and right.is_valid(clock.now_ms()):
             news = shape.subscribe()
             try:
-                told = shape.told
-                if told is not None and told.after == offset and behind is not None:
-                    offset = told.end
-                    yield told.frames
+                shared_frames = shape.shared_frames
+                if shared_frames is not None and shared_frames.after == offset and behind is not None:
+                    offset = shared_frames.end
+                    yield shared_frames.frames
                 elif behind is None or shape.log.end > offset.read:
                     chunk = await shape.fetch(offset)
                     if shape.has_ended:

@@ -185,9 +185,9 @@ def _block_ranges(columns: RecordColumns, records: int, size: int) -> Iterator[t
 
 def _block(piece: Slice, columns: RecordColumns, unread: list[DeadLetter]) -> Records:
     """Return a block with the letters so far, each of which is reported once."""
-    told = tuple(unread)
+    letters = tuple(unread)
     unread.clear()
-    return Records(piece.topic, piece.partition, piece.times_of(columns.offsets), columns, told)
+    return Records(piece.topic, piece.partition, piece.times_of(columns.offsets), columns, letters)
 
 
 def _offset_range(batch: Buffer, ref: BatchRef | None) -> tuple[int, int]:

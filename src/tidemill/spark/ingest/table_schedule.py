@@ -33,9 +33,9 @@ log = structlog.get_logger()
 class ScheduledTable:
     """One table while it is scheduled."""
 
-    def __init__(self, table: TableWriter, told: OnFailure | None) -> None:
+    def __init__(self, table: TableWriter, on_failure: OnFailure | None) -> None:
         self.table = table
-        self.told = told
+        self.on_failure = on_failure
         self.aside = False
         """True while a separate thread works on it."""
         self.due_s = 0.0
@@ -76,10 +76,10 @@ class TableSchedule:
         """All tables except those that a separate thread works on."""
         return [seat.table for seat in self._seats.values() if not seat.aside]
 
-    def attach(self, table: TableWriter, told: OnFailure | None = None) -> None:
+    def attach(self, table: TableWriter, on_failure: OnFailure | None = None) -> None:
         """Schedule the table from the next round on."""
         self.failed.pop(table.name, None)
-        seat = ScheduledTable(table, told)
+        seat = ScheduledTable(table, on_failure)
         with self._changing:
             self._seats = {**self._seats, seat.name: seat}
         self.changed.set()
@@ -127,8 +127,8 @@ class TableSchedule:
             pause_s = seat.pauses.pause_s(0.0)
             seat.due_s = self._clock.monotonic_s() + pause_s
             log.warning("table waits", table=seat.name, error=error_sentence(error), retry_in_s=pause_s)
-        if seat.told is not None:
-            seat.told(error, leaves)
+        if seat.on_failure is not None:
+            seat.on_failure(error, leaves)
 
     def record_progress(self, seat: ScheduledTable, step: Step, records: int) -> None:
         seat.pauses = Backoff(RETRY_S, SLOWEST_RETRY_S)

@@ -47,18 +47,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tidemill.spark.pipeline.driver", description="Run pipelines until SIGTERM.")
     for name, variable in (("objects", OBJECTS_VARIABLE), ("consensus", CONSENSUS_VARIABLE)):
         given = os.environ.get(variable, "")
-        told = f"URL of {name}; without a password, else set it in {variable}"
-        parser.add_argument(f"--{name}", default=given, required=not given, help=told)
+        help_text = f"URL of {name}; without a password, else set it in {variable}"
+        parser.add_argument(f"--{name}", default=given, required=not given, help=help_text)
     parser.add_argument("--domains", type=int, default=0, help="metastore.domains of the configuration")
     several = partial(parser.add_argument, action="append", required=True)
     several("--pipeline", type=Path, help="file with build(p)")
     several("--name", help="name of the pipeline")
     parser.add_argument("--master", default="local[*]", help="Spark master")
     several("--scratch", type=Path, help="directory for mirrors and Spark's files")
-    told = (
+    help_text = (
         "with several pipelines, each with --pipeline, --name and --scratch: directory of the session that they share"
     )
-    parser.add_argument("--session", type=Path, help=told)
+    parser.add_argument("--session", type=Path, help=help_text)
     parser.add_argument("--instance", default="", help="distinguishes drivers of the same pipeline in their statuses")
     parser.add_argument("--driver-memory", default="1g")
     parser.add_argument("--budget-ms", type=int, default=FRESHNESS_BUDGET_MS, help="freshness.budget_s in ms")
@@ -128,8 +128,8 @@ def _spark_settings(pairs: list[str]) -> dict[str, str]:
     if wrong:
         print(f"not a Spark setting: conf={wrong[0]!r}. Write KEY=VALUE.", file=sys.stderr)
         raise SystemExit(EXIT_CONFIGURATION)
-    told: dict[str, str] = json.loads(os.environ.get(CONF_VARIABLE) or "{}")
-    return told | dict(pair.split("=", 1) for pair in pairs)
+    conf: dict[str, str] = json.loads(os.environ.get(CONF_VARIABLE) or "{}")
+    return conf | dict(pair.split("=", 1) for pair in pairs)
 
 
 def exit_now(code: int) -> None:

@@ -103,7 +103,7 @@ class SharedDriver:
                     or (runner is not None and runner.session_is_lost())
                 ):
                     return self._end(fault)
-                pause_s = restarts.pause_s(self._clock.monotonic_s() - began_s, parked=needs_operator(fault))
+                pause_s = restarts.pause_s(self._clock.monotonic_s() - began_s, paused=needs_operator(fault))
                 log.error(
                     "unit failed",
                     unit=f"pipeline:{settings.name}",

@@ -242,8 +242,8 @@ class StatusReporter:
             self._dead_before.pop(mark, None)  # the predecessor's finding is obsolete: records were read since
         dead = unit.writer.dead_run.sentence(unit.writer.operator.mirror.empty) or self._dead_before.get(mark, "")
         failure = self._tracker.failure(mark)
-        told = failure is not None and bool(dead) and failure.error.startswith(DEAD_RUN_TEXT)
-        if seen.newest is not None and unit.seated and 0 < target <= upper and not told:
+        is_dead_run = failure is not None and bool(dead) and failure.error.startswith(DEAD_RUN_TEXT)
+        if seen.newest is not None and unit.seated and 0 < target <= upper and not is_dead_run:
             self._tracker.clear_failure(mark)  # it failed at its present position, where nothing is left to do
         self._report_data_errors(mark, dead, DEAD_RUN_TEXT)
         return upper, target

@@ -45,14 +45,14 @@ def find_cluster(
 
 
 def _configured_urls(config: str, registered: Mapping[str, str], env: Mapping[str, str]) -> StoreUrls:
-    told = (OBJECTS_VARIABLE, CONSENSUS_VARIABLE)
+    variables = (OBJECTS_VARIABLE, CONSENSUS_VARIABLE)
     if registered and not config:
         return StoreUrls(registered.get("objects", ""), registered.get("consensus", ""))
-    if all(env.get(name) for name in told) and not config:
-        return StoreUrls(*(env[name] for name in told))
+    if all(env.get(name) for name in variables) and not config:
+        return StoreUrls(*(env[name] for name in variables))
     from tidemill.base.config.config import load
 
     if config:
-        env = {name: value for name, value in env.items() if name not in told}
+        env = {name: value for name, value in env.items() if name not in variables}
     found = load(Path(config).expanduser() if config else None, environ=env)
     return StoreUrls(found.objects_url, found.consensus_url)

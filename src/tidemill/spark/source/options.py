@@ -93,8 +93,8 @@ class SourceOptions:
     @property
     def objects(self) -> str:
         """URL of the bucket for partitions; "" if the workers' environment has it."""
-        told = not any(self.text(key) for key in ("objects", "config")) and not self._registered
-        return "" if told and os.environ.get(OBJECTS_VARIABLE) else self.urls.objects
+        is_default = not any(self.text(key) for key in ("objects", "config")) and not self._registered
+        return "" if is_default and os.environ.get(OBJECTS_VARIABLE) else self.urls.objects
 
     @property
     def shard(self) -> str:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from tidemill.topics.batch.encode import TABLE_SIZE, encode_varint
+from tidemill.topics.batch.varint import TABLE_SIZE, encode_varint
 
 Int64s = npt.NDArray[np.int64]
 _EMPTY = pa.scalar(b"")

@@ -1,10 +1,8 @@
 """Encoder of record batches for internal producers (capture, tests, tools).
 
-    record:  length varint | attributes int8 | timestamp delta varint | offset delta varint
-             | key length varint (−1 = null) | key | value length varint (−1 = null) | value
-             | header count varint | { key length varint | key | value length varint | value }*
-
-Varints are zig-zag, little-endian (Protocol Buffers' sint64).
+record:  length varint | attributes int8 | timestamp delta varint | offset delta varint
+         | key length varint (−1 = null) | key | value length varint (−1 = null) | value
+         | header count varint | { key length varint | key | value length varint | value }*
 """
 
 from __future__ import annotations
@@ -18,26 +16,7 @@ from tidemill.objects.store import Buffer
 from tidemill.topics.batch.compression import codec_number, compress
 from tidemill.topics.batch.header import CODEC_MASK, CRC_START, HEADER, HEADER_BYTES, LENGTH_FIELD_END, BatchHeader
 from tidemill.topics.batch.records import Record
-
-
-def _build_varint(value: int) -> bytes:
-    zigzag = (value << 1) ^ (value >> 63)
-    out = bytearray()
-    while zigzag > 0x7F:
-        out.append((zigzag & 0x7F) | 0x80)
-        zigzag >>= 7
-    out.append(zigzag)
-    return bytes(out)
-
-
-TABLE_SIZE = 16_384
-_SMALL_VARINTS = [_build_varint(value) for value in range(TABLE_SIZE)]
-NULL_LENGTH = _build_varint(-1)
-
-
-def encode_varint(value: int) -> bytes:
-    """Encode a zig-zag varint."""
-    return _SMALL_VARINTS[value] if 0 <= value < TABLE_SIZE else _build_varint(value)
+from tidemill.topics.batch.varint import NULL_LENGTH, encode_varint
 
 
 def encode_batch(
@@ -47,22 +26,19 @@ def encode_batch(
     producer_epoch: int = -1,
     base_sequence: int = -1,
     base_offset: int = 0,
-    base_timestamp: int | None = None,
     compression: str = "none",
-    leader_epoch: int = -1,
 ) -> bytes:
-    """Encode one batch of all `records`. Their offsets are ignored; `base_timestamp` defaults to the first record's.
+    """Encode one batch of all `records`. Their offsets are ignored; the base timestamp is the first record's.
 
     Raises InvalidError without records, or for an unknown compression.
     """
     if not records:
         raise InvalidError("a record batch needs at least one record.")
     codec = codec_number(compression)
-    first_ms = records[0].timestamp_ms if base_timestamp is None else base_timestamp
-    max_ms = max(first_ms, max(record.timestamp_ms for record in records))
+    first_ms, max_ms = records[0].timestamp_ms, max(record.timestamp_ms for record in records)
     payload = compress(codec, encode_records(records, 0, first_ms))
     fields = (codec, len(records) - 1, first_ms, max_ms, producer_id, producer_epoch, base_sequence, len(records))
-    return bytes(_frame_payload(payload, base_offset, leader_epoch, fields))
+    return bytes(_frame_payload(payload, base_offset, -1, fields))
 
 
 def encode_records(records: Sequence[Record], first: int, first_ms: int) -> bytes:

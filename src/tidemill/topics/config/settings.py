@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import msgspec
 
-from tidemill.base.limits import L0_OBJECT_BYTES, L0_UPLOADS_IN_FLIGHT, L1_OBJECT_BYTES, MIB
+from tidemill.base.limits import (
+    L0_OBJECT_BYTES,
+    L0_UPLOADS_IN_FLIGHT,
+    L1_INTERVAL_MAX_S,
+    L1_INTERVAL_MIN_S,
+    L1_OBJECT_BYTES,
+    MIB,
+)
 
 
 class TopicSettings(msgspec.Struct, frozen=True):
@@ -42,8 +49,7 @@ class TopicSettings(msgspec.Struct, frozen=True):
     """Move settled batches of every topic into L1 (RFC 0005), not only of compacted topics."""
     l1_object_bytes: int = L1_OBJECT_BYTES
     """Approximate size of an L1 object of one topic; it is built in memory."""
-    reconcile_min_s: float = 10.0
-    reconcile_max_s: float = 600.0
-    """Bounds of the interval between the rounds of a topic; within them, the interval that fills an object."""
+    reconcile_min_s: float = L1_INTERVAL_MIN_S
+    reconcile_max_s: float = L1_INTERVAL_MAX_S
     appends_at_once: int = 64
     """Limit of concurrent appends to partition logs: one group commit that answers 64 takes 5 ms of the loop."""

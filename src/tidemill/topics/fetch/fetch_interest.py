@@ -41,7 +41,7 @@ class FetchDeps(msgspec.Struct, frozen=True):
 
 
 class _SubscribedPartition:
-    __slots__ = ("_owner", "key", "led", "marks", "read", "told")
+    __slots__ = ("_owner", "key", "led", "marks", "read", "reported")
 
     def __init__(self, owner: LocalFetchSubscription, key: Hashable, read: FetchRead) -> None:
         self._owner = owner
@@ -51,7 +51,7 @@ class _SubscribedPartition:
         """Leader that is being watched."""
         self.marks: OffsetMarks | None = None
         """Offsets when it was last planned."""
-        self.told: OffsetMarks | None = None
+        self.reported: OffsetMarks | None = None
 
     def on_moved(self) -> None:
         self.led = None
@@ -177,7 +177,7 @@ class LocalFetchSubscription:
         if each not in self._due or not isinstance(led, PartitionLeader):
             return
         each.marks = (led.state.high_watermark, led.state.log_start, led.state.last_stable)
-        if each.marks != each.told:
+        if each.marks != each.reported:
             self._untold.setdefault(each)
         if each.is_idle:
             del self._due[each]
@@ -186,15 +186,15 @@ class LocalFetchSubscription:
         answers: list[tuple[Hashable, Fetched]] = []
         for each, got in found:
             self._untold.pop(each, None)
-            each.told = None
+            each.reported = None
             if got.error is None:
-                each.told = (got.high_watermark, got.log_start_offset, got.last_stable)
+                each.reported = (got.high_watermark, got.log_start_offset, got.last_stable)
                 if each in self._due:
                     self._due[each] = self._due.pop(each)
             answers.append((each.key, got))
         for each in self._untold:
             if each.marks is not None:
-                high_watermark, log_start, stable = each.told = each.marks
+                high_watermark, log_start, stable = each.reported = each.marks
                 answers.append((each.key, Fetched(high_watermark, log_start, [], None, stable)))
         self._untold.clear()
         return answers

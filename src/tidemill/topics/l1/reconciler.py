@@ -26,12 +26,10 @@ import msgspec
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.metastore.rows.l1 import l1_key
-from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.objects.store import Buffer
 from tidemill.topics.batch_reads import INLINE_BATCHES, RangeReader, read_batches
-from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.object_cache import ObjectCache
 from tidemill.topics.l1.builder import ObjectBuilder
 from tidemill.topics.l1.extent_store import ExtentStore, PartitionRows
@@ -40,6 +38,7 @@ from tidemill.topics.l1.object_planner import OBJECT_PARTITIONS_MAX, PartitionPi
 from tidemill.topics.l1.row_transitions import AddRequest
 from tidemill.topics.lost_objects import is_dropped
 from tidemill.topics.partition.leader import PartitionLeader
+from tidemill.topics.partition.leader_deps import LeaderDeps
 
 PartitionKey = tuple[str, int]
 PieceBatches = tuple[PartitionPiece, list[Buffer]]
@@ -84,21 +83,18 @@ class Reconciler:
     def __init__(
         self,
         rows: ExtentStore,
-        objects: ObjectStore,
-        cache: ObjectCache,
+        around: LeaderDeps,
         l0: RangeReader,
-        clock: Clock,
-        rand: Rand,
-        settings: TopicSettings,
+        cache: ObjectCache,
         led: Mapping[PartitionKey, PartitionLeader],
     ) -> None:
         self._rows = rows
-        self._objects = objects
-        self._cache = cache
+        self._objects = around.objects
+        self._clock = around.clock
+        self._rand = around.rand
+        self._settings = around.settings
         self._l0 = l0
-        self._clock = clock
-        self._rand = rand
-        self._settings = settings
+        self._cache = cache
         self._led = led
         self._waiting: dict[PartitionKey, int] = {}
         """Partition with more to move, to the last round that took from it: those that waited longest go first."""

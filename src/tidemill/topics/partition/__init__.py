@@ -1,8 +1,8 @@
 """One partition: the log, its leader and its state.
 
-    validated batch ─► leader ─► append_plan ─► appender ─► fenced log ─► state_machine ─► results
+    batch ─► batch_intake ─► leader ─► append_plan ─► appender ─► fenced log ─► state_machine ─► results
         received ─► reserved (in order) ─► checked ─► uploaded ─► its turn ─► appended ─► acknowledged
-    live_batches, pending_batch: batches without a result;  pending_advance: the next Advance
+    live_batches, pending_batch: batches without a result
     sequence_gaps: idempotence;  transaction_verification: KIP-890
     recovery, rollup: opening a log, and its compact form
 

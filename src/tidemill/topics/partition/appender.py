@@ -47,7 +47,7 @@ class Appender:
         self._rand = rand
         self._settings = settings
         self.term = 0
-        self._told_term = self._told_next = 0
+        self._seen_term = self._seen_next = 0
         """Newest term and next position seen in any head of this log."""
 
     async def fence(self) -> LogHead:
@@ -70,7 +70,7 @@ class Appender:
         raise UnavailableError(f"a partition could not be taken over: log={self._log} cause={last}", fix="Retry.")
 
     def observe_head(self, head: LogHead) -> Appender:
-        self._told_term, self._told_next = max(self._told_term, head.term), max(self._told_next, head.next)
+        self._seen_term, self._seen_next = max(self._seen_term, head.term), max(self._seen_next, head.next)
         return self
 
     def is_overtaken(self, position: int) -> bool:
@@ -79,7 +79,7 @@ class Appender:
         Two leaders that fenced concurrently can share a term. The first of them to append is the leader; the other one
         detects it by the position.
         """
-        return self._told_term > self.term or self._told_next > position
+        return self._seen_term > self.term or self._seen_next > position
 
     async def append(self, position: int, record: bytes) -> None:
         """Append `record` at `position`; return when it is durable. Raises LeadershipLostError.

@@ -1,51 +1,40 @@
 """The leader of one partition, and the only module of this package that proposes commands.
 
-    produce_nowait   reserve (plain call) ─► stage ─► upload (several in flight) ─► redeem, in order ─►
-    commit loop      sequence rules ─► one append for everything queued ─► publish ─► acknowledge ─► wake fetches
+    open          fence ─► replay ─► stage what the intake reserved in the meantime
+    commit loop   the batches whose turn has come ─► sequence rules ─► one append for all of them ─► publish
+                  ─► acknowledge ─► wake fetches;  also Advance and Rollup
 
-A batch that fails anywhere before the log is abandoned, which poisons the later batches of its producer. Leadership
-ends at the first refused or unresolvable append; the next leader, possibly this node, fences and replays.
+Leadership ends at the first refused or unresolvable append; the next leader, possibly this node, fences and replays.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import structlog
 
 from tidemill.base.errors import CorruptError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import error_sentence, is_own_fault_of_await
 from tidemill.consensus.api import LogHead
-from tidemill.objects.store import Buffer
 from tidemill.topics.api import (
-    CorruptBatchError,
-    InvalidProducerEpochError,
-    InvalidTransactionError,
-    Marker,
     NotLeaderError,
     ProduceResult,
-    ProduceTransaction,
-    TransactionSnapshot,
 )
-from tidemill.topics.batch.control_batch import encode_marker
-from tidemill.topics.batch.header import parse_header, patch_base_offset
-from tidemill.topics.batch.validation import check_header
+from tidemill.topics.batch.header import patch_base_offset
 from tidemill.topics.config.configs import TopicConfig
 from tidemill.topics.l0.format import parse_writer
 from tidemill.topics.partition.append_plan import (
     AppendPlan,
+    PendingAdvance,
     duplicate_result,
     plan_group,
     poisoned_error,
     refusal_error,
 )
 from tidemill.topics.partition.appender import Appender, LeadershipLostError
+from tidemill.topics.partition.batch_intake import BatchIntake
 from tidemill.topics.partition.leader_deps import LeaderDeps
-from tidemill.topics.partition.live_batches import LiveBatches
-from tidemill.topics.partition.pending_advance import PendingAdvance
-from tidemill.topics.partition.pending_batch import PendingBatch, apply_record_policy, fail_future
 from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.rollup import RollupScheduler
 from tidemill.topics.partition.sequence_gaps import SequenceGaps
@@ -54,15 +43,7 @@ from tidemill.topics.partition.state_machine.codec import encode_command
 from tidemill.topics.partition.state_machine.commands import Command, Rollup
 from tidemill.topics.partition.state_machine.producer_state import Refusal
 from tidemill.topics.partition.state_machine.state import PartitionState
-from tidemill.topics.partition.state_machine.transactions import PLAIN
-from tidemill.topics.partition.transaction_verification import (
-    PermitRequests,
-    TransactionVerification,
-    transaction_snapshot,
-)
 from tidemill.topics.partition.watchers import Watchers
-from tidemill.topics.produce import ProducerLine
-from tidemill.topics.produce.validator_pool import ValidatedBatch
 
 _log = structlog.get_logger()
 
@@ -92,13 +73,8 @@ class PartitionLeader:
         self._on_closed = on_closed
         self._log_name = partition_log(topic_id, partition)
         self._appender = Appender(around.consensus, self._log_name, around.clock, around.rand, around.settings)
-        self._batches = LiveBatches(holes, around.writer, around.clock, lambda: around.touched(self))
-        self._places = self._batches.places
-        self._turned: deque[PendingBatch] = deque()
-        """Batches whose turn has come, in the order in which they will be appended."""
-        self._permits = TransactionVerification()
-        self._requests = PermitRequests(self._permits, around.tasks, around.confirm, topic_id, partition)
-        self._told_stable = 0
+        self.intake = BatchIntake(self, around, holes, self._commit_soon)
+        self._reported_stable = 0
         self._plan: AppendPlan | None = None
         self._committing = False
         self._advance = PendingAdvance()
@@ -109,11 +85,6 @@ class PartitionLeader:
         self._opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.watchers = Watchers()
         """Watchers to wake when the high watermark or the log start moves, or leadership ends."""
-
-    @property
-    def reserved_records(self) -> int:
-        """Number of records in batches without a result."""
-        return self._batches.reserved_records
 
     # opening and closing --------------------------------------------------------------------------
     async def open(self) -> None:
@@ -136,13 +107,11 @@ class PartitionLeader:
         if self.closed_error is not None:
             return
         self.state = state
-        self.is_open, self._told_stable = True, state.last_stable
+        self.is_open, self._reported_stable = True, state.last_stable
         self._opened.set_result(None)
         self._around.touched(self)
         self._around.moved(self.topic_id, self.partition)
-        for pending in list(self._batches):
-            if pending.checked:
-                self._stage(pending)
+        self.intake.stage_checked()
 
     async def wait_open(self) -> None:
         """Wait until the partition is open. Raises the error that closed it."""
@@ -157,134 +126,12 @@ class PartitionLeader:
             return
         self.closed_error = error
         self.is_open = False
-        committing = set(self._plan.members) if self._plan is not None else set()
-        for pending in list(self._batches):
-            if pending not in committing and pending in self._batches:
-                self.batch_failed(pending, error)
-        self._turned.clear()
+        self.intake.fail_all(error, self._plan)
         if not self._opened.done():
             self._opened.set_result(None)
         self.watchers.wake_all()
         self._around.touched(self)
         self._on_closed(self, error)
-
-    # produce: plain calls -------------------------------------------------------------------------
-    def produce_nowait(
-        self, buffer: Buffer, sender: Hashable = None, within: ProduceTransaction | None = None
-    ) -> asyncio.Future[ProduceResult]:
-        """Produce a batch; see `api.TopicLog`. The queue slot is reserved before this returns."""
-        future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
-        try:
-            header = check_header(buffer, in_transaction=within is not None)
-        except TidemillError as error:
-            fail_future(future, error)
-            return future
-        if self.closed_error is not None:
-            fail_future(future, self.closed_error)
-            return future
-        line = header.producer_id if header.producer_id >= 0 else self._line_of(sender)
-        pending = PendingBatch(self, header, buffer, future, line, within=within)
-        if header.producer_id >= 0 and self._batches.join_twin(pending):
-            return future
-        self._batches.add(pending)
-        pending.ticket = self._places.reserve(line)
-        self._validate(pending, sender)
-        return future
-
-    def _validate(self, pending: PendingBatch, sender: Hashable) -> None:
-        pending.keyed, codec = self.config.requires_keys, self.config.codec
-        try:
-            self._around.checker.validate(
-                pending.header, pending.buffer, sender, lambda outcome: self._batch_checked(pending, outcome),
-                keyed=pending.keyed, codec=codec,
-            )  # fmt: skip
-        except TidemillError as error:
-            self.batch_failed(pending, error)
-
-    def transaction_snapshot(self, producer_id: int) -> TransactionSnapshot:
-        return transaction_snapshot(self.state.transactions.get(producer_id), self._permits.find_granted(producer_id))
-
-    def write_marker_nowait(
-        self, marker: Marker, here: TransactionSnapshot | None = None
-    ) -> asyncio.Future[ProduceResult]:
-        """Append a transaction marker; see `api.TopicLog`. It does not wait in its producer's queue: a batch of the
-        transaction that it overtakes is refused."""
-        future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
-        if self.closed_error is not None:
-            fail_future(future, self.closed_error)
-            return future
-        at_ms = self._around.clock.now_ms()
-        data = encode_marker(marker, at_ms)
-        line = ("marker", marker.producer_id)
-        pending = PendingBatch(self, parse_header(data), data, future, line, marker=marker)
-        pending.here = here
-        pending.checked, pending.max_timestamp_ms = True, at_ms
-        self._batches.add(pending)
-        pending.ticket = self._places.reserve(line)
-        if self.is_open:
-            self._stage(pending)
-        return future
-
-    def _line_of(self, sender: Hashable) -> ProducerLine:
-        return ("sender", sender)
-
-    def _batch_checked(self, pending: PendingBatch, outcome: ValidatedBatch | TidemillError) -> None:
-        if pending.abandoned:
-            return
-        if isinstance(outcome, CorruptBatchError):
-            self._batches.reject(pending, outcome)
-        elif isinstance(outcome, TidemillError):
-            self.batch_failed(pending, outcome)
-        else:
-            pending.accept_validation(outcome.max_timestamp_ms, outcome.rewritten)
-            if self.is_open:
-                self._stage(pending)
-
-    def _stage(self, pending: PendingBatch) -> None:
-        if pending.abandoned:
-            return
-        if not pending.matches_config(self.config):
-            self._validate(pending, pending.line)  # It arrived before the config was known.
-            return
-        try:
-            apply_record_policy(pending, self.config, self._around.clock.now_ms())
-        except CorruptBatchError as error:
-            self._batches.reject(pending, error)
-            return
-        if pending.within is not None and pending.kind != PLAIN:
-            pending.permit = self._requests.request(pending.header, pending.within, self.state.transactions)
-        try:
-            self._around.writer.stage(pending)
-        except TidemillError as error:
-            self.batch_failed(pending, error)
-
-    def batch_uploaded(self, pending: PendingBatch) -> None:
-        if pending.permit is not None and not pending.permit.answer.done():
-            pending.permit.answer.add_done_callback(lambda _: self._redeem(pending))
-        else:
-            self._redeem(pending)
-
-    def _redeem(self, pending: PendingBatch) -> None:
-        refusal = pending.permit.answer.exception() if pending.permit is not None else None
-        if pending.abandoned or pending.ticket is None:
-            return
-        if isinstance(refusal, InvalidTransactionError | InvalidProducerEpochError):
-            self._batches.reject(pending, refusal)
-        elif isinstance(refusal, TidemillError):
-            self.batch_failed(pending, refusal)
-        else:
-            self._places.redeem(pending.ticket, lambda _: self._enqueue_for_commit(pending))
-
-    def _enqueue_for_commit(self, pending: PendingBatch) -> None:
-        if pending.abandoned:
-            return
-        if pending.ticket is not None and pending.ticket.is_poisoned:
-            self.batch_failed(pending, poisoned_error(pending))
-            return
-        self._turned.append(pending)
-        if pending.ticket is not None:
-            self._places.place(pending.ticket)
-        self._commit_soon()
 
     def _commit_soon(self) -> None:
         if not self._committing and self.closed_error is None:
@@ -326,7 +173,7 @@ class PartitionLeader:
     async def _append_advance(self) -> None:
         """Append an Advance. Raises LeadershipLostError."""
         around, state = self._around, self.state
-        waiting = [parse_writer(pending.object_key)[1] for pending in self._batches if pending.object_key]
+        waiting = [parse_writer(pending.object_key)[1] for pending in self.intake.live if pending.object_key]
         # Read before the append: an object that is closed during it gets a higher number.
         below = min([*waiting, around.writer.first_open_number])
         advance = self._advance.pop_command(state, around.clock.now_ms(), around.writer.name, below)
@@ -335,16 +182,13 @@ class PartitionLeader:
         if state.log_start > before:
             self.watchers.wake_all()
 
-    def batch_failed(self, pending: PendingBatch, error: TidemillError) -> None:
-        self._batches.fail(pending, error)
-
     # commit ---------------------------------------------------------------------------------------
     async def _commit(self) -> None:
         """Append until nothing is left. Any failure ends this leadership and fails every waiting request."""
         try:
             while self.closed_error is None:
                 rollup = self._rollups.take_ready_rollup()
-                if rollup is None and not self._turned and not self._advance.is_due:
+                if rollup is None and not self.intake.turned and not self._advance.is_due:
                     break
                 async with self._around.appends:
                     if self.closed_error is not None:
@@ -367,7 +211,7 @@ class PartitionLeader:
             previous, position = self.state.rollup_key, self.state.applied
             await self._propose(rollup)
             self._rollups.rollup_appended(position, previous)
-        if self._turned:
+        if self.intake.turned:
             await self._commit_group()
         if self._advance.is_due:
             await self._append_advance()
@@ -376,9 +220,9 @@ class PartitionLeader:
         around = self._around
         plan = plan_group(
             self.state,
-            self._turned,
+            self.intake.turned,
             self._holes,
-            self._permits,
+            self.intake.permits,
             at_ms=around.clock.now_ms(),
             now_s=around.clock.monotonic_s(),
             limit=around.settings.group_batches,
@@ -407,31 +251,31 @@ class PartitionLeader:
 
     def _publish_plan(self, plan: AppendPlan) -> None:
         """Publish the durable plan, then answer in log order, then release the queue slots."""
-        state = self.state
+        state, live = self.state, self.intake.live
         for pending, base_offset in plan.accepted:
             if pending.data is not None:
                 patch_base_offset(pending.data, pending.first_byte, base_offset)
         if plan.accepted:
             self.watchers.wake_all()
-        if state.last_stable != self._told_stable:
-            self._told_stable = state.last_stable
+        if state.last_stable != self._reported_stable:
+            self._reported_stable = state.last_stable
             self._around.moved(self.topic_id, self.partition)
         for pending, base_offset in plan.accepted:
             last_offset = base_offset + pending.header.record_count - 1
             result = ProduceResult(base_offset, last_offset, state.log_start, append_time_ms=pending.append_time_ms)
-            self._batches.succeed(pending, result)
+            live.succeed(pending, result)
         for pending in plan.needless:
-            self._batches.succeed(pending, ProduceResult(-1, -1, state.log_start, duplicate=True))
+            live.succeed(pending, ProduceResult(-1, -1, state.log_start, duplicate=True))
         for pending, batch, _ in plan.duplicates:
-            self._batches.succeed(pending, duplicate_result(batch, state))
+            live.succeed(pending, duplicate_result(batch, state))
         for pending, refusal in plan.refused:
-            self._batches.reject(pending, refusal_error(pending, refusal))
+            live.reject(pending, refusal_error(pending, refusal))
         for pending in plan.early + plan.poisoned:
-            self.batch_failed(pending, poisoned_error(pending))
+            live.fail(pending, poisoned_error(pending))
 
     def _step_down(self, stop: LeadershipLostError) -> None:
         """Fail every undecided batch and close. Batches of an append that may have happened fail as unknown."""
-        plan, self._plan = self._plan, None
+        plan, self._plan, live = self._plan, None, self.intake.live
         error = NotLeaderError(f"this node stopped leading the partition: log={self._log_name} cause={stop.reason}")
         if plan is not None:
             unknown = UnknownOutcomeError(
@@ -441,10 +285,10 @@ class PartitionLeader:
             doubtful |= {pending for pending, _, tentative in plan.duplicates if tentative and not stop.certain}
             for pending, batch, tentative in plan.duplicates:
                 if not tentative:
-                    self._batches.succeed(pending, duplicate_result(batch, self.state))
+                    live.succeed(pending, duplicate_result(batch, self.state))
             for pending in plan.members:
-                if pending in self._batches:
-                    self.batch_failed(pending, unknown if pending in doubtful else error)
+                if pending in live:
+                    live.fail(pending, unknown if pending in doubtful else error)
         _log.info("partition leadership ended", log=self._log_name, term=self._appender.term, reason=stop.reason)
         self.fault = stop.fault
         self.close(error)

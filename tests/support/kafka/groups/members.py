@@ -15,15 +15,18 @@ import confluent_kafka as ck
 import msgspec
 
 from support.waiting import DEADLINE_S
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings
 
 PARTITIONS = 4
 
 SETTINGS = KafkaSettings(
-    group_initial_rebalance_delay_ms=0,
-    group_min_session_timeout_ms=1_000,
-    group_consumer_session_timeout_ms=2_000,
-    group_consumer_heartbeat_interval_ms=300,
+    KafkaSection(
+        group_initial_rebalance_delay_ms=0,
+        group_min_session_timeout_ms=1_000,
+        group_consumer_session_timeout_ms=2_000,
+        group_consumer_heartbeat_interval_ms=300,
+    )
 )
 
 CLIENTS = [

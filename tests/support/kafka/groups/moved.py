@@ -10,7 +10,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.kafka.groups.classic.state import GroupLimits, JoinRequest, SyncRequest
-from tidemill.kafka.groups.coordinator import GroupCoordinator
+from tidemill.kafka.groups.coordinator import CoordinatorLimits, GroupCoordinator
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.metastore.factory import create_metastore
 from tidemill.metastore.metastore import Metastore
@@ -30,11 +30,12 @@ class World:
         self.tracker = StatusTracker()
         self.nodes: list[GroupCoordinator] = []
 
-    def node(self, is_own: Callable[[str], bool] = lambda _: True, **limits: int) -> GroupCoordinator:
-        limits = {"groups_max": 100, "groups_bytes_max": 1 << 20, **limits}
+    def node(
+        self, is_own: Callable[[str], bool] = lambda _: True, *, groups_max: int = 100, bytes_max: int = 1 << 20
+    ) -> GroupCoordinator:
         made = GroupCoordinator(
-            self.metastore, is_own, self.clock, self.rand, node=f"n{len(self.nodes)}", limits=lambda _: LIMITS,
-            tracker=self.tracker, **limits,
+            self.metastore, is_own, self.clock, self.rand, node=f"n{len(self.nodes)}", tracker=self.tracker,
+            limits=CoordinatorLimits(lambda _: LIMITS, groups_max, bytes_max),
         )  # fmt: skip
         self.nodes.append(made)
         return made

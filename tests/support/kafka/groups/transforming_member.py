@@ -49,7 +49,7 @@ def with_confluent(addresses: str, group: str, source: str, target: str, name: s
         }
     )
 
-    def told(*_: Any) -> None:
+    def reported(*_: Any) -> None:
         say(assigned=sorted(p.partition for p in consumer.assignment()))
 
     def once(producer: ck.Producer) -> None:
@@ -71,7 +71,7 @@ def with_confluent(addresses: str, group: str, source: str, target: str, name: s
             with contextlib.suppress(ck.KafkaException):  # revoked in the meantime
                 consumer.seek(ck.TopicPartition(source, place.partition, max(0, place.offset)))
 
-    consumer.subscribe([source], on_assign=told, on_revoke=told, on_lost=told)
+    consumer.subscribe([source], on_assign=reported, on_revoke=reported, on_lost=reported)
     while not Leave.asked:
         try:
             producer = ck.Producer(

@@ -50,7 +50,7 @@ class World:
                   departed + to_minutes(coalesce(air_time, 240) + 20) as arrived,
                   case when (flight + day(sched)) % 5 = 0 then to_hours(flight % 8 + 1) else to_hours(0) end as late
                 from flown where make_date(year, month, day) between date '{first}' and date '{last}'""")
-        self._told(
+        self._reported(
             "flights",
             """select * exclude (departed, arrived, late) replace (
                  case when told_at > sched and told_at >= departed then dep_delay end as dep_delay,
@@ -62,7 +62,7 @@ class World:
                  union all select arrived, false, * from one where not cancelled
                  union all select sched + to_hours(3) + late, flight % 2 = 0, * from one where cancelled)""",
         )
-        self._told(
+        self._reported(
             "planes",
             f"""select timestamptz '{first} 00:00Z' as told_at, false as gone, {_columns("planes")} from plane
                 union all select timestamptz '{first} 20:00Z', false, tailnum, 2000, manufacturer, seats from plane
@@ -70,13 +70,13 @@ class World:
                 union all select timestamptz '{last} 06:00Z', true, {_columns("planes")} from plane
                           where manufacturer = 'EMBRAER' and seats < 40""",
         )
-        self._told(
+        self._reported(
             "airlines",
             f"""select timestamptz '{first} 00:00Z' as told_at, false as gone, carrier, name from airline
                 union all select timestamptz '{last} 00:00Z', false, 'FL', 'Southwest Airlines Co.'""",
         )
 
-    def _told(self, name: str, tells: str) -> None:
+    def _reported(self, name: str, tells: str) -> None:
         self.connection.execute(f"""create table {name}_events as select row_number() over (
             order by told_at, {KEYS[name]}) as n, told_at, gone, {_columns(name)} from ({tells})""")
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
 from tidemill.base.errors import ConflictError, FencedError, InvalidError, MissingError, TidemillError, UnavailableError
@@ -53,7 +53,6 @@ class RowReader(Protocol):
     """Interface of the database that the write path uses."""
 
     async def get_row(self, key: bytes) -> ReadRow | None: ...
-    async def wait_for_room(self) -> None: ...
 
 
 class TermOwner(Protocol):
@@ -87,7 +86,7 @@ class _Group:
 class WritePath:
     """Commits of one leader in one term. `stop` ends it permanently.
 
-    `crowded`: the volatile buffer is full: persist something.
+    `stall`: wait until the database accepts another batch. `crowded`: the volatile buffer is full: persist something.
     """
 
     def __init__(
@@ -96,6 +95,7 @@ class WritePath:
         database: RowReader,
         leader: TermOwner,
         *,
+        stall: Callable[[], Awaitable[None]],
         crowded: Callable[[], None],
         volatile_bytes: int = VOLATILE_BYTES,
     ) -> None:
@@ -107,6 +107,7 @@ class WritePath:
         self._feed = leader.apply_log
         self._stands = leader.check_still_leading
         self._failed = leader.step_down
+        self._stall = stall
         self._crowded = crowded
         self._volatile_bytes = volatile_bytes
         self._open: _Group | None = None
@@ -154,25 +155,25 @@ class WritePath:
         self,
         rows: Sequence[tuple[bytes, bytes]],
         expects: Mapping[bytes, int],
-        beside: Sequence[tuple[bytes, bytes]],
+        own_rows: Sequence[tuple[bytes, bytes]],
     ) -> asyncio.Future[int]:
         """Start a commit; its order is fixed when this returns. The future is its seqno. Until then raises as `commit`.
 
-        `beside` are rows of the domain itself that no commit expects. If commits of one group have the same, the last
+        `own_rows` are rows of the domain itself that no commit expects. If commits of one group have the same, the last
         wins.
         """
-        size_bytes = checked_size([*rows, *beside])
+        size_bytes = checked_size([*rows, *own_rows])
         await self._wait_for_room()
         if expects or (self._line and self._line.must_queue([key for key, _ in rows])):
-            return await self._commit_in_queue(rows, size_bytes, expects, beside)
-        return self._join_group(rows, size_bytes, beside)
+            return await self._commit_in_queue(rows, size_bytes, expects, own_rows)
+        return self._join_group(rows, size_bytes, own_rows)
 
     async def _commit_in_queue(
         self,
         rows: Sequence[tuple[bytes, bytes]],
         size_bytes: int,
         expects: Mapping[bytes, int],
-        beside: Sequence[tuple[bytes, bytes]],
+        own_rows: Sequence[tuple[bytes, bytes]],
     ) -> asyncio.Future[int]:
         claim = KeyClaim(expects.keys(), {key for key, _ in rows})
         try:
@@ -181,7 +182,7 @@ class WritePath:
                 await claim.turn
             found = await self._read_rows(expects)
             if all(has_expected_seqno(found[key], seqno) for key, seqno in expects.items()):
-                return self._join_group(rows, size_bytes, beside)
+                return self._join_group(rows, size_bytes, own_rows)
         finally:
             self._line.remove(claim, self._is_being_written)
         # A leader that was superseded in the meantime may have read old rows: then its conflict is not authoritative.
@@ -206,7 +207,7 @@ class WritePath:
         self,
         rows: Sequence[tuple[bytes, bytes]],
         size_bytes: int,
-        beside: Sequence[tuple[bytes, bytes]],
+        own_rows: Sequence[tuple[bytes, bytes]],
     ) -> asyncio.Future[int]:
         """Join the open group, or open a new one if a key is already in it or it is full."""
         if self._stopped is not None:
@@ -215,8 +216,8 @@ class WritePath:
         if group is None or group.size_bytes + size_bytes > group.limit_bytes or _shares_key(group, rows):
             group = self._open_group()
         group.rows.update(rows)
-        if beside:
-            group.rows.update(beside)
+        if own_rows:
+            group.rows.update(own_rows)
         group.size_bytes += size_bytes
         self._group_bytes += size_bytes
         waiter = self._loop.create_future()
@@ -286,7 +287,7 @@ class WritePath:
         if self._is_full():
             await self._wait_for_flush()
         try:
-            await self._database.wait_for_room()
+            await self._stall()
         except TidemillError:
             if self._stopped is not None:
                 raise self._stopped from None

@@ -162,7 +162,7 @@ class ForwardingServer:
 
     async def _admit_request(self, record: LogRecord) -> tuple[Request | None, Reply | None, asyncio.Future[int]]:
         """Return (request, its rejection, future of the batch that moves the position past it)."""
-        beside = self._position_row(record.position + 1)
+        own_rows = self._position_row(record.position + 1)
         request = decode_request(record.data)
         writing = self._leader.writing
         late = request is not None and request.has_expired(self._clock.now_ms())
@@ -174,19 +174,19 @@ class ForwardingServer:
         while True:
             try:
                 if request is None or not request.rows:
-                    return request, None, await writing.admit((), {}, beside)
+                    return request, None, await writing.admit((), {}, own_rows)
                 if late:
                     return (
                         request,
                         rejection_reply(request.nonce, _expired_error(request)),
-                        await writing.admit((), {}, beside),
+                        await writing.admit((), {}, own_rows),
                     )
                 try:
-                    return request, None, await writing.admit(request.rows, request.expects, beside)
+                    return request, None, await writing.admit(request.rows, request.expects, own_rows)
                 except (FencedError, UnavailableError, UnknownOutcomeError):
                     raise
                 except TidemillError as error:
-                    return request, rejection_reply(request.nonce, error), await writing.admit((), {}, beside)
+                    return request, rejection_reply(request.nonce, error), await writing.admit((), {}, own_rows)
             except UnavailableError as error:
                 # There is no room. The request was not executed, so it is retried rather than rejected.
                 _log.warning("requests wait", log=self._requests, cause=error.message)

@@ -74,11 +74,11 @@ class DistributedStep:
                 for descriptors in _pack_pieces(step, max(PIECE_BYTES, -(-step.bytes // slots))):
                     payloads.append(msgspec.msgpack.encode(StepPiece(len(plans), descriptors)))
                 plans.append(self._plan(table, step, plans[-1].first + plans[-1].ranges if plans else 0, slots))
-            told = msgspec.msgpack.encode(plans)
+            encoded_plans = msgspec.msgpack.encode(plans)
             ranges = plans[-1].first + plans[-1].ranges
-            read_once = self._context.parallelize(payloads, len(payloads)).flatMap(partial(decode_piece, told))
+            read_once = self._context.parallelize(payloads, len(payloads)).flatMap(partial(decode_piece, encoded_plans))
             exchanged = read_once.partitionBy(ranges, int)  # the key is the partition number
-            answers = exchanged.mapPartitionsWithIndex(partial(resolve_range, told)).collect()
+            answers = exchanged.mapPartitionsWithIndex(partial(resolve_range, encoded_plans)).collect()
             found = [msgspec.msgpack.decode(answer, type=RangeResult) for answer in answers]
         except Exception as error:  # the cause may be one table, its mirror's disk or Spark: inline finds out
             tables = sorted(table.name for table, _ in work)

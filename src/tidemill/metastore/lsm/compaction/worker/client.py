@@ -5,7 +5,8 @@ its memory. It opens its own object store, reads the inputs and writes the outpu
 parent.
 
 It holds no state. If it dies during a job, or is killed because the job was cancelled, the files it wrote are orphans
-and the job is executed again, under new names.
+and the job is executed again, under new names. `concurrent.futures.ProcessPoolExecutor` cannot take its place, because
+it cannot kill a running job.
 """
 
 from __future__ import annotations
