@@ -44,6 +44,6 @@ def test_the_notebook_of_the_documentation_runs(tmp_path: Path) -> None:
     finally:
         cluster.close()
     assert done.returncode == 0, done.stdout + done.stderr
-    shown = [" ".join(line.split()) for line in done.stdout.splitlines()]
-    assert "| home| 50|" in shown and "| search| 50|" in shown, done.stdout
-    assert "| c0| 3|checkout|" in shown and "| 3| 26|dice|" in shown and "| 0| 24| ale|" in shown, done.stdout
+    shown = done.stdout.replace(" ", "").splitlines()
+    expected = {"|home|50|", "|search|50|", "|c0|3|checkout|", "|3|26|dice|", "|0|24|ale|"}
+    assert expected <= set(shown), done.stdout
