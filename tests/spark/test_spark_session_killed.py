@@ -52,7 +52,7 @@ def stored(harbour: Any, name: str) -> list[dict[str, Any]]:
         return []
 
 
-def test_a_killed_job_leaves_its_tables_exact_beside_another_driver(
+def test_f335_a_killed_job_leaves_its_tables_exact_beside_another_driver(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = tmp_path / "job"

@@ -69,7 +69,7 @@ def test_a_pipeline_runs_in_a_session_and_leaves_it_as_it_was(harbour: Any, spar
     assert zone == "Europe/Berlin" and spark.range(3).count() == 3, "the session still works, as it was set"
 
 
-def test_a_pipeline_of_another_process_is_named_and_one_that_is_taken_over_ends(
+def test_f336_a_pipeline_of_another_process_is_named_and_one_that_is_taken_over_ends(
     harbour: Any, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {**stores_of(harbour), "scratch": tmp_path / "scratch"}

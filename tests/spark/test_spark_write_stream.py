@@ -48,7 +48,7 @@ def test_an_epoch_is_appended_once_though_others_wrote_since(harbour: Any) -> No
     assert stock(harbour) == {1: 99, 2: 22}
 
 
-def test_an_epoch_is_appended_once_though_the_state_has_forgotten_it(
+def test_f337_an_epoch_is_appended_once_though_the_state_has_forgotten_it(
     harbour: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     append(harbour, 0, [(1, 10)])
