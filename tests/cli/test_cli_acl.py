@@ -47,5 +47,5 @@ def test_rules_are_added_listed_and_deleted(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tidemill", "acl", "add", "alice", "read", "topic:a"]
     refused = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
     assert refused.returncode == 2 and "Traceback" not in refused.stderr, refused.stderr
-    assert acl(tmp_path, "delete", "User:alice", "read,write", "topic:orders:eu").exit_code == 0
+    assert acl(tmp_path, "delete", "User:alice", "read,write", "topic:orders:eu", "--yes").exit_code == 0
     assert len(json.loads(acl(tmp_path, "list", "--principal", "User:alice", "--json").stdout.splitlines()[-1])) == 1

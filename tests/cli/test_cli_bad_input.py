@@ -76,7 +76,7 @@ def test_a_malformed_key_is_named(tmp_path: Path) -> None:
 def test_a_pipeline_that_runs_is_not_deleted_and_one_that_was_stopped_is(tmp_path: Path) -> None:
     path = configuration(tmp_path)
     create_stores(path)
-    arguments = ("pipeline", "delete", "p", "--config", str(path))
+    arguments = ("pipeline", "delete", "p", "--yes", "--config", str(path))
     refused(tidemill(*arguments, cwd=tmp_path), "no such pipeline: name=p")
     with open_stores(path, create=True) as opened:
         opened.portal.call(opened.catalogue.put(PipelineRow("p", {"t": "topic:clicks"})))
@@ -102,7 +102,7 @@ def test_a_topic_in_use_is_deleted_only_when_told_twice(tmp_path: Path) -> None:
     assert tidemill("topic", "create", "clicks", "--config", str(path), cwd=tmp_path).returncode == 0
     with open_stores(path, create=True) as opened:
         opened.portal.call(opened.catalogue.put(PipelineRow("keep", {"clicks": "topic:clicks"})))
-    delete = ("topic", "delete", "clicks", "--config", str(path))
+    delete = ("topic", "delete", "clicks", "--yes", "--config", str(path))
     refused(tidemill(*delete, cwd=tmp_path), "by=pipeline:keep", "--force")
     assert tidemill("topic", "describe", "clicks", "--config", str(path), cwd=tmp_path).returncode == 0
     assert tidemill(*delete, "--force", cwd=tmp_path).returncode == 0

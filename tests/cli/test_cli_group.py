@@ -71,29 +71,29 @@ def test_groups_are_listed_described_reset_and_deleted(tmp_path: Path) -> None:
     assert (offset["topic"], offset["offset"], offset["end"], offset["lag"], offset["member"]) == ("t", 4, 10, 6, "m1")
 
     assert reported(tmp_path, "reset", "free", "--by", "-2", "--dry-run")[0]["offset"] == 2
-    assert reported(tmp_path, "reset", "free", "--to", "99", "--topic", "t") == [
+    assert reported(tmp_path, "reset", "free", "--yes", "--to", "99", "--topic", "t") == [
         {"topic": "t", "partition": 0, "before": 4, "offset": 10},
         {"topic": "t", "partition": 1, "before": None, "offset": 0},
     ]
-    assert reported(tmp_path, "reset", "new", "--to", "earliest", "--topic", "t:0")[0]["offset"] == 0
+    assert reported(tmp_path, "reset", "new", "--yes", "--to", "earliest", "--topic", "t:0")[0]["offset"] == 0
     assert [row["offset"] for row in reported(tmp_path, "describe", "free")["offsets"]] == [10, 0]
     for refused in (
-        ("reset", "busy", "--to", "latest"),
-        ("delete", "busy"),
-        ("delete", "next"),
-        ("reset", "next", "--to", "latest"),
-        ("delete", "nobody"),
+        ("reset", "busy", "--yes", "--to", "latest"),
+        ("delete", "busy", "--yes"),
+        ("delete", "next", "--yes"),
+        ("reset", "next", "--yes", "--to", "latest"),
+        ("delete", "nobody", "--yes"),
         ("describe", "nobody"),
         ("describe", ""),
-        ("reset", "nobody", "--to", "latest"),
-        ("reset", "free"),
-        ("reset", "free", "--to", "sometime"),
-        ("reset", "free", "--to", "1", "--by", "1"),
-        ("reset", "free", "--to", "1", "--topic", "missing"),
-        ("reset", "free", "--to", "1", "--topic", "t:2"),
+        ("reset", "nobody", "--yes", "--to", "latest"),
+        ("reset", "free", "--yes"),
+        ("reset", "free", "--yes", "--to", "sometime"),
+        ("reset", "free", "--yes", "--to", "1", "--by", "1"),
+        ("reset", "free", "--yes", "--to", "1", "--topic", "missing"),
+        ("reset", "free", "--yes", "--to", "1", "--topic", "t:2"),
     ):
         assert isinstance(run(tmp_path, *refused).exception, InvalidError), refused
-    assert reported(tmp_path, "delete", "free") == {"deleted": "free"}
+    assert reported(tmp_path, "delete", "free", "--yes") == {"deleted": "free"}
     assert {row["group"] for row in reported(tmp_path, "list")} == {"busy", "new", "next"}
 
 

@@ -35,7 +35,7 @@ def cluster(directory: Path) -> Path:
 
 def test_a_pipeline_that_was_given_up_takes_its_silent_drivers_from_the_status(tmp_path: Path) -> None:
     config = cluster(tmp_path)
-    delete = ["pipeline", "delete", "shop", "--json", "--config", str(config)]
+    delete = ["pipeline", "delete", "shop", "--yes", "--json", "--config", str(config)]
     with open_stores(config, create=True) as opened:
         board, now_ms = StatusBoard(opened.consensus, opened.rand), opened.clock.now_ms()
         silent_ms = now_ms - 2 * STATUS_BLIND_AFTER_MS

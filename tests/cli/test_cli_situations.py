@@ -11,9 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from support.cli.cluster import create_stores
+from support.cli.cluster import Cluster, create_stores
 from support.cli.process import run_tidemill
 from support.ports import free_port
+from tidemill.cli.context import open_stores
+from tidemill.kafka.groups.offline_admin import OfflineGroupAdmin
+from tidemill.metastore.catalogue import PipelineRow, TopicRow
+from tidemill.metastore.rows.groups import GroupOffsetRow
+from tidemill.security.scram import SCRAM_SHA_256, derive_credential
+from tidemill.security.users import Users
 
 READING = (
     "status", "status --latency", "why", "why orders", "verify", "verify orders", "capture list", "topic list",
@@ -113,3 +119,40 @@ def test_doctor_creates_nothing(tmp_path: Path) -> None:
     deep = run_tidemill("doctor --deep", cwd=tmp_path)
     assert deep.exit_code == 2 and deep.errors.startswith("tidemill: there is no cluster")
     assert entries(tmp_path) == []
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cluster with one of each thing that a command can delete."""
+    directory = tmp_path_factory.mktemp("prepared")
+    cluster = Cluster(directory)
+    cluster.append([(1, "a", 1)])
+    cluster.pipeline(PipelineRow("shop", {"other": "topic:other"}))
+    (directory / "s.avsc").write_text('{"type": "record", "name": "R", "fields": [{"name": "a", "type": "int"}]}')
+    for line in ("topic create clicks", "acl add User:a read topic:t", "schema register s s.avsc", "schema delete s"):
+        assert run_tidemill(line, cwd=directory).exit_code == 0, line
+    with open_stores(directory / "tidemill.toml") as opened:
+        users = Users(opened.metastore, opened.clock)
+        opened.portal.call(users.put(derive_credential("alice", SCRAM_SHA_256, "x", b"s" * 16, 8192)))
+        topic = opened.portal.call(opened.catalogue.get(TopicRow, "clicks"))
+        offset = GroupOffsetRow("g", topic.topic_id, 0, 0, commit_ms=1)
+        opened.portal.call(OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand).reset("g", [offset]))
+    return directory
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "group reset g --to latest", "group delete g", "topic delete clicks", "user delete alice",
+        "acl delete User:a read topic:t", "schema delete s --permanent", "pipeline delete shop",
+        "table evolve orders --add 'more int'", "table drop orders",
+    ],
+)  # fmt: skip
+def test_without_a_terminal_nothing_is_destroyed_unless_it_was_confirmed(prepared: Path, command: str) -> None:
+    for form in ("", " --json"):
+        done = run_tidemill(command + form, cwd=prepared)
+        assert done.exit_code == 2 and done.output == "", done
+        assert done.errors.startswith("tidemill: nothing was done, because it was not confirmed:"), done.errors
+        assert done.errors.endswith("Add --yes.\n")
+    if "reset" not in command:  # a second time there would be nothing to do
+        assert run_tidemill(f"{command} --yes", cwd=prepared).exit_code == 0

@@ -55,9 +55,9 @@ def test_columns_are_added_and_widened_after_a_question_and_told_with_their_time
         "--widen",
         "k long",
     )
-    with pytest.raises(InvalidError, match="nothing was changed"):
+    with pytest.raises(InvalidError, match="nothing was done"):
         cluster.command(*arguments, answer="n\n")
-    with pytest.raises(InvalidError, match="nothing was changed"):
+    with pytest.raises(InvalidError, match="nothing was done"):
         cluster.json(*arguments)
     assert cluster.json("describe", "orders")["schema_version"] == 1
     said = cluster.command(*arguments, answer="y\n")
@@ -175,7 +175,7 @@ def test_a_shard_that_is_used_is_dropped_only_when_told_twice(cluster: Cluster) 
     assert "pipeline p re-creates it" in said and "tidemill pipeline delete p" in said
     assert cluster.json("list") == []
     cluster.append([(1, "a", 1)], name="other")
-    with pytest.raises(InvalidError, match="nothing was deleted"):
+    with pytest.raises(InvalidError, match="nothing was done"):
         cluster.command("drop", "other", answer="n\n")
     assert cluster.json("drop", "other", "--yes")["pipelines"] == []
     with pytest.raises(MissingError):

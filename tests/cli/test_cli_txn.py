@@ -58,19 +58,21 @@ def test_transactions_are_listed_and_an_open_one_is_aborted_once(tmp_path: Path)
     assert [each["transactional_id"] for each in cluster.json("list")] == ["idle", "odd id/ü"]
     assert "partitions=2" in cluster.command("list") and "groups=g" in cluster.command("list")
 
-    reported = cluster.json("abort", "odd id/ü", "--wait-s", "0")
+    reported = cluster.json("abort", "--yes", "odd id/ü", "--wait-s", "0")
     assert reported == {"transactional_id": "odd id/ü", "state": "PrepareAbort", "ended": False}
     after = cluster.stored("odd id/ü")
     assert after is not None and (after.state, after.epoch, after.offsets) == (State.PREPARE_ABORT, 4, {})
-    assert "still have to write its markers" in cluster.command("abort", "odd id/ü", "--wait-s", "0")  # the same again
+    assert "still have to write its markers" in cluster.command(
+        "abort", "--yes", "odd id/ü", "--wait-s", "0"
+    )  # the same again
     assert cluster.stored("odd id/ü") == after
 
 
 def test_what_is_not_open_is_not_aborted(tmp_path: Path) -> None:
     cluster = Cluster(tmp_path)
     with pytest.raises(MissingError):
-        cluster.command("abort", "nobody")
+        cluster.command("abort", "--yes", "nobody")
     for state in (State.EMPTY, State.PREPARE_COMMIT, State.COMPLETE_COMMIT, State.COMPLETE_ABORT):
         cluster.store("id", Transaction(7, 3, state, 60_000))
         with pytest.raises(ConflictError):
-            cluster.command("abort", "id")
+            cluster.command("abort", "--yes", "id")

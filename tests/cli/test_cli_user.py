@@ -45,10 +45,10 @@ def test_a_user_is_added_listed_changed_and_deleted(tmp_path: Path) -> None:
         user(tmp_path, "delete", "bob"),
     ):
         assert isinstance(refused.exception, InvalidError | MissingError), refused.exception
-    command = [sys.executable, "-m", "tidemill", "user", "delete", "bob"]
+    command = [sys.executable, "-m", "tidemill", "user", "delete", "bob", "--yes"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert user(tmp_path, "delete", "alice").exit_code == 0
+    assert user(tmp_path, "delete", "alice", "--yes").exit_code == 0
     assert json.loads(user(tmp_path, "list", "--json").stdout.splitlines()[-1]) == []
 
 

@@ -51,7 +51,7 @@ def test_schemas_are_registered_listed_shown_checked_and_deleted(tmp_path: Path)
     reference = ["--type", "avro", "--reference", "R=s:2"]
     assert terminal.run("register", "o", str(other), *reference)["id"] == 3
     assert terminal.run("delete", "o") == {"subject": "o", "deleted": [1], "permanent": False}
-    assert terminal.run("delete", "o", "--permanent")["deleted"] == [1]
+    assert terminal.run("delete", "o", "--permanent", "--yes")["deleted"] == [1]
     assert terminal.run("delete", "s", "--version", "2")["deleted"] == [2]
     assert terminal.run("list", "--deleted")[0]["versions"] == [1, 2]
 

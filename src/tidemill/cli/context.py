@@ -51,6 +51,7 @@ Value = TypeVar("Value")
 OldForce = Annotated[bool, typer.Option("--yes-really", hidden=True)]
 """Earlier name of --force."""
 
+YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value as the last line.")]
 
 
@@ -242,6 +243,21 @@ def either_name(given: Value, earlier: Value, name: str, earlier_name: str) -> V
     if given and earlier:
         raise InvalidError(f"the option was given twice: {name} {earlier_name}.", fix=f"Give only {name}.")
     return given or earlier
+
+
+def is_terminal() -> bool:
+    """Return whether a person can answer a question."""
+    return sys.stdin.isatty()
+
+
+def confirm(question: str, *, yes: bool, as_json: bool = False) -> None:
+    """Ask for confirmation on a terminal. Raises InvalidError unless the user agrees, or without a terminal."""
+    if yes:
+        return
+    if as_json or not is_terminal():
+        raise InvalidError(f"nothing was done, because it was not confirmed: {question}", fix="Add --yes.")
+    if not typer.confirm(question):
+        raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
 
 
 def print_json(value: Any) -> None:

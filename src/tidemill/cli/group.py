@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, YesOption, confirm, open_stores, print_json
 from tidemill.cli.topic.commands import Set, Unset, parse_config_changes
 
 if TYPE_CHECKING:
@@ -101,6 +101,7 @@ def reset(
         typer.Option(help="NAME or NAME:PARTITION; repeatable. Default: every partition with a committed offset."),
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be committed.")] = False,
+    yes: YesOption = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -114,6 +115,7 @@ def reset(
     with open_stores(config) as opened:
         moves = GroupView(opened).plan_moves(name, to, by, topic or [])
         if not dry_run:
+            confirm(f"Commit {len(moves)} other offsets for group {name}?", yes=yes, as_json=as_json)
             apart = OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand)
             opened.portal.call(apart.reset(name, [row for _, _, row in moves]))
     rows: list[Row] = [
@@ -128,12 +130,13 @@ def reset(
 
 
 @app.command("delete")
-def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def delete(name: Name, yes: YesOption = False, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Delete a group with all its committed offsets. The group must have no members."""
     from tidemill.kafka.groups.offline_admin import OfflineGroupAdmin
     from tidemill.kafka.transactions.store import drop_group_offsets
 
     with open_stores(config) as opened:
+        confirm(f"Delete group {name} with its committed offsets?", yes=yes, as_json=as_json)
         forget = partial(drop_group_offsets, opened.consensus, opened.rand, name, None, opened.clock.now_ms())
         opened.portal.call(OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand).delete(name, forget))
     if as_json:

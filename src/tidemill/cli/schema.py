@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.errors import InvalidError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, YesOption, confirm, open_stores, print_json
 
 if TYPE_CHECKING:
     from tidemill.metastore.rows.registry import Reference
@@ -101,11 +101,14 @@ def delete(
     permanent: Annotated[
         bool, typer.Option("--permanent", help="Delete permanently; the subject or version must be deleted already.")
     ] = False,
+    yes: YesOption = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Delete a subject, or one version of it. The first deletion hides it; a second one with --permanent removes it."""
     with open_stores(config) as opened:
+        if permanent:
+            confirm(f"Delete {subject} permanently?", yes=yes, as_json=as_json)
         numbers = opened.portal.call(_open_registry(opened).delete(subject, version, permanent=permanent))
     if as_json:
         print_json({"subject": subject, "deleted": numbers, "permanent": permanent})

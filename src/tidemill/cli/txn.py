@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.cli.context import ConfigOption, JsonOption, open_consensus_only, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, YesOption, confirm, open_consensus_only, print_json
 
 if TYPE_CHECKING:
     from tidemill.kafka.transactions.state import Transaction
@@ -58,6 +58,7 @@ def abort(
     wait_s: Annotated[
         float, typer.Option(help="Wait at most this many seconds until the transaction has ended.", min=0)
     ] = 10.0,
+    yes: YesOption = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -66,6 +67,7 @@ def abort(
     from tidemill.kafka.transactions.store import abort as abort_transaction
 
     with open_consensus_only(config) as opened:
+        confirm(f"Abort the transaction of {transactional_id}, and fence its producer?", yes=yes, as_json=as_json)
         aborting = abort_transaction(opened.consensus, opened.clock, opened.rand, transactional_id, wait_s=wait_s)
         after = opened.portal.call(aborting)
     ended = not after.state.prepared

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pyarrow as pa
 from typer.testing import CliRunner
@@ -36,7 +37,8 @@ class Cluster:
 
     def command(self, *arguments: str, answer: str = "") -> str:
         """Return the output of the command. Raise the error with which it refused."""
-        done = CliRunner().invoke(app, ["table", *arguments, "--config", str(self.config)], input=answer)
+        with mock.patch("tidemill.cli.context.is_terminal", return_value=bool(answer)):
+            done = CliRunner().invoke(app, ["table", *arguments, "--config", str(self.config)], input=answer)
         if isinstance(done.exception, TidemillError):
             raise done.exception
         assert done.exit_code == 0, (done.output, done.exception)

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import typer
-
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import OpenStores, print_json
+from tidemill.cli.context import OpenStores, confirm, print_json
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 
 if TYPE_CHECKING:
@@ -31,9 +29,8 @@ def accept_table(opened: OpenStores, row: CaptureTableRow, *, yes: bool, as_json
     done = bool(copied or needed)
     if not as_json:
         _print_changes(row, difference, shards, copied)
-    if done and not yes and (as_json or not typer.confirm("Do this?")):
-        raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
     if done:
+        confirm(f"Capture {row.table} with these changes?", yes=yes, as_json=as_json)
         opened.portal.call(
             recopy_requests.accept_effects(opened.catalogue, row.capture, row.table, needed, copied=copied)
         )

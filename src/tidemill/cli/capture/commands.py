@@ -11,7 +11,17 @@ import typer
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.cli.captured_tables import matching_tables, shown_state
-from tidemill.cli.context import ConfigOption, JsonOption, OldForce, OpenStores, either_name, open_stores, print_json
+from tidemill.cli.context import (
+    ConfigOption,
+    JsonOption,
+    OldForce,
+    OpenStores,
+    YesOption,
+    confirm,
+    either_name,
+    open_stores,
+    print_json,
+)
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SideTopicState
 
 if TYPE_CHECKING:
@@ -61,7 +71,7 @@ def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_jso
 def resnapshot(
     table: Annotated[str, typer.Argument(help="schema.table, as shown by `tidemill capture list`.")],
     capture: CaptureOption = "",
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    yes: YesOption = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -74,8 +84,9 @@ def resnapshot(
 
     with open_stores(config) as opened:
         row = find_table(opened, table, capture)
-        if not yes:
-            _confirm_resnapshot(row)
+        rows = row.snapshot.rows if row.snapshot is not None else 0
+        question = f"Copy {row.table} again ({rows:,} rows last time)? Its topic {row.topic} is deleted and re-created."
+        confirm(question, yes=yes, as_json=as_json)
         row = opened.portal.call(request_recopy(opened.catalogue, row.capture, row.table))
     if as_json:
         print_json(_table_fields(row))
@@ -87,7 +98,7 @@ def resnapshot(
 def accept(
     table: Annotated[str, typer.Argument(help="schema.table, as shown by `tidemill capture list`.")],
     capture: CaptureOption = "",
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    yes: YesOption = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -109,7 +120,7 @@ def drop(
     dsn: Annotated[
         str, typer.Option("--dsn", help="URL of its database, if tidemill.toml no longer contains it.")
     ] = "",
-    yes: Annotated[bool, typer.Option("--yes", help="Do not ask for confirmation.")] = False,
+    yes: YesOption = False,
     force: Annotated[
         bool, typer.Option("--force", help="Drop it even if a pipeline reads it or it belongs to another cluster.")
     ] = False,
@@ -134,10 +145,8 @@ def drop(
             raise InvalidError(
                 f"no database is configured for this capture: capture={capture}.", fix="Add --dsn postgresql://…"
             )
-        if not yes and not force:
-            question = f"Drop capture {capture}, its publication, slot and topics? The pipelines' tables are kept."
-            if not typer.confirm(question):
-                raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
+        question = f"Drop capture {capture}, its publication, slot and topics? The pipelines' tables are kept."
+        confirm(question, yes=yes or force, as_json=as_json)
         settings = CaptureConfig(name=capture, dsn=dsn, manual=section is not None and section.manual)
         done = opened.portal.call(drop_capture(settings, opened.catalogue, really=force))
     if as_json:
@@ -177,13 +186,6 @@ def find_table(opened: OpenStores, table: str, capture: str) -> CaptureTableRow:
             f"several captures have this table: table={table} captures={captures}.", fix="Add --capture NAME."
         )
     return rows[0]
-
-
-def _confirm_resnapshot(row: CaptureTableRow) -> None:
-    rows = row.snapshot.rows if row.snapshot is not None else 0
-    question = f"Copy {row.table} again ({rows:,} rows last time)? Its topic {row.topic} is deleted and re-created."
-    if not typer.confirm(question):
-        raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
 
 
 def _side_topic_text(side_topic: SideTopicState) -> str:

@@ -10,7 +10,15 @@ import typer
 from tidemill.base.config.config import Config, load
 from tidemill.base.config.sections import PipelineSection
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json, with_option_groups
+from tidemill.cli.context import (
+    ConfigOption,
+    JsonOption,
+    YesOption,
+    confirm,
+    open_stores,
+    print_json,
+    with_option_groups,
+)
 from tidemill.cli.pipeline.check import check
 from tidemill.cli.pipeline.restart import Name, restart
 from tidemill.cli.pipeline.view import (
@@ -121,7 +129,7 @@ app.command("restart")(restart)
 
 
 @app.command("delete")
-def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def delete(name: Name, yes: YesOption = False, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Forget a pipeline that does not run. Its tables are kept until `table drop`.
 
     Bindings and records are no longer retained for it, and its silent drivers disappear from `status`. A running
@@ -135,6 +143,7 @@ def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False)
                     f"the pipeline runs: pipeline={name} process={report.process} pid={report.pid} host={report.host}.",
                     fix="Stop it, and remove it from the configuration.",
                 )
+        confirm(f"Forget pipeline {name}? Its tables are kept.", yes=yes, as_json=as_json)
         opened.portal.call(opened.catalogue.delete(PipelineRow, name))
         board = StatusBoard(opened.consensus, opened.rand)
         for report in reports:

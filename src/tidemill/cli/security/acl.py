@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
-from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json, with_option_groups
+from tidemill.cli.context import (
+    ConfigOption,
+    JsonOption,
+    YesOption,
+    confirm,
+    open_stores,
+    print_json,
+    with_option_groups,
+)
 
 if TYPE_CHECKING:
     from tidemill.security.acls import AclRule
@@ -62,7 +70,9 @@ def list_rules(
 
 @app.command("delete")
 @with_option_groups
-def delete(named: RuleOptions, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def delete(
+    named: RuleOptions, yes: YesOption = False, config: ConfigOption = None, as_json: JsonOption = False
+) -> None:
     """Delete the rules that `acl add` with the same arguments created."""
     from tidemill.security.acl_cache import AclCache
     from tidemill.security.acls import RuleFilter
@@ -74,6 +84,8 @@ def delete(named: RuleOptions, config: ConfigOption = None, as_json: JsonOption 
         missing = [rule for rule in rules if rule not in known]
         if missing:
             raise MissingError(f"no such rule: {_format_rule(missing[0])}.", fix="List them with: tidemill acl list")
+        what = "; ".join(map(_format_rule, rules))
+        confirm(f"Delete these rules: {what}?", yes=yes, as_json=as_json)
         opened.portal.call(rulebook.delete(rules))
     _print_rules(rules, as_json)
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, YesOption, confirm, open_stores, print_json
 
 app = typer.Typer(help="Add, list and delete users of the Kafka endpoint.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="User name; as a principal it is User:NAME.")]
@@ -64,7 +64,7 @@ def list_users(config: ConfigOption = None, as_json: JsonOption = False) -> None
 
 
 @app.command("delete")
-def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def delete(name: Name, yes: YesOption = False, config: ConfigOption = None, as_json: JsonOption = False) -> None:
     """Delete a user. Open connections stay until their session ends."""
     from tidemill.security.scram import NAMES
     from tidemill.security.users import Users
@@ -74,6 +74,7 @@ def delete(name: Name, config: ConfigOption = None, as_json: JsonOption = False)
         have = [each.mechanism for each in opened.portal.call(users.list()) if each.user == name]
         if not have:
             raise MissingError(f"no such user: user={name}.", fix="List them with: tidemill user list")
+        confirm(f"Delete user {name}?", yes=yes, as_json=as_json)
         opened.portal.call(users.delete(name, list(NAMES)))
     if as_json:
         print_json({"deleted": name})

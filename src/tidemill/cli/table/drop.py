@@ -7,13 +7,23 @@ from typing import Annotated
 import typer
 
 from tidemill.base.errors import InvalidError
-from tidemill.cli.context import ConfigOption, JsonOption, OldForce, OpenStores, either_name, open_stores, print_json
+from tidemill.cli.context import (
+    ConfigOption,
+    JsonOption,
+    OldForce,
+    OpenStores,
+    YesOption,
+    confirm,
+    either_name,
+    open_stores,
+    print_json,
+)
 from tidemill.cli.table.show import Name
 
 
 def drop(
     name: Name,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    yes: YesOption = False,
     force: Annotated[bool, typer.Option("--force", help="Delete the table even if it is in use.")] = False,
     yes_really: OldForce = False,
     config: ConfigOption = None,
@@ -34,8 +44,7 @@ def drop(
                 fix="Its readers fail without it, and a pipeline re-creates it from its source. To delete it anyway:"
                 " --force",
             )
-        if not (yes or force) and (as_json or not typer.confirm(f"Delete table {name} and everything in it?")):
-            raise InvalidError(f"nothing was deleted: table={name}.", fix="Answer y, or add --yes.")
+        confirm(f"Delete table {name} and everything in it?", yes=yes or force, as_json=as_json)
         done = opened.portal.call(
             drop_shard(opened.consensus, opened.objects, opened.metastore, opened.clock, opened.rand, name)
         )

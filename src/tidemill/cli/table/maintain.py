@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.base.errors import InvalidError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
+from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, YesOption, confirm, open_stores, print_json
 from tidemill.cli.table.show import Name
 
 if TYPE_CHECKING:
@@ -15,7 +15,6 @@ if TYPE_CHECKING:
 
 Added = Annotated[list[str] | None, typer.Option("--add", help='A new column: "name type", "name type default 5".')]
 Widened = Annotated[list[str] | None, typer.Option("--widen", help='A column and its wider type: "name type".')]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 
 def compact(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
@@ -51,7 +50,7 @@ def evolve(
     name: Name,
     add: Added = None,
     widen: Widened = None,
-    yes: Yes = False,
+    yes: YesOption = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -89,5 +88,4 @@ def _confirm_change(opened: OpenStores, name: str, asked: SchemaChanges, as_json
 
     users = opened.portal.call(writing_pipelines(opened.metastore, name))
     said = f"Written by {', '.join(users)}: the table stops until its file declares the same columns. " if users else ""
-    if as_json or not typer.confirm(f"{said}Change table {name} permanently: {asked}?"):
-        raise InvalidError(f"nothing was changed: table={name} changes=[{asked}].", fix="Answer y, or add --yes.")
+    confirm(f"{said}Change table {name} permanently: {asked}?", yes=False, as_json=as_json)

@@ -8,7 +8,17 @@ import typer
 from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, OldForce, OpenStores, either_name, open_stores, print_json
+from tidemill.cli.context import (
+    ConfigOption,
+    JsonOption,
+    OldForce,
+    OpenStores,
+    YesOption,
+    confirm,
+    either_name,
+    open_stores,
+    print_json,
+)
 from tidemill.cli.topic.lost import lost
 from tidemill.cli.topic.records import consume, produce
 from tidemill.metastore.catalogue import TopicRow, with_partitions
@@ -114,6 +124,7 @@ def delete(
     name: Name,
     force: ForceDelete = False,
     yes_really: OldForce = False,
+    yes: YesOption = False,
     config: ConfigOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -129,6 +140,7 @@ def delete(
                 f"the topic is in use: topic={name} by={', '.join(users)}.",
                 fix="They stop working without it. To delete it anyway: --force",
             )
+        confirm(f"Delete topic {name} and its records?", yes=yes or force, as_json=as_json)
         opened.portal.call(opened.catalogue.delete(TopicRow, name))
         if as_json:
             print_json({"deleted": name, "topic_id": row.topic_id})
