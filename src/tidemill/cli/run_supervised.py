@@ -16,6 +16,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks
+from tidemill.node.supervise.driver_instances import OwnDrivers
 from tidemill.node.supervise.processes import make_supervisor, with_overrides
 from tidemill.node.supervise.status import SupervisorStatus
 from tidemill.node.supervise.supervisor import Supervisor
@@ -81,16 +82,15 @@ def run_supervised(
             clock = SystemClock()
             supervisor = make_supervisor(config, clock, fail, _print_message)
             tracker = supervisor.tracker
-            telling = SupervisorStatus(
-                name, config.consensus_url, tracker, clock, Rand(), _print_message, pipelines=pipelines, label=label
-            )
+            drivers = OwnDrivers(pipelines, label)
+            telling = SupervisorStatus(name, config.consensus_url, tracker, clock, Rand(), _print_message, drivers)
             stack.push_async_callback(telling.aclose)
             await telling.adopt()
             tasks = await stack.enter_async_context(Tasks(lambda _, error: fail(error)))
             tasks.spawn(telling.run(), name="telling")
             stack.push_async_callback(_stop_children, supervisor, telling)
             start(supervisor, fail)
-            telling.started = _stage_names(supervisor)
+            drivers.started = _stage_names(supervisor)
             await failed
 
     asyncio.run(run())
