@@ -27,7 +27,9 @@ from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.memory_budget import retain_freed_memory
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.spark.ingest.feed_sink import FeedSink
+from tidemill.spark.ingest.fetch_decode import DECODERS
 from tidemill.spark.ingest.sources import stream_feed
+from tidemill.spark.ingest.table_schedule import TableSchedule
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import Stores, open_stores
@@ -65,10 +67,10 @@ class Waiting:
         table = TableWriter(self.portal, self.stores, shard, scratch / "mirrors" / "clicks", self.feed)
         table.hydrate()
         source = f"topic/{self.load.name}"
-        sink = FeedSink(
-            self.portal, self.stores, source, self.remap, [table], StageHistograms(), scratch=scratch,
-            **({} if way == "helped" else {"decoders": 0}),
-        )  # fmt: skip
+        seats = TableSchedule(self.stores.clock, StageHistograms())
+        seats.attach(table)
+        decoders = DECODERS if way == "helped" else 0
+        sink = FeedSink(self.portal, self.stores, source, self.remap, seats, decoders=decoders)
         before, began_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         sink.process(self.end)
         wall_s, after = time.perf_counter() - began_s, resource.getrusage(resource.RUSAGE_SELF)

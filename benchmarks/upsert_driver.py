@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import sys
 
-from tidemill.spark.ingest.feed_sink import FeedSink
+from tidemill.spark.ingest.steps.step_executor import StepExecutor
 from tidemill.spark.pipeline.driver import exit_now, main
 
 if __name__ == "__main__":
     inline_rows = int(sys.argv[1])
     if inline_rows >= 0:
-        defaults = FeedSink.__init__.__kwdefaults__
-        assert defaults is not None and "inline_rows" in defaults
-        defaults["inline_rows"] = inline_rows
+        StepExecutor.use_spark.__defaults__ = (inline_rows,)
     exit_now(main(sys.argv[2:]))

@@ -526,16 +526,17 @@ class ConsensusContract:
     def test_an_expired_lease_is_taken_in_a_new_term(self, open_client: OpenClient) -> None:
         async def body() -> None:
             async with clients(open_client, 2) as (one, two):
-                name = unique()
-                await one.acquire(name, "h1", 60)
-                conflicts = 0
-                while True:
-                    try:
-                        taken = await two.acquire(name, "h2", 60_000)
-                        break
-                    except ConflictError:
-                        conflicts += 1
-                        await asyncio.sleep(0.005)
+                conflicts, ttl_ms = 0, 30
+                while not conflicts and ttl_ms < 10_000:  # on a slow machine, a short lease expires before it conflicts
+                    name, ttl_ms = unique(), 2 * ttl_ms
+                    await one.acquire(name, "h1", ttl_ms)
+                    while True:
+                        try:
+                            taken = await two.acquire(name, "h2", 60_000)
+                            break
+                        except ConflictError:
+                            conflicts += 1
+                            await asyncio.sleep(0.005)
                 assert conflicts > 0
                 assert (taken.holder, taken.term, taken.info) == ("h2", 2, b"")
                 with pytest.raises(ConflictError):

@@ -16,7 +16,7 @@ from tidemill.base.limits import STATUS_BLIND_AFTER_MS
 from tidemill.base.status.status import StatusReport, StatusTracker, this_process
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import StatusBoard
-from tidemill.node.supervise.driver_instances import DRIVER_MODULE
+from tidemill.node.supervise.driver_instances import DRIVER_MODULE, OwnDrivers
 from tidemill.node.supervise.status import SupervisorStatus
 
 
@@ -41,7 +41,7 @@ def test_a_child_that_cannot_start_is_told_with_one_age_over_restarts_of_up_and_
         since: list[int] = []
         for life, now_ms in enumerate((1_000, 50_000)):
             tracker = StatusTracker()
-            telling = SupervisorStatus("n1", url, tracker, clock, rand, lambda _: None)
+            telling = SupervisorStatus("n1", url, tracker, clock, rand, lambda _: None, OwnDrivers())
             await telling.adopt()
             if life == 0:
                 await telling._publish()
@@ -67,8 +67,8 @@ def test_a_child_that_cannot_start_is_told_with_one_age_over_restarts_of_up_and_
 
 def test_each_error_of_a_driver_is_printed_once_and_again_when_it_comes_back(tmp_path: Path) -> None:
     said: list[str] = []
-    telling = SupervisorStatus("n1", f"sqlite://{tmp_path}/c.db", StatusTracker(), SystemClock(), Rand(), said.append)
-    tracker = StatusTracker()
+    tracker, url = StatusTracker(), f"sqlite://{tmp_path}/c.db"
+    telling = SupervisorStatus("n1", url, StatusTracker(), SystemClock(), Rand(), said.append, OwnDrivers())
     tracker.fail("shard:orders", "other columns.", now_ms=1)
     broken, whole = tracker.report("pipeline:shop", 5), StatusTracker().report("pipeline:shop", 5)
     for reports in ([broken], [broken], [whole], [broken]):
@@ -82,7 +82,7 @@ def test_an_empty_report_of_an_earlier_life_is_taken_away(tmp_path: Path) -> Non
 
     async def scenario() -> None:
         telling = SupervisorStatus(
-            "n1", f"sqlite://{tmp_path}/consensus.db", StatusTracker(), clock, rand, lambda _: None
+            "n1", f"sqlite://{tmp_path}/consensus.db", StatusTracker(), clock, rand, lambda _: None, OwnDrivers()
         )
         board = await telling._open_board()
         await board.publish(StatusReport("up:n1", 1, ()))
@@ -110,7 +110,8 @@ def test_what_may_have_been_told_is_taken_away_though_nobody_knows_that_it_was(
 
     async def scenario(found: str) -> None:
         tracker = StatusTracker()
-        telling = SupervisorStatus("n1", f"sqlite://{tmp_path}/{found}.db", tracker, clock, rand, lambda _: None)
+        url = f"sqlite://{tmp_path}/{found}.db"
+        telling = SupervisorStatus("n1", url, tracker, clock, rand, lambda _: None, OwnDrivers())
         board = await telling._open_board()
         if found == "publish":
             failing(tracker, 1_000, "the bucket is away.")
@@ -152,7 +153,7 @@ def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and_blind
             await board.publish(StatusReport(process, at_ms, ()))
         tracker = StatusTracker()
         tracker.fail("pipeline:two:2", "killed by SIGKILL.", now_ms=now_ms)
-        telling = SupervisorStatus("n1", url, tracker, clock, rand, lambda _: None)
+        telling = SupervisorStatus("n1", url, tracker, clock, rand, lambda _: None, OwnDrivers())
         await telling._publish()
         assert await reported(board, "up:n1") is not None
         await telling.forget_ended(["pipeline:two:2", "pipeline:one", "pipeline:dead", "node:n1"])
@@ -173,8 +174,9 @@ def test_drivers_that_are_not_started_any_more_are_forgotten_once_they_are_dead(
     argv = [sys.executable, "-c", "input()", DRIVER_MODULE]
 
     async def scenario(frozen_pid: int, dead_pid: int) -> None:
+        drivers = OwnDrivers(["shop"])
         telling = SupervisorStatus(
-            "n1", f"sqlite://{tmp_path}/c.db", StatusTracker(), clock, rand, lambda _: None, pipelines=["shop"]
+            "n1", f"sqlite://{tmp_path}/c.db", StatusTracker(), clock, rand, lambda _: None, drivers
         )
         board = await telling._open_board()
         host, now_ms = this_process()[1], clock.now_ms()
@@ -189,7 +191,7 @@ def test_drivers_that_are_not_started_any_more_are_forgotten_once_they_are_dead(
         before = {report.process for report in await board.reports()}
         await telling._read_driver_reports(board)
         assert {report.process for report in await board.reports()} == before, "whom it starts is not known yet"
-        telling.started = ["pipeline:shop", "node:n1"]
+        drivers.started = ["pipeline:shop", "node:n1"]
         await telling._read_driver_reports(board)
         assert before - {report.process for report in await board.reports()} == {"pipeline:shop:3"}
         await telling.aclose()

@@ -75,7 +75,7 @@ SOON = {
     "near-miss": (4, 7, 10),
     "no-hold-back": (0, 7, 8),
     "one-report": (69,),
-    "release-failed": (37,),
+    "release-failed": (67,),
     "route-before-restore": (2, 3, 7),
     "seed002": (0, 24, 64),
     "shown-twice": (0, 3, 7),

@@ -62,16 +62,16 @@ class Pace:
 @contextmanager
 def raising(sink: Any) -> Iterator[None]:
     """Every round of the sink raises what no table is named for."""
-    whole = sink._run_round
+    whole = sink.steps.run_round
 
     def broken(*_: Any) -> None:
         raise RuntimeError("this sink is broken")
 
-    sink._run_round = broken
+    sink.steps.run_round = broken
     try:
         yield
     finally:
-        sink._run_round = whole
+        sink.steps.run_round = whole
 
 
 def test_f334_a_sink_or_function_that_raises_ends_no_query_and_delays_no_other_table(

@@ -10,8 +10,9 @@ import pytest
 
 from support.spark.sinks import clicks_sink, shop_sink
 from tidemill.base.errors import UnavailableError
-from tidemill.spark.ingest import feed_sink, fetch_decode, step_planner
+from tidemill.spark.ingest import fetch_decode, step_planner
 from tidemill.spark.ingest.fetch_decode import PrefetchedStep, Prefetcher
+from tidemill.spark.ingest.steps import step_executor
 
 IDS = range(10, 25)
 
@@ -19,7 +20,7 @@ IDS = range(10, 25)
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_planner, "STEP_RECORDS", 20)
-    monkeypatch.setattr(feed_sink, "STEP_RECORDS", 20)
+    monkeypatch.setattr(step_executor, "STEP_RECORDS", 20)
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def test_every_step_but_the_first_is_read_ahead(harbour: Any, tmp_path: Path, us
     found.process(found.latest())
     assert clicks(harbour) == expected
     assert used == [(n * 1000 + 1, n * 1000 + 2001) for n in range(2, 12, 2)]
-    assert found.seats.tables[0].won == 6 and found.in_flight_bytes == 0
+    assert found.seats.tables[0].won == 6 and found.steps.in_flight_bytes == 0
 
 
 def test_a_step_read_ahead_is_thrown_away_when_a_peer_moved_the_table(

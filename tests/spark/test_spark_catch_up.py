@@ -101,9 +101,8 @@ def test_a_large_time_with_truncations_and_dead_letters_is_what_one_batch_would_
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from support.spark.sinks import shop_sink
-    from tidemill.spark.ingest import feed_sink as sink
     from tidemill.spark.ingest import step_planner
-    from tidemill.spark.ingest.large_steps import oversized_step
+    from tidemill.spark.ingest.steps import oversized_step, step_executor
 
     tables = {"public.t": [("id", "integer", 0), ("v", "numeric(4,1)", -1)]}
     topic = harbour.capture("shop", tables)["public.t"]
@@ -117,7 +116,7 @@ def test_a_large_time_with_truncations_and_dead_letters_is_what_one_batch_would_
     first.process(first.latest())
     monkeypatch.setattr(step_planner, "STEP_RECORDS", 10)
     monkeypatch.setattr(oversized_step, "RANGE_RECORDS", 7)
-    monkeypatch.setattr(sink, "STEP_RECORDS", 10)
+    monkeypatch.setattr(step_executor, "STEP_RECORDS", 10)
     harbour.produce(topic, rows(*range(100, 120)))
     harbour.truncate(topic)
     harbour.produce(topic, [*rows(*range(30)), *rows(7, 8, v="NaN"), ({"id": 9}, None), *rows(8, v="2.5")])
@@ -145,13 +144,12 @@ def test_a_damaged_file_of_a_large_step_is_corrupt_and_nothing_of_the_step_is_ap
 ) -> None:
     from support.spark.sinks import shop_sink
     from tidemill.base.errors import CorruptError
-    from tidemill.spark.ingest import feed_sink as sink
     from tidemill.spark.ingest import step_planner
-    from tidemill.spark.ingest.large_steps import oversized_step
+    from tidemill.spark.ingest.steps import oversized_step, step_executor
 
     topic = harbour.capture("shop", {"public.t": [("id", "integer", 0), ("v", "integer", -1)]})["public.t"]
     monkeypatch.setattr(step_planner, "STEP_RECORDS", 10)
-    monkeypatch.setattr(sink, "STEP_RECORDS", 10)
+    monkeypatch.setattr(step_executor, "STEP_RECORDS", 10)
     resolve = oversized_step.OversizedStep._resolve_ranges
     seen: list[str] = []
 

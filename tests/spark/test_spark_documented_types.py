@@ -17,10 +17,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.spark.sinks import dead_letters, writer
-from tidemill.base.status.histogram import StageHistograms
+from support.spark.sinks import sink_of, writer
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.registry import open_remap
 from tidemill.spark.ddl import TYPES, parse_ddl
 from tidemill.spark.decode import block_decoder as objects_module
 from tidemill.spark.decode.records import Records
@@ -295,15 +293,10 @@ def test_drivers_that_read_record_by_record_and_all_at_once_keep_one_table(harbo
     """On real stores and topics, beside what DuckDB reads of each record."""
     schema = stream_schema("k string, d decimal(38,18), r float, j json", "k")
     topic, s = harbour.create_topic("wide"), harbour.stores
-    remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "topic/wide"))
     feed = harbour.portal.call(stream_feed(s.catalogue, "wide", schema))
-    dead = dead_letters(harbour)
 
     def sink(name: str) -> FeedSink:
-        table = writer(harbour, name, schema, tmp_path, feed)
-        return FeedSink(
-            harbour.portal, s, "topic/wide", remap, [table], StageHistograms(), dead_letters=dead, idle_move_s=0.0
-        )
+        return sink_of(harbour, "topic/wide", [writer(harbour, name, schema, tmp_path, feed)])
 
     numbers = ("4e20", "1.5", "99999999999999999999.999999999999999999", "1e-2000000000", "-4e20", "1e20", "1e-18")
     said = [(f"good{at}", str(at), "0.5", f'{{"at": [{at}]}}') for at in range(80)]

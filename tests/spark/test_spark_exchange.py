@@ -19,8 +19,8 @@ from support.spark.sinks import clicks_sink, shop_sink
 from support.spark.upsert_world import SCHEMA
 from tidemill.shards.parts.row_hash import bucket_of, hash_rows
 from tidemill.spark.decode.records import Slice, SliceDescriptor
-from tidemill.spark.ingest.large_steps import distributed_step, shuffle
 from tidemill.spark.ingest.step_planner import Step, split_descriptors
+from tidemill.spark.ingest.steps import distributed_step, shuffle
 from tidemill.spark.upsert import range_mirror
 from tidemill.spark.upsert.range_mirror import HashRange, RangeMirrorCache, cut_by_hash
 from tidemill.topics.api import BatchRef
@@ -73,9 +73,9 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> RangeMirrorCache:
 
 def by_tasks(harbour: Any, scratch: Path, over: int = 0) -> Any:
     """A sink whose steps all go by tasks; `over` of them may be done over inline."""
-    found = clicks_sink(harbour, scratch, inline_rows=0)
-    found.use_spark(Here())
-    run = found._by_tasks.run
+    found = clicks_sink(harbour, scratch)
+    found.steps.use_spark(Here(), inline_rows=0)
+    run = found.steps._by_tasks.run
     inline: list[str] = []
 
     def noting(work: Any) -> Any:
@@ -84,7 +84,7 @@ def by_tasks(harbour: Any, scratch: Path, over: int = 0) -> Any:
         assert len(inline) <= over, "the tasks decide it"
         return results
 
-    found._by_tasks.run = noting
+    found.steps._by_tasks.run = noting
     return found
 
 
@@ -174,8 +174,7 @@ def test_what_an_executor_keeps_is_bounded(harbour: Any, tmp_path: Path, monkeyp
 def test_truncations_and_stops_are_done_over_inline(harbour: Any, tmp_path: Path) -> None:
     topic = harbour.capture("shop", {"public.t": [("id", "integer", 0), ("v", "text", -1)]})["public.t"]
     sink = shop_sink(harbour, tmp_path / "s", ["t"])
-    sink._inline_rows = 0
-    sink.use_spark(Here())
+    sink.steps.use_spark(Here(), inline_rows=0)
 
     def commit(time: int, *rows: tuple[Any, Any]) -> list[int]:
         harbour.produce(topic, rows)

@@ -15,12 +15,10 @@ import pytest
 from support.spark.derived import Frame as Table
 from support.spark.derived import derivation
 from support.spark.frames import write
-from support.spark.sinks import dead_letters, writer
+from support.spark.sinks import sink_of, writer
 from tidemill.base.errors import InvalidError
-from tidemill.base.status.histogram import StageHistograms
 from tidemill.shards.api import Column
 from tidemill.shards.parts.key_hash import has_unnormalized_keys, normalize_keys
-from tidemill.shards.registry import open_remap
 from tidemill.spark.decode import block_decoder as objects_module
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
@@ -39,18 +37,7 @@ def bits(values: list[float]) -> list[int]:
 def ratios_sink(harbour: Any, scratch: Path, ddl: str, key: str) -> FeedSink:
     s, schema = harbour.stores, stream_schema(ddl, key)
     feed = harbour.portal.call(stream_feed(s.catalogue, "ratios", schema))
-    remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "topic/ratios"))
-    table = writer(harbour, "ratios", schema, scratch, feed)
-    return FeedSink(
-        harbour.portal,
-        s,
-        "topic/ratios",
-        remap,
-        [table],
-        StageHistograms(),
-        dead_letters=dead_letters(harbour),
-        idle_move_s=0.0,
-    )
+    return sink_of(harbour, "topic/ratios", [writer(harbour, "ratios", schema, scratch, feed)])
 
 
 @pytest.mark.parametrize("few", [0, 1 << 62])

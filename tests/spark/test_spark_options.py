@@ -14,7 +14,7 @@ from pyspark.sql.worker import lookup_data_sources
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.read.holds import as_of_ms
-from tidemill.spark.session.cluster_lookup import find_cluster
+from tidemill.spark.settings import find_cluster
 from tidemill.spark.source import TidemillSource
 from tidemill.spark.source.options import BATCH, CHANGES, STREAM, WRITE, SourceOptions
 

@@ -119,8 +119,8 @@ def played(request: pytest.FixtureRequest, spark: Any, tmp_path_factory: pytest.
     for table, parts in HELD_BEFORE.items():
         append(harbour, table, 0, 1, parts)
     produce(harbour, topics, 0)
-    sink = shop_sink(harbour, scratch / "s", list(ROWS), inline_rows=0 if request.param == "tasks" else 1_000_000)
-    sink.use_spark(spark.sparkContext)
+    sink = shop_sink(harbour, scratch / "s", list(ROWS))
+    sink.steps.use_spark(spark.sparkContext, inline_rows=0 if request.param == "tasks" else 1_000_000)
     query(harbour, spark, sink, scratch / "c1")
     at_first = {t.name: t.upper for t in sink.seats.tables}
     for table, appended in PEERS.items():
@@ -229,8 +229,8 @@ def intervals(harbour: Any, spark: Any, scratch: Path, rows: list[tuple[int, int
     for time in sorted({t for t, _ in rows}):
         harbour.produce(topic, [(b"", {"click_id": f"c{n}", "product_id": n}) for t, n in rows if t == time])
         harbour.mint("topic/clicks", time, topic)
-    sink = clicks_sink(harbour, scratch, inline_rows=0)
-    sink.use_spark(spark.sparkContext)
+    sink = clicks_sink(harbour, scratch)
+    sink.steps.use_spark(spark.sparkContext, inline_rows=0)
     for end in ends:
         sink.process(end)
     found = {int(row["product_id"]) for row in harbour.contents("clicks")}

@@ -87,8 +87,12 @@ def test_whoever_watches_is_woken_by_a_new_time_by_the_end_of_every_round_and_of
     assert woken() and sink.due_in_s == 0, "a time is bound"
     sink.latest()
     assert not woken(), "nothing new is no news"
+
+    def broken(*_: Any) -> None:
+        raise UnavailableError("consensus is away.")
+
     with monkeypatch.context() as patched:
-        patched.setattr(sink, "_run_round", lambda *_: (_ for _ in ()).throw(UnavailableError("consensus is away.")))
+        patched.setattr(sink.steps, "run_round", broken)
         with pytest.raises(UnavailableError):
             sink.process(end)
     assert woken() and sink.due_in_s == 0, "a round that failed is tried again"
@@ -98,8 +102,8 @@ def test_whoever_watches_is_woken_by_a_new_time_by_the_end_of_every_round_and_of
     assert not sink.error, "a round that leaves nothing to do ends what was told, whoever did it"
     (seat,) = sink.seats.due_tables(end + 1)
     seat.aside = True
-    monkeypatch.setattr(sink, "_oversized_step", lambda *_: None)
-    sink._run_oversized(seat, None)  # type: ignore[arg-type]
+    monkeypatch.setattr(sink.steps, "_oversized_step", lambda *_: None)
+    sink.steps._run_oversized(seat, None)  # type: ignore[arg-type]
     assert woken() and not seat.aside
 
 

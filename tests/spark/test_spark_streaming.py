@@ -147,16 +147,16 @@ def test_big_batches_go_through_spark_tasks_to_the_same_contents(harbour: Any, s
 
     topic = harbour.create_topic("clicks", 2)
     expected: dict[str, int] = {}
-    sink = clicks_sink(harbour, tmp_path / "s", inline_rows=10)
-    sink.use_spark(spark.sparkContext)
-    run, inline = sink._by_tasks.run, []
+    sink = clicks_sink(harbour, tmp_path / "s")
+    sink.steps.use_spark(spark.sparkContext, inline_rows=10)
+    run, inline = sink.steps._by_tasks.run, []
 
     def noting(work: Any) -> Any:
         results = run(work)
         inline.extend(name for name, result in results.items() if result.inline)
         return results
 
-    sink._by_tasks.run = noting
+    sink.steps._by_tasks.run = noting
     for n in range(1, 4):
         rows = [(b"k", {"click_id": f"k{k}", "product_id": k * n}) for k in range(0, 60_000, 20 * n)]
         expected |= {value["click_id"]: value["product_id"] for _, value in rows}

@@ -44,6 +44,9 @@ INLINE_PART_BYTES = 16 << 10
 METASTORE_PERSIST_INTERVAL_S = 30.0
 """Approximate time from a row's commit until it is in the bucket."""
 
+METASTORE_CHECKPOINT_INTERVAL_S = 10.0
+"""Interval of the checkpoints of consensus state, from which a restore starts."""
+
 CLUSTER_ALIVE_INTERVAL_S = 30.0
 """Interval at which a node publishes that its cluster uses the bucket."""
 

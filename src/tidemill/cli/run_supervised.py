@@ -21,6 +21,7 @@ from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.logging import configure_logs
 from tidemill.base.status.status import StatusReport
+from tidemill.node.supervise.driver_instances import OwnDrivers
 from tidemill.node.supervise.processes import make_supervisor, with_overrides
 from tidemill.node.supervise.status import SupervisorStatus
 from tidemill.node.supervise.supervisor import Supervisor
@@ -90,9 +91,8 @@ def run_supervised(
             clock = SystemClock()
             supervisor = make_supervisor(config, clock, fail, _print_message)
             tracker = supervisor.tracker
-            telling = SupervisorStatus(
-                name, config.consensus_url, tracker, clock, Rand(), _print_message, pipelines=pipelines, label=label
-            )
+            drivers = OwnDrivers(pipelines, label)
+            telling = SupervisorStatus(name, config.consensus_url, tracker, clock, Rand(), _print_message, drivers)
             stack.push_async_callback(telling.aclose)
             began_s = clock.monotonic_s()
 
@@ -108,7 +108,7 @@ def run_supervised(
             tasks.spawn(telling.run(), name="telling")
             stack.push_async_callback(_stop_children, supervisor, telling)
             start(supervisor, fail)
-            telling.started = _stage_names(supervisor)
+            drivers.started = _stage_names(supervisor)
             await failed
 
     asyncio.run(run())

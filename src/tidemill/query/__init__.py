@@ -4,7 +4,7 @@
                                                           └─► duckdb_views
 
 Owns the synchronous interface, and how a read is held and streamed. Does not own the contents of a shard (`shards`),
-the choice of the cluster (`spark/session/cluster_lookup`), or the output of commands (`cli`).
+the choice of the cluster (`spark/settings`), or the output of commands (`cli`).
 
 Invariant (hold first): a read holds its time before it chooses the parts that it reads, and these parts stay until the
 read ends (table_read).

@@ -20,7 +20,7 @@ from tidemill.shards.handle import LogShard
 from tidemill.shards.read.holds import as_of_ms
 from tidemill.shards.registry import list_created_shards
 from tidemill.spark.derived.idle_advance import LAG_MS, advance_idle
-from tidemill.spark.session.cluster_lookup import find_cluster
+from tidemill.spark.settings import find_cluster
 from tidemill.spark.stores import Stores, open_stores
 
 if TYPE_CHECKING:

@@ -1,16 +1,28 @@
-"""Settings with which the process of one pipeline driver is started, the URLs of its stores, and the names of its
-environment variables. Every user of the machine can read a command line, but not an environment.
+"""URLs of the stores and where they come from, and the settings with which the process of a pipeline driver is started.
+Every user of the machine can read a command line, but not an environment.
+
+The cluster that a reader refers to is looked up here; the most specific source wins:
+
+    1  options objects and consensus                       each separately, as given
+    2  option config                                       the URLs of that file
+    3  the URLs given to `register`
+    4  TIDEMILL_OBJECTS__URL and TIDEMILL_CONSENSUS__URL   set by a driver for its workers
+    5  TIDEMILL_CONFIG, else ./tidemill.toml               overridden by TIDEMILL_<SECTION>__<KEY>, as for every command
+
+A URL from a file or the environment is no option of the query, so neither Spark's plan nor its event log contains it.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from tidemill.base.errors import InvalidError
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
+from tidemill.consensus.factory import sqlite_path_of_url
 
 OBJECTS_VARIABLE = "TIDEMILL_OBJECTS__URL"
 CONSENSUS_VARIABLE = "TIDEMILL_CONSENSUS__URL"
@@ -18,6 +30,10 @@ CONSENSUS_VARIABLE = "TIDEMILL_CONSENSUS__URL"
 
 CONF_VARIABLE = "TIDEMILL_DRIVER_CONF"
 """Spark settings of a driver as a JSON object. They are not on the command line because some are secrets."""
+
+NO_CLUSTER_FIX = (
+    "Set config=/path/of/tidemill.toml, or start with TIDEMILL_CONFIG set, or in the directory of that file."
+)
 
 
 class StoreUrls(msgspec.Struct, frozen=True):
@@ -40,6 +56,44 @@ def resolve_url(url: str, variable: str) -> str:
     if not found:
         raise InvalidError(f"no URL of a store: variable={variable}.", fix="Set it to the URL in tidemill.toml.")
     return found
+
+
+def find_cluster(
+    objects: str = "",
+    consensus: str = "",
+    config: str = "",
+    registered: Mapping[str, str] | None = None,
+    *,
+    environ: Mapping[str, str] | None = None,
+) -> StoreUrls:
+    """Return the URLs of the cluster that a reader refers to. Raises InvalidError if a file is invalid, or no cluster
+    exists there: a read never creates one."""
+    env = os.environ if environ is None else environ
+    if not (objects and consensus):
+        found = _configured_urls(config, registered or {}, env)
+        objects, consensus = objects or found.objects, consensus or found.consensus
+    if not (objects and consensus):
+        raise InvalidError("objects or consensus is missing: both are needed.", fix=NO_CLUSTER_FIX)
+    file = sqlite_path_of_url(consensus)
+    if file is not None and not file.exists():
+        raise InvalidError(
+            f"there is no cluster here: consensus={consensus} directory={Path.cwd()}.", fix=NO_CLUSTER_FIX
+        )
+    return StoreUrls(objects, consensus)
+
+
+def _configured_urls(config: str, registered: Mapping[str, str], env: Mapping[str, str]) -> StoreUrls:
+    variables = (OBJECTS_VARIABLE, CONSENSUS_VARIABLE)
+    if registered and not config:
+        return StoreUrls(registered.get("objects", ""), registered.get("consensus", ""))
+    if all(env.get(name) for name in variables) and not config:
+        return StoreUrls(*(env[name] for name in variables))
+    from tidemill.base.config.config import load
+
+    if config:
+        env = {name: value for name, value in env.items() if name not in variables}
+    found = load(Path(config).expanduser() if config else None, environ=env)
+    return StoreUrls(found.objects_url, found.consensus_url)
 
 
 class DriverSettings(msgspec.Struct, frozen=True):

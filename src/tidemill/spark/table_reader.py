@@ -29,8 +29,8 @@ from tidemill.shards.api import TIME, ShardSchema
 from tidemill.shards.parts.schema import part_schema
 from tidemill.shards.read.holds import as_of_ms, hold_during
 from tidemill.shards.read.read_plan import PlanNotPossibleError, plan_parts
-from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.session.python_worker import translate_missing_source
+from tidemill.spark.settings import find_cluster
 from tidemill.spark.source import registered_urls
 from tidemill.spark.source.batch import readable_at
 from tidemill.spark.stores import Stores, shared_stores

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS
 from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import captured_feed, stream_feed
+from tidemill.spark.ingest.table_schedule import TableSchedule
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.types import stream_schema
 
@@ -32,22 +34,26 @@ def dead_letters(harbour: Any) -> DeadLetterWriter:
     )
 
 
+def sink_of(harbour: Any, source: str, tables: Sequence[TableWriter], *, idle_move_s: float = 0.0) -> FeedSink:
+    s = harbour.stores
+    remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, source))
+    seats = TableSchedule(s.clock, StageHistograms(), idle_move_s)
+    for table in tables:
+        seats.attach(table)
+    return FeedSink(harbour.portal, s, source, remap, seats, dead_letters(harbour))
+
+
 def clicks_sink(harbour: Any, scratch: Path, **more: Any) -> FeedSink:
     s = harbour.stores
     feed = harbour.portal.call(stream_feed(s.catalogue, "clicks", CLICKS))
     table = writer(harbour, "clicks", CLICKS, scratch, feed)
-    dead = dead_letters(harbour)
-    remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "topic/clicks"))
-    more = {"dead_letters": dead, "idle_move_s": 0.0} | more
-    return FeedSink(harbour.portal, s, "topic/clicks", remap, [table], StageHistograms(), **more)
+    return sink_of(harbour, "topic/clicks", [table], **more)
 
 
-def shop_sink(harbour: Any, scratch: Path, tables: list[str], **more: Any) -> FeedSink:
+def shop_sink(harbour: Any, scratch: Path, tables: list[str]) -> FeedSink:
     s = harbour.stores
     writers = []
     for name in tables:
         feed = harbour.portal.call(captured_feed(s.catalogue, "shop", f"public.{name}"))
         writers.append(writer(harbour, name, feed.schema, scratch, feed))
-    remap = harbour.portal.call(open_remap(s.consensus, s.clock, s.rand, "capture/shop"))
-    more = {"dead_letters": dead_letters(harbour), "idle_move_s": 0.0} | more
-    return FeedSink(harbour.portal, s, "capture/shop", remap, writers, StageHistograms(), **more)
+    return sink_of(harbour, "capture/shop", writers)

@@ -15,6 +15,7 @@ from tidemill.base.limits import (
     L1_INTERVAL_MAX_S,
     L1_INTERVAL_MIN_S,
     L1_OBJECT_BYTES,
+    METASTORE_CHECKPOINT_INTERVAL_S,
     METASTORE_PERSIST_INTERVAL_S,
 )
 
@@ -55,7 +56,7 @@ class ConsensusSection(Section):
 class MetastoreSection(Section):
     domains: int = Field(0, ge=0, le=64)
     persist_interval_s: float = Field(METASTORE_PERSIST_INTERVAL_S, ge=0.1, le=3600.0)
-    checkpoint_interval_s: float = Field(10.0, ge=0.1, le=3600.0)
+    checkpoint_interval_s: float = Field(METASTORE_CHECKPOINT_INTERVAL_S, ge=0.1, le=3600.0)
     alive_interval_s: float = Field(CLUSTER_ALIVE_INTERVAL_S, ge=0.1, le=3600.0)
 
 

@@ -29,7 +29,7 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import ClosedError, ConflictError, FencedError, InvalidError, TidemillError
-from tidemill.base.limits import METASTORE_BATCH_ROWS, METASTORE_VALUE_BYTES
+from tidemill.base.limits import METASTORE_BATCH_ROWS, METASTORE_CHECKPOINT_INTERVAL_S, METASTORE_VALUE_BYTES
 from tidemill.base.status.status import StatusTracker
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.domain.state import batch_bytes
@@ -102,7 +102,7 @@ class Checkpointer:
         clock: Clock,
         *,
         holder: str,
-        interval_s: float = 10.0,
+        interval_s: float = METASTORE_CHECKPOINT_INTERVAL_S,
         tracker: StatusTracker | None = None,
     ) -> None:
         self._metastore = metastore

@@ -12,6 +12,8 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
+import msgspec
+
 from tidemill.base.limits import STATUS_BLIND_AFTER_MS
 from tidemill.base.status.status import StatusReport, this_process
 
@@ -73,24 +75,32 @@ def processes_sharing_driver(report: StatusReport, reports: Iterable[StatusRepor
     )
 
 
-def stale_drivers(
-    reports: Iterable[StatusReport], pipelines: Collection[str], label: str, started: Collection[str], now_ms: int
-) -> list[str]:
-    """Return processes that were this supervisor's drivers, are dead, and are no longer started.
+class OwnDrivers(msgspec.Struct):
+    """Drivers of one supervisor: those of `pipelines` with `label`. `started`: names of all processes that it started;
+    None while not known."""
 
-    A frozen driver is not dead. Drivers of other machines cannot be checked from here.
-    """
-    host = this_process()[1]
-    return [
-        r.process
-        for r in reports
-        if pipeline_of(r.process) in pipelines
-        and label_and_number(r.process)[0] == label
-        and r.process not in started
-        and is_silent(r, now_ms)
-        and r.host == host
-        and not is_driver(r.pid)
-    ]
+    pipelines: Collection[str] = ()
+    label: str = ""
+    started: Collection[str] | None = None
+
+    def find_stale(self, reports: Iterable[StatusReport], now_ms: int) -> list[str]:
+        """Return processes that were this supervisor's drivers, are dead, and are no longer started.
+
+        A frozen driver is not dead. Drivers of other machines cannot be checked from here.
+        """
+        if self.started is None:
+            return []
+        host = this_process()[1]
+        return [
+            r.process
+            for r in reports
+            if pipeline_of(r.process) in self.pipelines
+            and label_and_number(r.process)[0] == self.label
+            and r.process not in self.started
+            and is_silent(r, now_ms)
+            and r.host == host
+            and not is_driver(r.pid)
+        ]
 
 
 def forgettable_drivers(reports: Iterable[StatusReport], ended: Collection[str], now_ms: int) -> list[str]:

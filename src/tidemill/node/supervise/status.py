@@ -20,7 +20,7 @@ from tidemill.base.status.status import StatusReport, StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import StatusBoard
-from tidemill.node.supervise.driver_instances import forgettable_drivers, stale_drivers
+from tidemill.node.supervise.driver_instances import OwnDrivers, forgettable_drivers
 
 ROUNDS_PER_READ = 3
 """Rounds between two reads of the drivers' reports."""
@@ -32,10 +32,7 @@ log = structlog.get_logger()
 
 class SupervisorStatus:
     """Reporter of a supervisor. `run` runs until cancelled; call `adopt` before the first child starts, so that ages
-    survive a restart of `up` too.
-
-    The drivers of `pipelines` with `label` belong to this parent; it starts those of them whose processes are in
-    `started`.
+    survive a restart of `up` too. `drivers` belong to this parent.
     """
 
     def __init__(
@@ -46,9 +43,7 @@ class SupervisorStatus:
         clock: Clock,
         rand: Rand,
         say: Callable[[str], None],
-        *,
-        pipelines: Collection[str] = (),
-        label: str = "",
+        drivers: OwnDrivers,
     ) -> None:
         self._process = f"up:{name}"
         self._url = url
@@ -56,10 +51,7 @@ class SupervisorStatus:
         self._clock = clock
         self._rand = rand
         self._say = say
-        self._pipelines = pipelines
-        self._label = label
-        self.started: Collection[str] | None = None
-        """Processes that were started; None while not known."""
+        self._drivers = drivers
         self.announce: Callable[[Sequence[StatusReport]], bool] | None = None
         """Called with all reports every few seconds, until it returns True."""
         self._consensus: Consensus | None = None
@@ -99,10 +91,9 @@ class SupervisorStatus:
         self._print_errors(reports)
         if self.announce is not None and self.announce(reports):
             self.announce = None
-        if self.started is not None:
-            now_ms = self._clock.now_ms()
-            gone = stale_drivers(reports, self._pipelines, self._label, self.started, now_ms)
-            await _forget_processes(board, forgettable_drivers(reports, gone, now_ms))
+        now_ms = self._clock.now_ms()
+        gone = self._drivers.find_stale(reports, now_ms)
+        await _forget_processes(board, forgettable_drivers(reports, gone, now_ms))
 
     async def forget_ended(self, ended: Collection[str]) -> None:
         """Delete the reports of processes that ended with their parent on purpose."""

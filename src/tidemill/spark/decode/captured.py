@@ -46,6 +46,7 @@ from tidemill.spark.decode.row_decoder import FLOATS, build_command_table, rows_
 from tidemill.spark.decode.schema_versions import (
     VERSION_1_HEADERS,
     SchemaVersions,
+    ValueFormat,
     VersionReaders,
     places_between,
     version_at,
@@ -120,8 +121,8 @@ class CapturedDecoder:
         self.table = table
         self._events = forms is not None
         self._forms = forms or {}
-        exact, partial = (_CaptureDialect(self._forms, exact=exact) for exact in (True, False))
-        self._generations = SchemaVersions(schema, known, _NATIVE, exact, partial, self._forms, avro)
+        value, key = (_CaptureDialect(self._forms, exact=exact) for exact in (True, False))
+        self._generations = SchemaVersions(ValueFormat(schema, _NATIVE, value, key, self._forms), known, avro)
 
     def decode(self, records: Records) -> Captured:
         """Decode all records, or those before the stop, if there is one."""

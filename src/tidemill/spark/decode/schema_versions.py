@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -35,18 +35,36 @@ CACHED_READERS_MAX = 64
 """Limit of cached readers of one version, one for each set of columns that records omit."""
 
 
+class ValueFormat(NamedTuple):
+    """Format of the values of a table's records, the same in every version of its description.
+
+    schema        the table's
+    kinds         the JSON types that the columns of a type may have
+    value, key    dialects of the values of a whole row, and of a key
+    forms         of the columns; empty if records are rows (events.py)
+    """
+
+    schema: ShardSchema
+    kinds: Mapping[str, Any]
+    value: JsonDialect
+    key: JsonDialect
+    forms: Mapping[str, str]
+
+
 class VersionReaders:
-    """Readers of one version. `schema`: the table's; `columns`: as the version has them."""
+    """Readers of one version. `columns`: as the version has them; `defaults`: the newest ones by name."""
 
     def __init__(
-        self, schema: ShardSchema, columns: Sequence[Column], defaults: Mapping[str, Column], kinds: Mapping[str, Any],
-        exact: JsonDialect, some: JsonDialect, forms: Mapping[str, str], avro: AvroVersion | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        value_format: ValueFormat,
+        columns: Sequence[Column],
+        defaults: Mapping[str, Column],
+        avro: AvroVersion | None = None,
+    ) -> None:
+        schema, kinds, exact, some, forms = value_format
         here = {c.name: c for c in columns}
         self._without: dict[frozenset[str], VersionReaders] = {}
-        self._less = partial(
-            VersionReaders, schema, defaults=defaults, kinds=kinds, exact=exact, some=some, forms=forms
-        )
+        self._less = partial(VersionReaders, value_format, defaults=defaults)
         self.columns = [here[c.name] for c in schema.columns if c.name in here]
         self.key_columns = [c for c in self.columns if c.name in schema.key]
         self.names = set(here)
@@ -96,16 +114,14 @@ class SchemaVersions:
     """Versions of one table. `known`: the columns of each version, oldest first; empty = one version, the schema's."""
 
     def __init__(
-        self, schema: ShardSchema, known: Sequence[Sequence[Column]], kinds: Mapping[str, Any], exact: JsonDialect,
-        some: JsonDialect, forms: Mapping[str, str], avro: Sequence[AvroVersion] = (),
-    ) -> None:  # fmt: skip
-        """Create the readers. `forms`: of the columns, empty if records are rows (events.py). `avro`: schemas of each
-        version, if records are Avro."""
-        described = known or (schema.columns,)
+        self, value_format: ValueFormat, known: Sequence[Sequence[Column]], avro: Sequence[AvroVersion] = ()
+    ) -> None:
+        """Create the readers. `avro`: schemas of each version, if records are Avro."""
+        described = known or (value_format.schema.columns,)
         defaults = {c.name: c for c in described[-1]}
         versions: Sequence[AvroVersion | None] = avro or [None] * len(described)
         self._of = [
-            VersionReaders(schema, columns, defaults, kinds, exact, some, forms, version)
+            VersionReaders(value_format, columns, defaults, version)
             for columns, version in zip(described, versions, strict=True)
         ]
 

@@ -1,8 +1,7 @@
 """ingest: from bound records to tables.
 
     sources ─► feed ─► table_schedule ─► step_planner ─► fetch_decode (one step ahead)
-           └─► streaming_query                                 └─► feed_sink ─► table_writer ─► shard
-    larger steps: large_steps, range_mirror
+           └─► streaming_query      └─► feed_sink                    └─► steps ─► table_writer ─► shard
     dead_letters: records that cannot be applied
     table_ownership: one source per table
 

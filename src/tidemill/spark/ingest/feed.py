@@ -23,6 +23,7 @@ from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.pipeline_context import PipelineContext, feed_status_name
 from tidemill.spark.ingest.schema_growth import has_grown
 from tidemill.spark.ingest.sources import TopicFeed, captured_feed, stream_feed
+from tidemill.spark.ingest.table_schedule import TableSchedule
 from tidemill.spark.ingest.table_unit import TableUnit
 
 WARM_ROUND_S = 0.15
@@ -108,7 +109,7 @@ class Feed:
         uses_spark = False
         while not host.ending.is_set():
             if not uses_spark and host.session_ready.is_set() and host.spark is not None:
-                sink.use_spark(host.spark.sparkContext)
+                sink.steps.use_spark(host.spark.sparkContext)
                 uses_spark = True
             if sink.due_in_s == 0:  # a time was bound, or a table's pause ended, or a table joined
                 began_s = clock.monotonic_s()
@@ -128,10 +129,8 @@ class Feed:
             host.stores,
             self.source,
             host.portal.call(host.stores.remap(self.source)),
-            (),
-            host.stages.setdefault(self.source, StageHistograms()),
-            dead_letters=self._dead,
-            scratch=host.settings.scratch,
+            TableSchedule(host.stores.clock, host.stages.setdefault(self.source, StageHistograms())),
+            self._dead,
         )
 
     def _follow_bindings(self, sink: FeedSink) -> None:

@@ -32,9 +32,9 @@ from tidemill.base.status.freshness import REFUSED_SEPARATOR
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.base.status.status import StatusTracker
 from tidemill.shards.api import ShardSchema
-from tidemill.spark.ingest.large_steps.distributed_step import sweep_pending
 from tidemill.spark.ingest.schema_growth import evolve_shard, keep_shard_types
 from tidemill.spark.ingest.sources import TopicFeed
+from tidemill.spark.ingest.steps.distributed_step import sweep_pending
 from tidemill.spark.ingest.table_ownership import TableOwnership
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.settings import DriverSettings

@@ -56,7 +56,7 @@ class TableSchedule:
     that none loses the change of another.
     """
 
-    def __init__(self, clock: Clock, stages: StageHistograms, idle_move_s: float) -> None:
+    def __init__(self, clock: Clock, stages: StageHistograms, idle_move_s: float = IDLE_MOVE_S) -> None:
         self.failed: dict[str, BaseException] = {}
         """Failures with which tables left the schedule."""
         self.changed = threading.Event()

@@ -41,11 +41,10 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.spark.definition import Pipeline
 from tidemill.spark.ingest.pipeline_context import is_context_stopped
 from tidemill.spark.pipeline.runner import PipelineRunner
-from tidemill.spark.session.cluster_lookup import find_cluster
 from tidemill.spark.session.java import cache_dir
 from tidemill.spark.session.opener import SessionOpener
 from tidemill.spark.session.python_worker import check_session_python
-from tidemill.spark.settings import DriverSettings, StoreUrls
+from tidemill.spark.settings import DriverSettings, StoreUrls, find_cluster
 from tidemill.spark.source import registered_urls
 
 if TYPE_CHECKING:

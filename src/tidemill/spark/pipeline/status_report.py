@@ -346,7 +346,7 @@ class StatusReporter:
         feeds = [feed.sink for feed in self._runner.feeds if feed.sink is not None]
         return {
             "resident": (resident_bytes(), 0),
-            "steps": (sum(sink.in_flight_bytes for sink in feeds), 3 * STEP_BYTES * max(1, len(feeds))),
+            "steps": (sum(sink.steps.in_flight_bytes for sink in feeds), 3 * STEP_BYTES * max(1, len(feeds))),
             "mirrors": (sum(table.operator.mirror.held_bytes for table in self._runner.tables()), 0),
         }
 

@@ -2,5 +2,4 @@
 
 java (and SPARK_HOME), cds_archive ─► session ─► opener (once per process)
 code_shipping, executor_probe: executors of a cluster
-cluster_lookup: the tidemill cluster that a reader refers to
 """

@@ -10,7 +10,7 @@
     write      option table=NAME (or .save("NAME")), mode append or overwrite; key, delete, mergeSchema, `beside`
                writeStream: the same options; each epoch is one append
     shard      earlier name of `table` in a batch read, a stream of changes and a write
-    all        which cluster: see `spark.session.cluster_lookup`
+    all        which cluster: see `spark.settings`
 
 An option that is unknown, or has no effect on the operation, is rejected. Spark pickles instances of these classes by
 reference and calls them in separate processes: planners and executors. State is in `stores.shared_stores` of each

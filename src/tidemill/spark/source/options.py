@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import InvalidError, unknown_name_fix
 from tidemill.shards.read.holds import LATEST, as_of_ms
-from tidemill.spark.session.cluster_lookup import find_cluster
-from tidemill.spark.settings import OBJECTS_VARIABLE, StoreUrls
+from tidemill.spark.settings import OBJECTS_VARIABLE, StoreUrls, find_cluster
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType

@@ -114,8 +114,6 @@ def resolve(
     key_number = np.cumsum(starts)[wins]
     first = np.ones(len(key_number), dtype=bool)
     first[1:] = key_number[1:] != key_number[:-1]
-    last = np.ones(len(key_number), dtype=bool)
-    last[:-1] = first[1:]
 
     winners = rows_at(rows, order[wins])
     times, hashes = times[wins], hashes[order][wins]
@@ -146,23 +144,16 @@ def resolve(
     updates = rows_at(pool, np.where(inserts, number, prior[number]))
     updates = updates.append_column(TIME, pa.array(times[number]))
     updates = updates.append_column(DIFF, pa.array(np.where(inserts, np.int64(1), np.int64(-1))))
-    changes = _key_changes(contents, pool, hashes, live, changed, first, last, found, values)
+    keep = _changed_keys(pool, values, live, changed, first, found)
+    changes = KeyChanges(rows_at(contents, keep), hashes[keep], live[keep])
     return Resolved(lower, upper, updates.cast(update_schema(schema)), changes, lost)
 
 
-def _key_changes(
-    contents: pa.Table,
-    pool: pa.Table,
-    hashes: U64,
-    live: Mask,
-    changed: Mask,
-    first: Mask,
-    last: Mask,
-    found: Index,
-    values: list[str],
-) -> KeyChanges:
-    """Return the last state of each key whose state differs from the mirror's."""
-    lasts = np.nonzero(last)[0]
+def _changed_keys(pool: pa.Table, values: list[str], live: Mask, changed: Mask, first: Mask, found: Index) -> Index:
+    """Return the last winner of each key whose state differs from the mirror's. `pool`: the contents of the winners,
+    then the rows of the mirror; `first`: the winner is its key's first.
+    """
+    lasts = np.append(np.nonzero(first)[0][1:], len(first)) - 1
     differs = changed[lasts]
     # A key with one winner was compared with the mirror already; a key with several only with its own chain.
     several = ~first[lasts]
@@ -172,8 +163,8 @@ def _key_changes(
         both = np.nonzero(several & was_live & is_live)[0]
         if len(both):
             differs[both] = ~rows_equal(pool, lasts[both], pool, len(live) + found[both], values)
-    keep = lasts[differs]
-    return KeyChanges(rows_at(contents, keep), hashes[keep], live[keep])
+    keep: Index = lasts[differs]
+    return keep
 
 
 def _expand_truncations(schema: ShardSchema, commands: Commands, mirror: MirrorLookup) -> pa.Table:

@@ -16,6 +16,7 @@ from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS
 from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
+from tidemill.spark.ingest.table_schedule import TableSchedule
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.pipeline.driver import exit_now
 from tidemill.spark.settings import StoreUrls
@@ -33,9 +34,9 @@ def main(objects: str, consensus: str, scratch: Path) -> None:
     table.hydrate()
     dead = DeadLetterWriter(portal, lambda: portal.call(stores.shard("p.dead_letters", DEAD_LETTERS)), stores.rand)
     remap = portal.call(stores.remap("topic/clicks"))
-    sink = FeedSink(
-        portal, stores, "topic/clicks", remap, [table], StageHistograms(), dead_letters=dead, scratch=scratch
-    )
+    seats = TableSchedule(stores.clock, StageHistograms())
+    seats.attach(table)
+    sink = FeedSink(portal, stores, "topic/clicks", remap, seats, dead)
     start_kb = peak_memory_kb()
     seen: set[int] = set()
     waiting, ended = threading.Event(), threading.Event()

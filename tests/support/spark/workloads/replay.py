@@ -6,9 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from support.spark.sinks import dead_letters, writer
-from tidemill.base.status.histogram import StageHistograms
-from tidemill.shards.registry import open_remap
+from support.spark.sinks import sink_of, writer
 from tidemill.spark import Pipeline
 from tidemill.spark.definition import StreamTopic
 from tidemill.spark.derived.derivation import Derivation
@@ -42,10 +40,7 @@ class Replay:
         harbour, name = self._harbour, stream.topic
         s, call = harbour.stores, harbour.portal.call
         table = writer(harbour, name, stream.schema, scratch, call(stream_feed(s.catalogue, name, stream.schema)))
-        remap = call(open_remap(s.consensus, s.clock, s.rand, stream.source))
-        dead = dead_letters(harbour)
-        return FeedSink(harbour.portal, s, stream.source, remap, [table], StageHistograms(), dead_letters=dead,
-                        idle_move_s=0.0)  # fmt: skip
+        return sink_of(harbour, stream.source, [table])
 
     def step(self, time_ms: int, records: Mapping[str, Records]) -> None:
         """Produce the records, bind all there is to `time_ms`, and bring every table and derived table there."""

@@ -17,7 +17,8 @@ from tidemill.shards.api import Part
 from tidemill.spark.decode.dead_letter_rows import no_dead_letters
 from tidemill.spark.decode.records import SliceDescriptor
 from tidemill.spark.ingest.fetch_decode import from_ipc, mirror_identity
-from tidemill.spark.ingest.large_steps.shuffle import (
+from tidemill.spark.ingest.step_planner import Step, split_descriptors
+from tidemill.spark.ingest.steps.shuffle import (
     PENDING_RUN_NAME,
     RangeResult,
     StepPiece,
@@ -25,7 +26,6 @@ from tidemill.spark.ingest.large_steps.shuffle import (
     decode_piece,
     resolve_range,
 )
-from tidemill.spark.ingest.step_planner import Step, split_descriptors
 from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.stores import Stores
 from tidemill.spark.upsert.commands import BEFORE_ALL
