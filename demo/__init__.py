@@ -2,7 +2,8 @@
 
     environment (postgres, shop) → runner (load, clicks, pipeline) → follower, invariant_check → latency_report
 
-Owns the schema of the shop, its load, the checks during the run and the report. The data takes the same commands,
-configuration and processes as in a user's deployment. Does not own the page, which every node serves
-(`tidemill.console`). The demo is not part of the wheel, and imports nothing from the tests.
+Owns the schema of the shop, its load, the checks during the run, the report and the page of the shop (`page`), which
+its nodes serve under /demo/ as their configuration asks (`http.pages`). The data takes the same commands,
+configuration and processes as in a user's deployment. The demo is not part of the wheel, and imports nothing from the
+tests.
 """

@@ -31,7 +31,7 @@ def demo(
     ] = False,
     fresh: Annotated[bool, typer.Option(help="Start from scratch instead of resuming.")] = False,
     data: Annotated[Path, typer.Option(help="Directory for the demo's data.")] = Path(".tidemill/demo"),
-    http: Annotated[str, typer.Option(help="Address of the web page and the shapes.")] = "127.0.0.1:8600",
+    http: Annotated[str, typer.Option(help="Address of the web pages and the shapes.")] = "127.0.0.1:8600",
     kafka: Annotated[str, typer.Option(help="Address of the Kafka endpoint.")] = "127.0.0.1:9092",
     rate: Annotated[float, typer.Option(help="Shop transactions a second.", min=0)] = 300,
     clicks: Annotated[float, typer.Option(help="Clicks a second.", min=0)] = 2000,
@@ -58,7 +58,8 @@ def demo(
     environment = prepare(data, http=http, kafka=kafka, fresh=fresh, objects_url=objects, consensus_url=consensus)
     try:
         _print_progress(f"{'resuming' if environment.resumed else 'new'} in {environment.directory}; logs in its logs/")
-        _print_progress(f"page: http://{http}/   Kafka: {kafka}   Postgres: {environment.dsn}")
+        _print_progress(f"the shop: http://{http}/demo/   its cluster: http://{http}/")
+        _print_progress(f"Kafka: {kafka}   Postgres: {environment.dsn}")
         _print_progress(f"also: tidemill status --config {environment.config_path}")
         runner = Runner(environment, rate=rate, click_rate=clicks, crash=crash, nodes=nodes)
         report = asyncio.run(_run(runner, seconds))

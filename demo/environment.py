@@ -102,7 +102,7 @@ def _create_database(postgres: Postgres) -> None:
 def _toml(
     directory: Path, dsn: str, *, http: str, kafka: str, consensus_url: str, objects_url: str, master: str
 ) -> str:
-    pipeline = Path(__file__).with_name("pipeline.py")
+    pipeline, page = Path(__file__).with_name("pipeline.py"), Path(__file__).with_name("page")
     tables = ", ".join(f'"public.{table}"' for table in shop.TABLES)
     return f"""# Harbour Shop, written by `./dev demo`.
 [node]
@@ -110,6 +110,9 @@ name = "harbour"
 data = "{directory}"
 http = "{http}"
 kafka = "{kafka}"
+
+[http.pages]
+demo = "{page}"
 
 [objects]
 url = "{objects_url}"

@@ -8,7 +8,8 @@ import pytest
 
 from tidemill.base.status.histogram import SINCE_BOUND, StageHistograms
 from tidemill.base.status.status import StatusReport
-from tidemill.cli.cluster.status import BAR, latency_bars, merge_latencies, show_latency
+from tidemill.cli.cluster.status import BAR, latency_bars, show_latency
+from tidemill.console.views.stages import merge_latencies
 
 
 def report(process: str, source: str, **stages: list[int]) -> StatusReport:

@@ -106,7 +106,7 @@ def look_at_the_page(chromium: str, http: str, screenshot: Path) -> None:
         page = browser.new_page()
         errors: list[str] = []
         page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(f"http://{http}/")
+        page.goto(f"http://{http}/demo/")
         expect(page.locator("#orders tr").first).to_be_visible(timeout=60_000)
         expect(page.locator("#conversion tr").first).to_be_visible(timeout=300_000)
         expect(page.locator("#strip")).to_have_class("strip equal", timeout=60_000)

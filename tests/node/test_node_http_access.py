@@ -289,6 +289,27 @@ def test_who_ends_a_shape_by_its_handle_alone_may_change_the_cluster() -> None:
     ]
 
 
+@pytest.mark.parametrize("path", ["/api/rows", "/api/dead-letters"])
+def test_rows_of_a_table_need_what_its_shape_needs_and_nothing_else(path: str) -> None:
+    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
+        rule = AclRule(int(R.TOPIC), 3, "shard.orders", "User:alice", "*", int(OP.READ), 3)
+        await rulebook.add([rule])
+        mine = basic("alice", "pässword")
+        for query, status in (
+            ("table=orders", 200),
+            ("table=orders&as_of=7", 200),
+            ("table=payroll", 403),
+            ("table=orders&table=payroll", 403),
+            ("table=orders%00", 403),
+            ("", 403),
+        ):
+            assert (await ask(guard, scope_of(path, query=query, authorization=mine)))[0] == status, query
+        assert (await ask(guard, scope_of("/api/overview", query="table=orders", authorization=mine)))[0] == 403
+        assert (await ask(guard, scope_of(path, method="POST", query="table=orders", authorization=mine)))[0] == 403
+
+    world(scenario)
+
+
 def test_a_path_that_a_router_would_take_for_another_is_none() -> None:
     async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
         for path in ("/v1/shape\n", "/metrics\n", "/healthz\n"):

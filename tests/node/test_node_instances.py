@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from tidemill.base.config.config import Config
 from tidemill.base.limits import STATUS_BLIND_AFTER_MS
+from tidemill.base.status.drivers import pipeline_of
 from tidemill.base.status.status import StatusReport
 from tidemill.node.supervise.driver_instances import (
     forgettable_drivers,
     instance_name,
     label_and_number,
-    pipeline_of,
     process_name,
 )
 from tidemill.node.supervise.processes import supervised_pipelines

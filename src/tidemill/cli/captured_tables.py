@@ -15,14 +15,6 @@ def matching_tables(rows: Iterable[CaptureTableRow], name: str, capture: str = "
     return [row for row in rows if row.table in (full, name) and capture in ("", row.capture)]
 
 
-def shown_state(row: CaptureTableRow) -> str:
-    """Return the state as users read it: a table being copied, and one that is skipped, have no state of their own in
-    the catalogue."""
-    if row.state == "captured" and row.snapshot is None:
-        return "copying"
-    return "skipped" if row.state == "left" else row.state
-
-
 def maintain_line(row: CaptureTableRow) -> str:
     """Return the line of a pipeline that maintains this captured table under its own name."""
     name = row.table.rpartition(".")[2].strip('"')

@@ -1,7 +1,10 @@
-"""console: the browser's view of a node: the status API and the page of the demo.
+"""console: the JSON API and the web page of a node.
 
-    published statuses ─► report ─► JSON of /api/status ─► page
+    status board ─┐                      ┌─► `tidemill status --json`, `why`, `capture list`, `table describe`, …
+    catalogue ────┼─► cluster_reader ─► views ─► api ─► static (the page)
+    tables ───────┘   row_sample, dead_letter_read
 
-Owns static files (vendored libraries with their licences, no build step) and the read-only JSON that `status`, `why`
-and the page share. Owns no state: everything is derived from published statuses.
+Owns the views (pure functions; the commands print the same structs), the read-only API with its limits, and static
+files (vendored libraries with their licences, no build step). Owns no state but answers of the last second: everything
+is derived from published statuses and stored rows, and only on request.
 """

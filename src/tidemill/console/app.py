@@ -1,4 +1,4 @@
-"""The console's routes: stage statuses as JSON, health for load balancers, metrics for Prometheus, static pages.
+"""The console's routes: health for load balancers, metrics for Prometheus, the JSON API (`api`), pages (`pages`).
 
 /api/status   {"marks": [...], "facts": {process: {...}}, "processes": {process: pid}}: what `tidemill status --json`
               prints, and more
@@ -12,54 +12,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.routing import BaseRoute, Route
 
-from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.base.status.freshness import resolve_status_name, verdict_of
-from tidemill.base.status.status import StageState, StatusReport, derive_statuses, lag_of, status_row
+from tidemill.base.status.status import StageState, derive_statuses, lag_of
+from tidemill.console.api import api_routes
+from tidemill.console.cluster_reader import ConsoleNode
+from tidemill.console.pages import configured_pages, page_routes
+from tidemill.console.views.stages import status_answer
 
-STATIC = Path(__file__).with_name("static")
-Reports = Callable[[], Awaitable[Sequence[StatusReport]]]
 Answer = Callable[[Request], Awaitable[Response]]
 
 
-def console_routes(
-    reports: Reports, trouble: Callable[[], str], noticed: Callable[[], Sequence[str]], clock: Clock
-) -> list[BaseRoute]:
-    """Return the read-only routes; every response is derived from the currently published statuses.
+def console_routes(node: ConsoleNode) -> list[BaseRoute]:
+    """Return the read-only routes; every response is derived from currently published statuses and stored rows.
 
-    `trouble()`: one sentence on why this node is not ready, or ""; `noticed()`: failures although it is ready. If the
-    statuses cannot be read (consensus is unavailable), the routes that need them return 503 with the reason.
+    If the statuses cannot be read (consensus is unavailable), the routes that need them return 503 with the reason.
     """
 
+    clock, reports = node.clock, node.read_reports
     pace = CoopBudget(clock)
 
     async def status(_: Request) -> Response:
         found = await reports()
         if pace.is_used_up:
             await pace.wait_for_turn()
-        marks = derive_statuses(found, clock.now_ms())
-        facts = {report.process: report.facts for report in found}
-        processes = {report.process: report.pid for report in found}
-        rows = [status_row(derived) for derived in marks.values()]
-        return JSONResponse({"marks": rows, "facts": facts, "processes": processes})
+        return JSONResponse(status_answer(found, clock.now_ms()))
 
     async def healthz(_: Request) -> Response:
         return PlainTextResponse("ok\n")
 
     async def readyz(_: Request) -> Response:
-        sentence = trouble()
+        sentence = node.not_ready_reason()
         if sentence:
             return PlainTextResponse(f"{sentence}\n", 503)
-        return PlainTextResponse("".join(f"{line}\n" for line in ("ready", *noticed())))
+        return PlainTextResponse("".join(f"{line}\n" for line in ("ready", *node.current_problems())))
 
     async def freshz(request: Request) -> Response:
         marks = derive_statuses(await reports(), clock.now_ms())
@@ -92,9 +85,6 @@ def console_routes(
             lines.append(f'tidemill_mark_behind{{mark="{_escape_label(name)}",state="{derived.state}"}} {value}')
         return Response(generate_latest() + ("\n".join(lines) + "\n").encode(), media_type=CONTENT_TYPE_LATEST)
 
-    async def home(_: Request) -> Response:
-        return RedirectResponse("/demo/demo.html")
-
     def with_error_responses(answer: Answer) -> Answer:
         async def respond(request: Request) -> Response:
             try:
@@ -105,14 +95,14 @@ def console_routes(
         return respond
 
     return [
-        Route("/", home),
-        Route("/demo", home),
+        *page_routes(),
         Route("/api/status", with_error_responses(status)),
         Route("/healthz", healthz),
         Route("/readyz", readyz),
         Route("/freshz", with_error_responses(freshz)),
         Route("/metrics", metrics),
-        Mount("/demo", StaticFiles(directory=STATIC)),
+        *api_routes(node),
+        *configured_pages(node.config.http.pages),
     ]
 
 

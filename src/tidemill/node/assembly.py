@@ -210,6 +210,7 @@ async def _start_metastore(node: NodeContext, storage: Storage, checkpoints: Che
     _claim_ownership(node, storage, await metastore.cluster())
     node.reporting.troubles["metastore"] = metastore.trouble
     await node.start_part("the catalogue", lambda: catalogue.list(TopicRow))
+    node.stores = storage
     await node.start_part("the configured topics", lambda: _create_topics(node, catalogue))
 
 

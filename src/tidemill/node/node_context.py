@@ -33,10 +33,8 @@ from tidemill.node.status_publisher import StatusPublisher
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.topics.membership import Membership
 
-Reports = Callable[[], Awaitable[Sequence[StatusReport]]]
-MoreRoutes = Callable[[Reports, Callable[[], str], Callable[[], Sequence[str]], Clock], Sequence[BaseRoute]]
-"""Factory of routes to serve next to the shapes, from (function that reads all reports, function that returns why
-the node is not ready or "", function that returns problems of a ready node, clock)."""
+MoreRoutes = Callable[["NodeContext"], Sequence[BaseRoute]]
+"""Factory of routes to serve next to the shapes."""
 
 STARTING = "the node is starting."
 
@@ -53,8 +51,8 @@ class Storage(msgspec.Struct, frozen=True):
 
 class NodeContext:
     """Shared state of one node. `process` names its stage status and its report; `instance` names this process in
-    leases. The assembly builds `board`, `published`, `membership` and `peers`. `guard` authenticates HTTP requests;
-    without it, no request has to authenticate."""
+    leases. The assembly builds `board`, `published`, `stores`, `membership` and `peers`. `guard` authenticates HTTP
+    requests; without it, no request has to authenticate."""
 
     def __init__(
         self,
@@ -76,6 +74,8 @@ class NodeContext:
         self.instance = f"{config.node.name}/{os.getpid()}/{rand.nonce()[:8]}"
         self.waiting = STARTING
         self.board: StatusBoard | None = None
+        self.stores: Storage | None = None
+        """The stores, once the catalogue can be read."""
         self.guard: AuthMiddleware | None = None
         self.membership: Membership | None = None
         self.peers: SilentPeers | None = None
@@ -113,7 +113,7 @@ class NodeContext:
         return await self.board.reports_or_raise(self.not_ready_reason)
 
     def console_routes(self) -> Sequence[BaseRoute]:
-        return self._more_routes(self.read_reports, self.not_ready_reason, self.current_problems, self.clock)
+        return self._more_routes(self)
 
     def record_wait(self, what: str, sentence: str) -> None:
         """Record what the node waits for. `what` is a stage of this process: the status of its store, as shown in

@@ -146,10 +146,12 @@ def parse(values: Mapping[str, Any], *, origin: str) -> Config:
         name: section.model_copy(update={"file": str((base / section.file).absolute())})
         for name, section in config.pipeline.items()
     }
+    pages = {name: str((base / directory).absolute()) for name, directory in config.http.pages.items()}
     config = config.model_copy(
         update={
             "pipeline": pipelines,
             "security": _resolve_paths(config.security, base),
+            "http": config.http.model_copy(update={"pages": pages}),
             "node": config.node.model_copy(update={"data": str((base / config.node.data).absolute())}),
             "objects": ObjectsSection(url=_resolve_url(config.objects.url, base)),
             "consensus": ConsensusSection(url=_resolve_url(config.consensus.url, base)),

@@ -24,8 +24,17 @@ def _check_advertised(value: str) -> str:
     return value
 
 
+RESERVED_PAGES = frozenset(
+    {"api", "compatibility", "config", "console", "contexts", "freshz", "healthz", "metrics", "mode", "readyz",
+     "schemas", "subjects", "v1"}
+)  # fmt: skip
+
+
 class HttpSection(Section):
-    """See `node.http.limits.HttpLimits`, created by `node.settings_from_config`."""
+    """See `node.http.limits.HttpLimits`, created by `node.settings_from_config`.
+
+    pages  first part of a path → directory whose files are served there, relative to the configuration's file
+    """
 
     authenticate: bool = False
     tls: bool = False
@@ -35,6 +44,19 @@ class HttpSection(Section):
     header_timeout_s: float = Field(20.0, ge=0.1, le=3600.0)
     header_kb: int = Field(64, ge=8, le=64)
     body_kb: int = Field(1_024, ge=1, le=1_048_576)
+    pages: dict[str, str] = {}
+
+    @field_validator("pages")
+    @classmethod
+    def _check_pages(cls, value: dict[str, str]) -> dict[str, str]:
+        for name, directory in value.items():
+            if not NAME.match(name):
+                raise ValueError(NOT_A_NAME.format(name))
+            if name in RESERVED_PAGES:
+                raise ValueError(f"the node itself serves /{name}: choose another name")
+            if not directory:
+                raise ValueError(f"the page {name} has no directory")
+        return value
 
 
 class TlsSection(Section):

@@ -72,7 +72,7 @@ def walk_to_source(marks: Mapping[str, DerivedStatus], name: str) -> Iterator[De
         process = PROCESS + derived.process
         silent = process in marks and marks[process].state is StageState.BLIND
         # The supervisor of a driver that dies repeatedly reports it, under the driver's own name.
-        restarted = [n for n in marks if n.partition("@")[0] == derived.process and marks[n].mark.error]
+        restarted = [n for n, d in marks.items() if d.mark.error and n.partition("@")[0] == derived.process]
         for other in [*([process] if silent else [f"{stand}@{derived.process}" for stand in FOUNDATIONS]), *restarted]:
             if other not in seen and other in marks and marks[other].state is not StageState.IDLE:
                 seen.add(other)

@@ -10,7 +10,7 @@ import typer
 
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
-from tidemill.cli.captured_tables import matching_tables, shown_state
+from tidemill.cli.captured_tables import matching_tables
 from tidemill.cli.context import (
     ConfigOption,
     JsonOption,
@@ -22,6 +22,7 @@ from tidemill.cli.context import (
     open_stores,
     print_json,
 )
+from tidemill.console.views.captures import captured_table_row, shown_state
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SideTopicState
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_jso
         rows = [row for row in opened.portal.call(opened.catalogue.all_tables()) if capture in ("", row.capture)]
         captures = opened.portal.call(opened.catalogue.list(CaptureRow))
     if as_json:
-        print_json([_table_fields(row) for row in rows])
+        print_json([captured_table_row(row) for row in rows])
         return
     for found in captures:
         if found.recopied and capture in ("", found.name):
@@ -89,7 +90,7 @@ def resnapshot(
         confirm(question, yes=yes, as_json=as_json)
         row = opened.portal.call(request_recopy(opened.catalogue, row.capture, row.table))
     if as_json:
-        print_json(_table_fields(row))
+        print_json(captured_table_row(row))
     else:
         print(f"Capture {row.capture} starts to copy {row.table} again within seconds. See: tidemill capture list")
 
@@ -195,34 +196,3 @@ def _side_topic_text(side_topic: SideTopicState) -> str:
         f" {side_topic.appended:,} of them appended to the topic"
     )
     return f"{said}; WAL is retained from {Lsn(side_topic.until_lsn)}" if side_topic.until_lsn else said
-
-
-def _table_fields(row: CaptureTableRow) -> dict[str, object]:
-    return {
-        "capture": row.capture,
-        "table": row.table,
-        "topic": row.topic,
-        "state": "skipped" if row.state == "left" else row.state,
-        "copied": row.snapshot is not None,
-        "rows_copied": row.snapshot.rows if row.snapshot is not None else None,
-        "copy_rows": row.copy.rows if row.copy is not None else None,
-        "copy_chunks_done": row.copy.done if row.copy is not None else None,
-        "copy_chunks": row.copy.count if row.copy is not None else None,
-        "set_aside_records": row.side_topic.records if row.side_topic is not None else None,
-        "set_aside_bytes": row.side_topic.bytes if row.side_topic is not None else None,
-        "set_aside_appended": row.side_topic.appended if row.side_topic is not None else None,
-        "wal_kept_since": str(Lsn(row.side_topic.until_lsn))
-        if row.side_topic is not None and row.side_topic.until_lsn
-        else None,
-        "generation": row.generation,
-        "envelope": row.envelope,
-        "reason": row.reason,
-        "fix": row.fix,
-        "parked_at": str(Lsn(row.paused_lsn)) if row.paused_lsn else None,
-        "since_ms": row.since_ms,
-        "recopy": row.recopy,
-        "again_at_ms": row.again_ms or None,
-        "identity": row.identity,
-        "identities_before": dict([*row.identities_asked.values(), *row.identities.values()]),
-        "columns": [[c.name, c.type_name, c.key_index] for c in row.columns],
-    }

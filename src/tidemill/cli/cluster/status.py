@@ -17,7 +17,7 @@ import typer
 from tidemill.base.errors import UnavailableError
 from tidemill.base.limits import MIB
 from tidemill.base.status.freshness import EXIT_BY_STATE
-from tidemill.base.status.histogram import SINCE_BOUND, STAGES, Histogram, merge_histograms
+from tidemill.base.status.histogram import SINCE_BOUND, Histogram
 from tidemill.base.status.status import (
     DerivedStatus,
     StageState,
@@ -25,7 +25,6 @@ from tidemill.base.status.status import (
     derive_statuses,
     lag_text,
     severity_of,
-    status_row,
 )
 from tidemill.cli.context import (
     OPEN_TIMEOUT_S,
@@ -35,11 +34,10 @@ from tidemill.cli.context import (
     open_consensus_only,
     print_json,
 )
+from tidemill.console.views.stages import facts_by_process, latency_summaries, merge_latencies, stage_rows
 
 BAR = 40
 FIGURES = ("count", "p50", "p95", "p99", "max")
-
-LatencyBySource = dict[str, dict[str, Histogram]]
 
 Memory = Annotated[bool, typer.Option("--memory", help="Instead, show the memory of each process by share.")]
 
@@ -71,10 +69,10 @@ def status(
         show_latency(reports, as_json)
         return
     if facts:
-        print_json({report.process: report.facts for report in reports})
+        print_json(facts_by_process(reports))
         return
     if as_json:
-        print_json([status_row(d) for d in marks.values()])
+        print_json(stage_rows(marks))
     else:
         from rich.console import Console
 
@@ -145,30 +143,10 @@ def status_table(marks: dict[str, DerivedStatus], title: str = "") -> Any:
     return view
 
 
-def merge_latencies(reports: Sequence[StatusReport]) -> LatencyBySource:
-    """Return {source: {stage: histogram}} with stages in their order. Unreadable entries are left out."""
-    said: dict[str, list[dict[str, Histogram]]] = {}
-    for report in reports:
-        sources = report.facts.get("latency")
-        for source, stages in sources.items() if isinstance(sources, dict) else ():
-            if isinstance(stages, dict):
-                said.setdefault(source, []).append(
-                    {stage: Histogram.from_plain(plain) for stage, plain in stages.items()}
-                )
-    found: LatencyBySource = {}
-    for source, several in sorted(said.items()):
-        stages = merge_histograms(several)
-        if stages:
-            found[source] = {stage: stages[stage] for stage in (*STAGES, SINCE_BOUND) if stage in stages}
-    return found
-
-
 def show_latency(reports: Sequence[StatusReport], as_json: bool) -> None:
     found = merge_latencies(reports)
     if as_json:
-        print_json(
-            {source: {stage: each.summary() for stage, each in stages.items()} for source, stages in found.items()}
-        )
+        print_json(latency_summaries(found))
         return
     from rich.console import Console
     from rich.table import Table

@@ -13,8 +13,8 @@ from tidemill.base.config.config import Config
 from tidemill.base.errors import MissingError, nearest_name
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.freshness import Verdict, resolve_status_name, verdict_of
-from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of, status_row
-from tidemill.cli.captured_tables import maintain_line, matching_tables, shown_state
+from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of
+from tidemill.cli.captured_tables import maintain_line, matching_tables
 from tidemill.cli.cluster.status import read_stage_statuses
 from tidemill.cli.context import (
     EXIT_STUCK,
@@ -25,6 +25,8 @@ from tidemill.cli.context import (
     open_stores,
     print_json,
 )
+from tidemill.console.views.captures import shown_state
+from tidemill.console.views.stages import verdict_row
 
 Name = Annotated[
     str,
@@ -48,16 +50,7 @@ def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = Fals
         found = msgspec.structs.replace(found, root=holder)
     exit_code = EXIT_STUCK if holder else found.exit_code
     if as_json:
-        print_json(
-            {
-                "state": str(found.worst.state),
-                "exit": exit_code,
-                "worst": status_row(found.worst),
-                "root": found.root,
-                "chain": [status_row(d) for d in found.chain],
-            }
-            | ({"note": note} if note else {})
-        )
+        print_json(verdict_row(found, exit_code) | ({"note": note} if note else {}))
     else:
         print("\n".join([*([note] if note else []), *format_verdict(found, exit_code)]))
     raise SystemExit(exit_code)

@@ -10,6 +10,7 @@ import typer
 from tidemill.base.config.config import Config, load
 from tidemill.base.config.sections import PipelineSection
 from tidemill.base.errors import InvalidError, MissingError
+from tidemill.base.status.drivers import is_silent
 from tidemill.cli.context import (
     ConfigOption,
     JsonOption,
@@ -32,7 +33,6 @@ from tidemill.cli.pipeline.view import (
 from tidemill.cli.run_supervised import InstancesOption, SparkOptions, run_supervised
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.node.supervise.driver_instances import is_silent
 from tidemill.node.supervise.processes import start_drivers
 
 app = typer.Typer(help="Check, run, list, describe, restart and delete pipelines.", no_args_is_help=True)

@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
+from tidemill.base.status.drivers import driver_reports, processes_sharing_driver
 from tidemill.base.status.status import StatusReport, this_process
 from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
-from tidemill.cli.pipeline.view import driver_reports
 from tidemill.consensus.status.board import StatusBoard
-from tidemill.node.supervise.driver_instances import is_driver, is_local_live_driver, processes_sharing_driver
+from tidemill.node.supervise.driver_instances import is_driver, is_local_live_driver
 
 RESTART_TIMEOUT_S = 90.0
 POLL_INTERVAL_S = 0.2

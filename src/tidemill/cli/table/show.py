@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tidemill.base.errors import MissingError
 from tidemill.cli.context import ConfigOption, JsonOption, OpenConsensus, open_consensus_only, print_json
+from tidemill.console.views.tables import history_rows, table_description, table_row
 
 if TYPE_CHECKING:
-    from tidemill.shards.api import Column, ShardSchema
-    from tidemill.shards.state.state import SchemaVersion, ShardState
+    from tidemill.shards.api import Column
+    from tidemill.shards.state.state import ShardState
 
 Name = Annotated[str, typer.Argument(help="Table name.")]
 _YEAR_9999_MS = 253_402_300_799_000
@@ -24,7 +24,7 @@ def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
     from tidemill.shards.registry import read_shards
 
     with open_consensus_only(config) as opened:
-        found = [shard_fields(state) for state in opened.portal.call(read_shards(opened.consensus))]
+        found = [table_row(state) for state in opened.portal.call(read_shards(opened.consensus))]
     if as_json:
         print_json(found)
         return
@@ -40,20 +40,7 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
     with open_consensus_only(config) as opened:
         state = read_shard_state(opened, name)
         now_ms = opened.clock.now_ms()
-    holds: list[dict[str, Any]] = [
-        {"owner": h.reader, "since": h.since, "ends_in_ms": h.expires_ms - now_ms if h.expires_ms else None}
-        for h in state.holds
-        if h.is_live(now_ms)
-    ]
-    row = shard_fields(state) | {
-        "columns": {column.name: column.type for column in state.schema.columns},
-        "defaults": {c.name: c.default for c in state.schema.columns if c.version > 1},
-        "retired": {c.name: c.retired for c in state.schema.columns if c.retired},
-        "key": list(state.schema.key),
-        "buckets": state.schema.buckets,
-        "versions": [_version_fields(state.schema, version) for version in state.versions],
-        "holds": holds,
-    }
+    row = table_description(state, now_ms)
     if as_json:
         print_json(row)
         return
@@ -68,7 +55,7 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
         print(f"  schema {version['version']} from {format_time(version['upper'])}: {version['change']}")
     print(f"  {row['batches']} batches  {row['parts']} parts  {row['updates']:,} updates  {row['bytes']:,} bytes")
     print(f"  waiting for deletion: {row['garbage_bytes']:,} bytes in {row['garbage_objects']} objects")
-    for hold in holds:
+    for hold in row["holds"]:
         ends = "does not expire" if hold["ends_in_ms"] is None else f"ends in {hold['ends_in_ms']} ms unless renewed"
         print(f"  held from {format_time(hold['since'])} by {hold['owner']} ({ends})")
 
@@ -85,7 +72,7 @@ def history(
     """
     with open_consensus_only(config) as opened:
         state = read_shard_state(opened, name)
-    rows = sorted(_history_rows(state), key=lambda row: row["upper"])[-last:]
+    rows = sorted(history_rows(state), key=lambda row: row["upper"])[-last:]
     if as_json:
         print_json(rows)
         return
@@ -99,45 +86,8 @@ def history(
         print(f"{format_time(row['lower'])} to before {format_time(row['upper'])}  {what}  by {writer}{merged}")
 
 
-def _history_rows(state: ShardState) -> Iterator[dict[str, Any]]:
-    for batch in state.batches:
-        yield {
-            "lower": batch.lower,
-            "upper": batch.upper,
-            "updates": sum(part.rows for part in batch.parts),
-            "bytes": sum(part.size_bytes for part in batch.parts),
-            "parts": len(batch.parts),
-            "writer": batch.writer,
-            "summed_to": batch.summed_to,
-            "schema_version": batch.schema_version,
-        }
-    for version in state.versions:
-        yield _version_fields(state.schema, version)
-
-
-def _version_fields(schema: ShardSchema, version: SchemaVersion) -> dict[str, Any]:
-    """Describe a schema version. `change` shows the current types."""
-    columns = {column.name: column for column in schema.columns}
-    said = [f"+{columns[n].name} {columns[n].type}" + _default_text(columns[n].default) for n in version.added]
-    said += [f"{name} {kind}→{columns[name].type}" for name, kind in version.widened]
-    said += [f"-{name} (null from then on)" for name in version.retired]
-    return {
-        "version": version.version,
-        "upper": version.upper,
-        "at_ms": version.at_ms,
-        "change": ", ".join(said),
-        "added": list(version.added),
-        "widened": dict(version.widened),
-        "retired": list(version.retired),
-    }
-
-
 def _retired_note(column: Column) -> str:
     return f" (null from schema {column.retired} on: its source no longer has it)" if column.retired else ""
-
-
-def _default_text(text: str | None) -> str:
-    return "" if text is None else f" default {text}"
 
 
 def read_shard_state(opened: OpenConsensus, name: str) -> ShardState:
@@ -155,20 +105,3 @@ def format_time(time_ms: int) -> str:
     if not 0 < time_ms < _YEAR_9999_MS:
         return str(time_ms)
     return f"{time_ms} ({datetime.fromtimestamp(time_ms / 1000, UTC):%Y-%m-%d %H:%M:%S})"
-
-
-def shard_fields(state: ShardState) -> dict[str, Any]:
-    return {
-        "shard": state.name,
-        "shard_id": state.shard_id,
-        "since": state.since,
-        "upper": state.upper,
-        "batches": len(state.batches),
-        "parts": sum(len(batch.parts) for batch in state.batches),
-        "updates": state.rows,
-        "bytes": state.size_bytes,
-        "garbage_bytes": sum(g.size_bytes for g in state.garbage),
-        "garbage_objects": sum(len(g.objects) for g in state.garbage),
-        "closed": state.closed,
-        "schema_version": state.schema.version,
-    }

@@ -45,6 +45,8 @@ from tidemill.shapes.http.params import BadRequestError
 
 PUBLIC_PATHS: Final = frozenset({"/healthz", "/readyz", "/v1/health"})
 SHAPE_PATH: Final = "/v1/shape"
+ROW_PATHS: Final = frozenset({"/api/rows", "/api/dead-letters"})
+"""Paths that show rows of the tables that `table` names."""
 CREDENTIAL_CACHE_S: Final = 30.0
 CREDENTIAL_CACHE_MAX: Final = 1_000
 HEADER_BYTES_MAX: Final = 20 << 10
@@ -131,7 +133,10 @@ class AuthMiddleware:
             return
         principal = known.principal
         raw = scope.get("raw_path") or scope["path"].encode()
-        topics = await _required_topics(parties, query)
+        if scope["path"] in ROW_PATHS:
+            topics = [f"shard.{table}" for table in QueryParams(scope["query_string"]).getlist("table")]
+        else:
+            topics = await _required_topics(parties, query)
         needed = required_permissions(scope["method"], scope["path"], raw, topics)
         denied = _first_denied(parties, needed, principal, host)
         if denied is not None:
@@ -257,8 +262,10 @@ def _first_denied(
 
 
 def required_permissions(method: str, path: str, raw_path: bytes, topics: Sequence[str]) -> list[RequiredPermission]:
-    """Return everything that a request needs. `topics` are those of a shape request (`_required_topics`). Pure."""
+    """Return everything that a request needs. `topics` are those whose rows it reads (`_required_topics`). Pure."""
     reads = method in ("GET", "HEAD")
+    if path in ROW_PATHS and reads and topics:
+        return [RequiredPermission(Operation.READ, Resource.TOPIC, topic) for topic in topics]
     if path == SHAPE_PATH and method == "DELETE":
         # A handle alone may name any shape.
         return [RequiredPermission(Operation.DELETE, Resource.TOPIC, topic) for topic in topics] or [

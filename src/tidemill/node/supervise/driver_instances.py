@@ -1,4 +1,4 @@
-"""Identical drivers of one pipeline: their names, whether they live, and which of them ended on purpose.
+"""Identical drivers of one pipeline: their names, whether they run here, and which of them ended on purpose.
 
     pipeline:shop    pipeline:shop:2      drivers of `up`, and of `pipeline run shop`
     pipeline:shop:b  pipeline:shop:b-2    drivers of `pipeline run shop --label b`
@@ -14,10 +14,9 @@ from pathlib import Path
 
 import msgspec
 
-from tidemill.base.limits import STATUS_BLIND_AFTER_MS
+from tidemill.base.status.drivers import KIND, is_silent, pipeline_of
 from tidemill.base.status.status import StatusReport, this_process
 
-KIND = "pipeline"
 DRIVER_MODULE = "tidemill.spark.pipeline.driver"
 
 
@@ -29,12 +28,6 @@ def instance_name(label: str, number: int) -> str:
 def process_name(pipeline: str, instance: str) -> str:
     """Return the process name under which a driver reports."""
     return ":".join(part for part in (KIND, pipeline, instance) if part)
-
-
-def pipeline_of(process: str) -> str:
-    """Return the pipeline whose driver a process is; "" if it is no driver."""
-    kind, _, rest = process.partition(":")
-    return rest.partition(":")[0] if kind == KIND else ""
 
 
 def label_and_number(process: str) -> tuple[str, int]:
@@ -56,23 +49,6 @@ def is_driver(pid: int) -> bool:
 def is_local_live_driver(report: StatusReport) -> bool:
     """Return whether the report comes from a live driver on this machine."""
     return report.host == this_process()[1] and is_driver(report.pid)
-
-
-def is_silent(report: StatusReport, now_ms: int) -> bool:
-    return now_ms - report.at_ms > STATUS_BLIND_AFTER_MS
-
-
-def processes_sharing_driver(report: StatusReport, reports: Iterable[StatusReport], now_ms: int) -> list[str]:
-    """Return the processes of other pipelines that share this one's driver (one pid). If only one of two is silent,
-    it was an earlier process with the same pid."""
-    return sorted(
-        r.process
-        for r in reports
-        if (r.pid, r.host) == (report.pid, report.host)
-        and r.process != report.process
-        and pipeline_of(r.process)
-        and is_silent(r, now_ms) == is_silent(report, now_ms)
-    )
 
 
 class OwnDrivers(msgspec.Struct):

@@ -107,9 +107,12 @@ class ShardFeed:
         Raises what the shard raises; UnavailableError if its history is forgotten faster than it can be read;
         InvalidError if it is too large, or the where clause fails on a row; OverBudgetError.
         """
-        table, self._next = await read_contents(self._shard)
-        if table is not None and (self._log_mode == "full" or not self._keyed):
-            await self._process_table(shape, table, self._add_base_rows)
+        if self._log_mode == "full" or not self._keyed:
+            table, self._next = await read_contents(self._shard)
+            if table is not None:
+                await self._process_table(shape, table, self._add_base_rows)
+        else:  # changes of a keyed table name their rows: its contents are not needed, and it may have any size
+            _, self._next = await self._shard.frontiers()
         shape.log.seal_base()
         shape.last_seen = max(self._next - 1, 0)
 

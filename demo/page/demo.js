@@ -1,5 +1,5 @@
 // The page of Harbour Shop: three shapes, followed by the unmodified Electric client, and the status of every stage.
-import { ShapeStream } from "@electric-sql/client";
+import { ShapeStream } from "/console/vendor/electric-client.mjs";
 
 const SHOWN_ROWS = 18;
 const KEPT_HISTORY = 5000;

@@ -1,0 +1,46 @@
+// How to use a table: lines to copy, with its name, its key and the address of this node.
+import { Component } from "../vendor/preact.mjs";
+import { html } from "../parts.js";
+
+export function Snippets({ table }) {
+  return html`<div class="snippets">${snippetsOf(table).map(([title, text, note]) => html`<${Snippet} key=${title} title=${title} text=${text} note=${note} />`)}</div>`;
+}
+
+function snippetsOf({ shard: name, key, columns }) {
+  const origin = location.origin;
+  const first = key[0] ?? Object.keys(columns)[0];
+  const variable = /^[a-z_][a-z0-9_]*$/i.test(name) ? name : "table";
+  return [
+    ["curl", `curl -i '${origin}/v1/shape?table=shard:${name}&offset=-1'`,
+      "Repeat with electric-handle and electric-offset of the response, and &live=true: it returns when the table changes."],
+    ["Python", `import tidemill
+
+with tidemill.connect("tidemill.toml") as cluster:
+    ${variable} = cluster.table("${name}")
+    print(${variable}.count(), ${variable}.to_arrow(as_of="latest"))`, "Without a node, without Spark: as Arrow, Polars or DuckDB."],
+    ["PySpark", `${variable} = spark.read.format("tidemill").load("${name}")
+${variable}.show()`, "In any Spark session that has tidemill; append with df.write.format(\"tidemill\")."],
+    ["SQL", `tidemill sql 'SELECT * FROM "${name}" ORDER BY "${first}" LIMIT 20'`, "DuckDB in a terminal, at one exact time (--as-of)."],
+    ["JavaScript", `import { Shape, ShapeStream } from "@electric-sql/client";
+
+const stream = new ShapeStream({
+  url: "${origin}/v1/shape",
+  params: { table: "shard:${name}" },
+});
+new Shape(stream).subscribe(({ rows }) => console.log(rows));`, "The unmodified Electric client: all rows, then every change."],
+  ];
+}
+
+class Snippet extends Component {
+  async copy() {
+    const { text } = this.props;
+    try { await navigator.clipboard.writeText(text); this.setState({ said: "Copied." }); } catch {
+      getSelection().selectAllChildren(this.code);
+      this.setState({ said: "Selected: press Ctrl+C." });
+    }
+  }
+  render({ title, text, note }, { said }) {
+    return html`<figure><figcaption><h3>${title}</h3><button type="button" onClick=${() => this.copy()} aria-label=${`Copy ${title}`}>Copy</button> <span class="quiet" aria-live="polite">${said}</span></figcaption>
+      <pre ref=${(element) => { this.code = element; }}><code>${text}</code></pre><p class="quiet">${note}</p></figure>`;
+  }
+}
