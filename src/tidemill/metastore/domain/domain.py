@@ -303,7 +303,7 @@ class Domain(DomainReads):
     # closing ------------------------------------------------------------------------------------
 
     def trouble(self) -> str:
-        """Return a failure that persists, see `FailureRecord.persistent`; "" if there is none."""
+        """Return a failure that persists, see `FailureRecord.persistent`; "" without one."""
         if self._closed is not None:
             return self._closed.message
         failure = self._failures.persistent()
