@@ -44,10 +44,14 @@ def prepare() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="./dev sim", description="Run the rooms in seeded worlds under faults.")
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds to run, from --first on")
-    parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--first", type=int, default=0, help="first seed")
     parser.add_argument("--seed", type=int, default=None, help="run this one seed and print its trace's hash")
-    parser.add_argument("--room", default="all", choices=(*ROOMS, "all"))
-    parser.add_argument("--fault", default="", choices=("", *FAULTS), help="plant a known fault; it must be found")
+    parser.add_argument(
+        "--room", metavar="ROOM", default="all", choices=(*ROOMS, "all"), help=f"{', '.join(ROOMS)}, all"
+    )
+    parser.add_argument(
+        "--fault", metavar="FAULT", default="", choices=("", *FAULTS), help="plant a fault of sim/scenarios/__init__.py"
+    )
     parser.add_argument("--trace", action="store_true", help="print every event of the seed")
     parser.add_argument("--seconds", type=float, default=None, help="stop cleanly after this much real time")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes; results do not depend on it")

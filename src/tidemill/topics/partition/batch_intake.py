@@ -2,7 +2,7 @@
 
     produce_nowait        reserve (plain call) ─► validate ─► stage ─► upload (several in flight)
                           ─► redeem, in order ─► turned
-    write_marker_nowait   reserve, in a separate queue ─► stage   ─► upload ─► turned
+    write_marker_nowait   reserve, in a separate queue ─► stage ─► upload ─► turned
 
 A batch that fails on this way is abandoned, which poisons the later batches of its producer. The intake proposes
 nothing: the leader decides the batches in `turned`, and ends each through `live`.
