@@ -15,7 +15,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "pipeline restart": ("tidemill pipeline restart shop",),
     "pipeline delete": ("tidemill pipeline delete shop",),
     "restore": ("tidemill restore --dry-run", "tidemill restore --from s3://backup/shop"),
-    "status": ("tidemill status", "tidemill status --latency"),
+    "status": ("tidemill status", "tidemill status --watch", "tidemill status --latency"),
     "why": ("tidemill why orders", "tidemill why"),
     "logs": ("tidemill logs node -f", "tidemill logs shop --lines 100"),
     "doctor": ("tidemill doctor", "tidemill doctor --deep --contents"),

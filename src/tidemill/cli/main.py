@@ -46,7 +46,10 @@ COMMANDS = {
         RUN, "Restore topics, bindings, tables and the catalogue from the bucket.", "cluster.restore", "restore"
     ),
     "status": Entry(
-        WATCH, "Show every stage: its state, how far it is behind, and what blocks it.", "cluster.status", "status"
+        WATCH,
+        "Show each source and table: its state, its delay, and what blocks it.",
+        "cluster.status",
+        "status",
     ),
     "why": Entry(WATCH, "Show how fresh a table is and what blocks it.", "cluster.why", "why"),
     "logs": Entry(WATCH, "Show the logs of the node and of the drivers on this machine.", "cluster.logs", "logs"),

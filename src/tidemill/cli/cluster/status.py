@@ -1,4 +1,6 @@
-"""`tidemill status`: every stage status with its derived state, its age and its blocker.
+"""`tidemill status`: sources, tables and live clients, with the state of each, its age and its blocker.
+
+A stage of another kind is shown if it is in trouble, or with `--all`, which shows every stage.
 
 `--latency` shows how long commits take to reach each stage on the way to the tables, as processes report it:
 
@@ -9,16 +11,20 @@ The fact `latency` of a report is {source: {stage: histogram}}. Histograms of on
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from tidemill.base.errors import UnavailableError
 from tidemill.base.limits import MIB
-from tidemill.base.status.freshness import EXIT_BY_STATE
+from tidemill.base.status.freshness import EXIT_BY_STATE, SHARD
 from tidemill.base.status.histogram import SINCE_BOUND, Histogram
 from tidemill.base.status.status import (
+    NODE,
     DerivedStatus,
     StageState,
     StatusReport,
@@ -37,6 +43,10 @@ from tidemill.cli.context import (
 from tidemill.console.views.stages import facts_by_process, latency_summaries, merge_latencies, stage_rows
 
 BAR = 40
+ROWS_MAX = 30
+"""Rows of a group that are shown without --all."""
+SOURCES = ("capture:", "table:", "topic:")
+WATCH_INTERVAL_S = 2.0
 FIGURES = ("count", "p50", "p95", "p99", "max")
 
 Memory = Annotated[bool, typer.Option("--memory", help="Instead, show the memory of each process by share.")]
@@ -46,6 +56,10 @@ Latency = Annotated[
     typer.Option("--latency", help="Instead, show how long commits take to reach each stage on the way to the tables."),
 ]
 
+All = Annotated[bool, typer.Option("--all", help="Show every stage, including internal ones.")]
+
+Watch = Annotated[bool, typer.Option("--watch", help="Show it again every two seconds, until Ctrl-C.")]
+
 Facts = Annotated[
     bool, typer.Option("--facts", help="Instead, print the facts (counters and gauges) of each process as JSON.")
 ]
@@ -53,15 +67,24 @@ Facts = Annotated[
 
 def status(
     config: ConfigOption = None,
+    every: All = False,
+    watch: Watch = False,
     memory: Memory = False,
     latency: Latency = False,
     facts: Facts = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Show every stage: its state, how far it is behind, and what blocks it. Exit 0 fresh, 1 lagging, 3 stuck."""
+    """Show each source and table: its state, its delay, and what blocks it.
+
+    Exit 0 fresh, 1 lagging, 3 stuck: the worst of all stages, including those that are not shown.
+    """
     with open_consensus_only(config, OPEN_TIMEOUT_S) as opened:
         reports = read_reports(opened)
         marks = derive_statuses(reports, opened.clock.now_ms())
+        while watch:
+            show_again(partial(show_status, marks, reports, every))
+            reports = read_reports(opened)
+            marks = derive_statuses(reports, opened.clock.now_ms())
     if memory:
         show_memory(reports, as_json)
         return
@@ -74,9 +97,7 @@ def status(
     if as_json:
         print_json(stage_rows(marks))
     else:
-        from rich.console import Console
-
-        Console().print(status_table(marks))
+        show_status(marks, reports, every)
     raise SystemExit(max((EXIT_BY_STATE.get(d.state, 0) for d in marks.values()), default=0))
 
 
@@ -115,7 +136,53 @@ def show_memory(reports: list[StatusReport], as_json: bool) -> None:
     Console().print(view)
 
 
-def status_table(marks: dict[str, DerivedStatus], title: str = "") -> Any:
+def show_status(marks: Mapping[str, DerivedStatus], reports: Sequence[StatusReport], every: bool) -> None:
+    from rich.console import Console
+
+    console = Console()
+    if every:
+        console.print(status_table(marks))
+        return
+    groups = group_stages(marks)
+    for title, (shown, more) in groups.items():
+        if shown:
+            console.print(status_table(shown, title))
+        if more:
+            print(f"and {more:,} more: tidemill status --all")
+    counts = {report.process: report.facts.get("shapes") for report in reports}
+    shapes = {process: facts["shapes"] for process, facts in counts.items() if isinstance(facts, dict)}
+    listed = ", ".join(f"{count:,} shapes on {process.removeprefix(NODE)}" for process, count in sorted(shapes.items()))
+    hidden = len(marks) - sum(len(shown) for shown, _ in groups.values())
+    print(f"live clients: {listed or 'none'}; {hidden:,} other stages work: tidemill status --all")
+
+
+def group_stages(marks: Mapping[str, DerivedStatus]) -> dict[str, tuple[dict[str, DerivedStatus], int]]:
+    """Return the stages to show by group, the troubled ones first, and how many more the group has."""
+    members: dict[str, list[str]] = {"sources": [], "tables": [], "in trouble": []}
+    for name, derived in marks.items():
+        if name.startswith(SHARD) and "@" not in name:
+            members["tables"].append(name)
+        elif name.startswith(SOURCES) and "/topics" not in name:
+            members["sources"].append(name)
+        elif derived.state in (StageState.WAITING, StageState.STUCK, StageState.BLIND):
+            members["in trouble"].append(name)
+    found = {}
+    for title, names in members.items():
+        names.sort(key=lambda name: (-severity_of(marks[name])[0], name))
+        found[title] = ({name: marks[name] for name in names[:ROWS_MAX]}, max(0, len(names) - ROWS_MAX))
+    return found
+
+
+def show_again(show: Callable[[], object]) -> None:
+    """Clear the terminal, show something, and wait for a moment."""
+    if sys.stdout.isatty():
+        print("\x1b[H\x1b[2J", end="")
+    show()
+    sys.stdout.flush()
+    threading.Event().wait(WATCH_INTERVAL_S)
+
+
+def status_table(marks: Mapping[str, DerivedStatus], title: str = "") -> Any:
     """Return a rich table of stage statuses, the troubled ones first."""
     from rich.table import Table
     from rich.text import Text  # names and reasons are no markup: a name is pipeline:x:spark, an error has brackets

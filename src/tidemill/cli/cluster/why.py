@@ -15,12 +15,13 @@ from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.freshness import Verdict, resolve_status_name, verdict_of
 from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of
 from tidemill.cli.captured_tables import maintain_line, matching_tables
-from tidemill.cli.cluster.status import read_stage_statuses
+from tidemill.cli.cluster.status import Watch, read_stage_statuses, show_again
 from tidemill.cli.context import (
     EXIT_STUCK,
     OPEN_TIMEOUT_S,
     ConfigOption,
     JsonOption,
+    OpenConsensus,
     open_consensus_only,
     open_stores,
     print_json,
@@ -34,10 +35,17 @@ Name = Annotated[
 ]
 
 
-def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def why(name: Name = "", config: ConfigOption = None, watch: Watch = False, as_json: JsonOption = False) -> None:
     """Show how fresh a table is and what blocks it. Exit 0 fresh, 1 lagging, 3 stuck: the worst up to its source."""
     with open_consensus_only(config, OPEN_TIMEOUT_S) as opened:
-        marks = read_stage_statuses(opened)
+        while watch:
+            show_again(lambda: _explain(name, config, opened, as_json))
+        raise SystemExit(_explain(name, config, opened, as_json))
+
+
+def _explain(name: str, config: Path | None, opened: OpenConsensus, as_json: bool) -> int:
+    """Print the verdict, and return its exit code."""
+    marks = read_stage_statuses(opened)
     note = ""
     try:
         start = resolve_status_name(marks, name) if name else max(marks, key=lambda n: severity_of(marks[n]))
@@ -53,7 +61,7 @@ def why(name: Name = "", config: ConfigOption = None, as_json: JsonOption = Fals
         print_json(verdict_row(found, exit_code) | ({"note": note} if note else {}))
     else:
         print("\n".join([*([note] if note else []), *format_verdict(found, exit_code)]))
-    raise SystemExit(exit_code)
+    return exit_code
 
 
 def find_captured_table(config: Path | None, name: str, marks: Mapping[str, DerivedStatus]) -> tuple[str, str]:
