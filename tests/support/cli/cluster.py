@@ -22,6 +22,9 @@ DAY = 1_700_000_000_000
 
 
 class Cluster:
+    group = "table"
+    """Of commands."""
+
     def __init__(self, directory: Path) -> None:
         self.config = directory / "tidemill.toml"
         self.config.write_text(f'[node]\ndata = "{directory}/data"\n')
@@ -29,7 +32,7 @@ class Cluster:
 
     def command(self, *arguments: str, answer: str = "") -> str:
         """Return the output of the command. Raise the error with which it refused."""
-        done = CliRunner().invoke(app, ["table", *arguments, "--config", str(self.config)], input=answer)
+        done = CliRunner().invoke(app, [self.group, *arguments, "--config", str(self.config)], input=answer)
         if isinstance(done.exception, TidemillError):
             raise done.exception
         assert done.exit_code == 0, (done.output, done.exception)
