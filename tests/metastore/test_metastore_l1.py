@@ -130,7 +130,7 @@ async def _unnamed(world: World, extent: Any, row: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "reported"),
     [
         (_hole, "L1 has 0 extents"),
         (_behind, "L1 ends at"),
