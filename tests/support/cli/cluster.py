@@ -23,7 +23,7 @@ DAY = 1_700_000_000_000
 
 class Cluster:
     group = "table"
-    """Of commands."""
+    """Group of commands."""
 
     def __init__(self, directory: Path) -> None:
         self.config = directory / "tidemill.toml"

@@ -33,7 +33,7 @@ class L1World(World):
         return node
 
     def reconciling(self) -> LocalTopics:
-        """A node that reconciles by itself once it is started."""
+        """Return a node that reconciles periodically once it is started."""
         node = LocalTopics(
             self.consensus, self.objects, self.catalogue, clock=self.clock, rand=self.rand,
             settings=self.settings, tracker=self.tracker, metastore=self.metastore,
