@@ -50,32 +50,16 @@ async def serve(name: str, certificates: str) -> None:
     """Serve shapes. A line on standard input is a number of changes and the rows of each."""
     from starlette.applications import Starlette
 
-    from shapes_live import INFO, NAME, Stream, fragment
-    from support.shapes.consumer import TABLE
-    from tidemill.base.clock import Rand, SystemClock
+    from shapes_live import empty_service, fragment
     from tidemill.base.config.listeners import TlsSection
-    from tidemill.base.status.status import StatusTracker
-    from tidemill.capture.postgres.pg_snapshot import PgSnapshot
     from tidemill.node.http.limits import HttpLimits, LimitsMiddleware
     from tidemill.node.http.server import HttpServer
     from tidemill.shapes import shape_routes
-    from tidemill.shapes.service import ShapeService
     from tidemill.shapes.settings import ShapeSettings
 
     raise_descriptor_limit()
     settings = ShapeSettings(max_initial=100_000, max_existing=100_000, long_poll_s=600, sse_s=600)
-    service = ShapeService(SystemClock(), Rand(7), StatusTracker(), settings)
-    sink = service.add_database(NAME, "host=/nowhere", lambda: [TABLE])
-    database = service._tables._databases[NAME]
-    database.infos[TABLE] = INFO
-
-    async def empty(*_: object) -> PgSnapshot:
-        return PgSnapshot(1, 1, frozenset())
-
-    database.source.load = empty  # type: ignore[method-assign, assignment]
-    sink.begin_session([])
-    sink.set_carried_relations([TABLE.oid])
-    sink.begin_stream(Stream(sink), 0)
+    service, sink = empty_service(settings)
     while sink.restoring:
         await asyncio.sleep(0.01)
     app = Starlette(routes=list(shape_routes(service)))

@@ -21,6 +21,7 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.memory_budget import resident_bytes
 from tidemill.base.status.status import StatusTracker
 from tidemill.capture.changes import Change, Fragment
+from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.definition.definition import HandleMint, ShapeDefinition, Source
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
@@ -81,6 +82,23 @@ def fill(path: Path, count: int) -> None:
             written.append(ShapeWrite(key, [(0, rows)], [], 0, saved))
         file.flush(Flush(OWNER, False, written, ()))
     file.release()
+
+
+def empty_service(settings: ShapeSettings) -> tuple[ShapeService, ShapeTap]:
+    """A service that streams, and the tap of its one table, which is empty."""
+    service = ShapeService(SystemClock(), Rand(7), StatusTracker(), settings)
+    sink = service.add_database(NAME, "host=/nowhere", lambda: [TABLE])
+    database = service._tables._databases[NAME]
+    database.infos[TABLE] = INFO
+
+    async def empty(*_: object) -> PgSnapshot:
+        return PgSnapshot(1, 1, frozenset())
+
+    database.source.load = empty
+    sink.begin_session([])
+    sink.set_carried_relations([TABLE.oid])
+    sink.begin_stream(Stream(sink), 0)
+    return service, sink
 
 
 def fragment(number: int, count: int, rows: int) -> Fragment:

@@ -12,23 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import json
-import resource
 import sys
 import time
 from pathlib import Path
 
 from starlette.applications import Starlette
 
-from shapes_live import INFO, MIB, NAME, Stream, fragment
-from support.shapes.consumer import TABLE
-from tidemill.base.clock import Rand, SystemClock
+from http_servers import raise_descriptor_limit
+from shapes_live import MIB, empty_service, fragment
 from tidemill.base.runtime.memory_budget import resident_bytes
-from tidemill.base.status.status import StatusTracker
-from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.node.http.limits import HttpLimits
 from tidemill.node.http.server import HttpServer
 from tidemill.shapes import shape_routes
-from tidemill.shapes.service import ShapeService
 from tidemill.shapes.settings import ShapeSettings
 
 CHANGES = 3
@@ -36,21 +31,9 @@ IDLE_S = 20.0
 
 
 async def measure(count: int) -> dict[str, float]:
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    raise_descriptor_limit()
     settings = ShapeSettings(max_initial=count + 1, max_existing=count + 1)
-    service = ShapeService(SystemClock(), Rand(7), StatusTracker(), settings)
-    sink = service.add_database(NAME, "host=/nowhere", lambda: [TABLE])
-    database = service._tables._databases[NAME]
-    database.infos[TABLE] = INFO
-
-    async def empty(*_: object) -> PgSnapshot:
-        return PgSnapshot(1, 1, frozenset())
-
-    database.source.load = empty
-    sink.begin_session([])
-    sink.set_carried_relations([TABLE.oid])
-    sink.begin_stream(Stream(sink), 0)
+    service, sink = empty_service(settings)
     limits = HttpLimits(connections=2 * count + 100, per_address=2 * count, address_connections=2 * count)
     server = HttpServer(Starlette(routes=list(shape_routes(service))), on_failure=print, limits=limits)
     await server.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ pytest.register_assert_rewrite("support")
 
 from support.postgres import EmbeddedPostgres  # noqa: E402
 from support.replication_slots import drop_slots  # noqa: E402
+from support.waiting import run  # noqa: E402
 
 pytest_plugins = ("suite.selection", "suite.recording", "suite.leftovers")
 
@@ -24,6 +26,16 @@ _numbers = itertools.count(1)
 # How long an example takes is the machine's affair: the first one also loads what it uses.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine function runs on a loop of its own, within the time of a scenario."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    run(pyfuncitem.obj(**arguments))
+    return True
 
 
 @pytest.fixture(autouse=True)

@@ -25,100 +25,90 @@ def shown(tracker: StatusTracker, now_ms: int = 0) -> list[StageStatus]:
     return list(tracker.report("p", now_ms).marks)
 
 
-def test_any_fault_ends_one_try_of_the_unit_and_is_told_until_it_heals() -> None:
-    async def scenario() -> None:
-        tracker, seen = StatusTracker(), []
-        leaked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        leaked.cancel()
-        faults: list[BaseException | asyncio.Future[None]] = [
-            InvalidError("the slot is gone.", fix="Start over."),
-            CorruptError("a record cannot be read."),
-            RecursionError("too deep"),
-            Panic("native code"),
-            leaked,
-            UnavailableError("storage is away."),
-        ]
+async def test_any_fault_ends_one_try_of_the_unit_and_is_told_until_it_heals() -> None:
+    tracker, seen = StatusTracker(), []
+    leaked: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    leaked.cancel()
+    faults: list[BaseException | asyncio.Future[None]] = [
+        InvalidError("the slot is gone.", fix="Start over."),
+        CorruptError("a record cannot be read."),
+        RecursionError("too deep"),
+        Panic("native code"),
+        leaked,
+        UnavailableError("storage is away."),
+    ]
 
-        async def body() -> None:
-            seen.append([(mark.held_by, mark.reason, mark.tries) for mark in shown(tracker)])
-            if faults:
-                fault = faults.pop(0)
-                if isinstance(fault, BaseException):
-                    raise fault
-                await fault
+    async def body() -> None:
+        seen.append([(mark.held_by, mark.reason, mark.tries) for mark in shown(tracker)])
+        if faults:
+            fault = faults.pop(0)
+            if isinstance(fault, BaseException):
+                raise fault
+            await fault
 
-        async with asyncio.timeout(20):
-            await run_unit("capture:shop", body, tracker=tracker, clock=SystemClock(), restarts=Backoff(**QUICK))
-        assert seen == [
-            [],
-            [("operator", "the slot is gone. Start over.", 1)],
-            [("operator", "a record cannot be read.", 2)],
-            [("", "RecursionError: too deep", 3)],
-            [("", "Panic: native code", 4)],
-            [("", "CancelledError", 5)],
-            [("", "storage is away.", 6)],
-        ]
-        assert shown(tracker) == []
-
-    asyncio.run(scenario())
+    async with asyncio.timeout(20):
+        await run_unit("capture:shop", body, tracker=tracker, clock=SystemClock(), restarts=Backoff(**QUICK))
+    assert seen == [
+        [],
+        [("operator", "the slot is gone. Start over.", 1)],
+        [("operator", "a record cannot be read.", 2)],
+        [("", "RecursionError: too deep", 3)],
+        [("", "Panic: native code", 4)],
+        [("", "CancelledError", 5)],
+        [("", "storage is away.", 6)],
+    ]
+    assert shown(tracker) == []
 
 
 @pytest.mark.parametrize("ends", [asyncio.CancelledError, KeyboardInterrupt, SystemExit])
-def test_what_ends_a_process_or_a_task_on_purpose_is_no_fault(ends: type[BaseException]) -> None:
-    async def scenario() -> None:
-        tracker, began = StatusTracker(), asyncio.Event()
+async def test_what_ends_a_process_or_a_task_on_purpose_is_no_fault(ends: type[BaseException]) -> None:
+    tracker, began = StatusTracker(), asyncio.Event()
 
-        async def body() -> None:
-            began.set()
-            if ends is asyncio.CancelledError:
-                await asyncio.Event().wait()
-            raise ends
+    async def body() -> None:
+        began.set()
+        if ends is asyncio.CancelledError:
+            await asyncio.Event().wait()
+        raise ends
 
-        running = run_unit("capture:shop", body, tracker=tracker, clock=SystemClock())
-        if ends is not asyncio.CancelledError:
-            with pytest.raises(ends):
-                running.send(None)
-            running.close()
-        else:
-            task = asyncio.ensure_future(running)
-            await began.wait()
-            task.cancel()
-            await asyncio.wait([task])
-            assert task.cancelled()
-        assert shown(tracker) == []
-
-    asyncio.run(scenario())
-
-
-def test_a_unit_that_fails_while_it_is_cancelled_ends_and_is_not_begun_again() -> None:
-    """What its clean-up raises takes the place of the cancellation: who waits for its end would wait for ever."""
-
-    async def scenario() -> None:
-        tracker, begun = StatusTracker(), 0
-        began = asyncio.Event()
-
-        async def body() -> None:
-            nonlocal begun
-            begun += 1
-            began.set()
-            try:
-                await asyncio.Event().wait()
-            finally:
-                raise UnavailableError("storage is away.")
-
-        restarts = Backoff(**QUICK)
-        task = asyncio.ensure_future(run_unit("t", body, tracker=tracker, clock=SystemClock(), restarts=restarts))
+    running = run_unit("capture:shop", body, tracker=tracker, clock=SystemClock())
+    if ends is not asyncio.CancelledError:
+        with pytest.raises(ends):
+            running.send(None)
+        running.close()
+    else:
+        task = asyncio.ensure_future(running)
         await began.wait()
         task.cancel()
-        await asyncio.wait([task], timeout=1.0)
-        ended = task.cancelled()
-        while not task.done():
-            task.cancel()
-            await asyncio.sleep(0)
-        assert ended and begun == 1
-        assert shown(tracker) == []
+        await asyncio.wait([task])
+        assert task.cancelled()
+    assert shown(tracker) == []
 
-    asyncio.run(scenario())
+
+async def test_a_unit_that_fails_while_it_is_cancelled_ends_and_is_not_begun_again() -> None:
+    """What its clean-up raises takes the place of the cancellation: who waits for its end would wait for ever."""
+    tracker, begun = StatusTracker(), 0
+    began = asyncio.Event()
+
+    async def body() -> None:
+        nonlocal begun
+        begun += 1
+        began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise UnavailableError("storage is away.")
+
+    restarts = Backoff(**QUICK)
+    task = asyncio.ensure_future(run_unit("t", body, tracker=tracker, clock=SystemClock(), restarts=restarts))
+    await began.wait()
+    task.cancel()
+    await asyncio.wait([task], timeout=1.0)
+    ended = task.cancelled()
+    while not task.done():
+        task.cancel()
+        await asyncio.sleep(0)
+    assert ended and begun == 1
+    assert shown(tracker) == []
 
 
 def states(tracker: StatusTracker, now_ms: int) -> list[StageState]:

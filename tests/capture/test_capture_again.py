@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.capture.evolving import equal
-from support.capture.world import AGAIN, GOOD, PARTITIONED, World, generation, in_world, stuck
+from support.capture.world import AGAIN, GOOD, PARTITIONED, World, generation, stuck
 from support.waiting import until
 from tidemill.base.status.status import derive_status
 from tidemill.capture.catalog.columns import ColumnAttributes, TableAttributes
@@ -32,10 +32,10 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("with_rows", [True, False])
-def test_f466_what_a_copy_makes_good_is_copied_by_itself_and_is_what_select_says(
+async def test_f466_what_a_copy_makes_good_is_copied_by_itself_and_is_what_select_says(
     postgres_dsn: str, with_rows: bool
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD)
         for name in CHANGES:
             await world.sql(f"CREATE TABLE {name} ({COLUMNS})", f"INSERT INTO {name} VALUES {ROWS}")
@@ -56,8 +56,6 @@ def test_f466_what_a_copy_makes_good_is_copied_by_itself_and_is_what_select_says
             await equal(world, *CHANGES, "good")
             assert await generation(world, "good") == 0
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.parametrize(
     "changes",
@@ -71,10 +69,10 @@ def test_f466_what_a_copy_makes_good_is_copied_by_itself_and_is_what_select_says
          "UPDATE p SET v = 2 WHERE id = 101", "COMMIT", "DELETE FROM p WHERE id = 1"),
     ],
 )  # fmt: skip
-def test_f466_rows_that_come_and_go_with_a_partition_are_copied_by_themselves(
+async def test_f466_rows_that_come_and_go_with_a_partition_are_copied_by_themselves(
     postgres_dsn: str, changes: tuple[str, ...]
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED)
         async with world.capture(table_poll_s=0.1, **AGAIN):
             await world.caught_up()
@@ -87,13 +85,10 @@ def test_f466_rows_that_come_and_go_with_a_partition_are_copied_by_themselves(
             await world.flowing("p")
             await equal(world, "p", "good")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f467_it_is_copied_once_a_pause_and_says_from_when_on(postgres_dsn: str) -> None:
+async def test_f467_it_is_copied_once_a_pause_and_says_from_when_on(postgres_dsn: str) -> None:
     """The first time at once. A table that waits is nobody's to mend, and may be asked for before."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, f"CREATE TABLE t ({COLUMNS})", f"INSERT INTO t VALUES {ROWS}")
         async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=3600):
             await world.caught_up()
@@ -121,11 +116,9 @@ def test_f467_it_is_copied_once_a_pause_and_says_from_when_on(postgres_dsn: str)
             await world.flowing("t")
             await equal(world, "t", "good")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f467_one_that_is_too_large_or_has_changed_otherwise_since_waits_for_somebody(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f467_one_that_is_too_large_or_has_changed_otherwise_since_waits_for_somebody(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *[f"CREATE TABLE {t} ({COLUMNS})" for t in ("large", "other", "off")])
         await world.sql(*[f"INSERT INTO {t} VALUES {ROWS}" for t in ("large", "other", "off")])
         volatile = "ALTER TABLE {} ADD x float DEFAULT random()"
@@ -159,8 +152,6 @@ def test_f467_one_that_is_too_large_or_has_changed_otherwise_since_waits_for_som
             assert "changed again since" in stuck(world, "other")
         async with world.capture(table_poll_s=0.1):
             await until(lambda: said(world, "off", "copy_again is off"), "it says that it is off")
-
-    in_world(postgres_dsn, scenario)
 
 
 async def said(world: World, name: str, words: str) -> bool:

@@ -67,50 +67,46 @@ class Failing:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+async def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     rng = random.Random(seed)
     monkeypatch.setattr(side_topic_append, "READ_BYTES", rng.choice((1, 300, 1 << 20)))
     monkeypatch.setattr(side_topic_append, "PAUSE_S", 0.001)
     monkeypatch.setattr(side_topic_append, "PAUSE_MAX_S", 0.01)
+    async with stores() as world:
+        topic = (await world.catalogue.create_topic("t", PARTITIONS, kind="capture")).topic_id
+        side_topic = (await world.catalogue.create_topic("t_xhaside", PARTITIONS, kind="capture")).topic_id
+        ends, wanted, ordered = [], [], []
+        for partition in range(PARTITIONS):
+            copied = [b"copied%d" % n for n in range(rng.randint(1, 5))]
+            await produce(world, topic, partition, copied, COPY, 0)
+            ends.append(len(copied))
+            later: list[bytes] = []
+            for _ in range(rng.randint(3, 12)):
+                some = [b"later%d" % (len(later) + n) for n in range(rng.randint(1, 6))]
+                await produce(world, side_topic, partition, some, OWN, len(later))
+                later += some
+            wanted.append(copied + later)
+            ordered.append(later)
 
-    async def scenario() -> None:
-        async with stores() as world:
-            topic = (await world.catalogue.create_topic("t", PARTITIONS, kind="capture")).topic_id
-            side_topic = (await world.catalogue.create_topic("t_xhaside", PARTITIONS, kind="capture")).topic_id
-            ends, wanted, ordered = [], [], []
-            for partition in range(PARTITIONS):
-                copied = [b"copied%d" % n for n in range(rng.randint(1, 5))]
-                await produce(world, topic, partition, copied, COPY, 0)
-                ends.append(len(copied))
-                later: list[bytes] = []
-                for _ in range(rng.randint(3, 12)):
-                    some = [b"later%d" % (len(later) + n) for n in range(rng.randint(1, 6))]
-                    await produce(world, side_topic, partition, some, OWN, len(later))
-                    later += some
-                wanted.append(copied + later)
-                ordered.append(later)
+        def made(topics: Any) -> SideTopicAppender:
+            return SideTopicAppender(topics, topic, side_topic, ends, OWN, CoopBudget(world.clock))
 
-            def made(topics: Any) -> SideTopicAppender:
-                return SideTopicAppender(topics, topic, side_topic, ends, OWN, CoopBudget(world.clock))
-
-            reported: list[int] = []
-            while await made(world.topics).read_appended_count() < sum(map(len, ordered)):
-                bounds = [rng.randint(0, len(later)) if rng.random() < 0.8 else len(later) for later in ordered]
-                two = [made(Failing(world.topics, rng)) for _ in range(2)]
-                running = [asyncio.ensure_future(one.append_up_to(bounds, reported.append)) for one in two]
-                if rng.random() < 0.4:  # cut off, as by SIGKILL: what is in flight lands, or does not
-                    await asyncio.sleep(rng.random() * 0.01)
-                    for each in running:
-                        each.cancel()
-                await asyncio.gather(*running, return_exceptions=True)
-            for partition in range(PARTITIONS):
-                found = await written(world, topic, partition)
-                assert [record.key for record in found] == wanted[partition]
-                assert [r.value for r in found[ends[partition] :]] == [b"v" + key for key in ordered[partition]]
-            assert await made(world.topics).read_appended_count() == sum(map(len, ordered))
-            with pytest.raises(CorruptError, match="shorter than its copy"):
-                await SideTopicAppender(
-                    world.topics, topic, side_topic, [1000, 1000], OWN, CoopBudget(world.clock)
-                ).read_appended_count()
-
-    asyncio.run(scenario())
+        reported: list[int] = []
+        while await made(world.topics).read_appended_count() < sum(map(len, ordered)):
+            bounds = [rng.randint(0, len(later)) if rng.random() < 0.8 else len(later) for later in ordered]
+            two = [made(Failing(world.topics, rng)) for _ in range(2)]
+            running = [asyncio.ensure_future(one.append_up_to(bounds, reported.append)) for one in two]
+            if rng.random() < 0.4:  # cut off, as by SIGKILL: what is in flight lands, or does not
+                await asyncio.sleep(rng.random() * 0.01)
+                for each in running:
+                    each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        for partition in range(PARTITIONS):
+            found = await written(world, topic, partition)
+            assert [record.key for record in found] == wanted[partition]
+            assert [r.value for r in found[ends[partition] :]] == [b"v" + key for key in ordered[partition]]
+        assert await made(world.topics).read_appended_count() == sum(map(len, ordered))
+        with pytest.raises(CorruptError, match="shorter than its copy"):
+            await SideTopicAppender(
+                world.topics, topic, side_topic, [1000, 1000], OWN, CoopBudget(world.clock)
+            ).read_appended_count()

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 from support.capture.copies import PROGRAM, as_folded
-from support.capture.world import World, in_world
+from support.capture.world import World
 from support.waiting import DEADLINE_S, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.capture.naming import side_topic_name
@@ -115,8 +115,10 @@ async def confirmed_beyond_the_copy(world: World) -> None:
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_wal_is_confirmed_while_a_table_is_copied_beside_the_stream_under_load(postgres_dsn: str, again: bool) -> None:
-    async def scenario(world: World) -> None:
+async def test_wal_is_confirmed_while_a_table_is_copied_beside_the_stream_under_load(
+    postgres_dsn: str, again: bool
+) -> None:
+    async with World(postgres_dsn) as world:
         await tables(world)
         fast = {**SLOW, "copy_rows_per_s": 0}
         async with world.capture(**fast, tables=("*",) if again else ("good",)):
@@ -154,75 +156,69 @@ def test_wal_is_confirmed_while_a_table_is_copied_beside_the_stream_under_load(p
         async with world.capture(**SLOW):
             await ends_well(world)
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.parametrize("seed", [1])
-def test_a_capture_that_is_killed_in_the_copy_and_in_the_append_is_exact(
+async def test_a_capture_that_is_killed_in_the_copy_and_in_the_append_is_exact(
     postgres_dsn: str, tmp_path: Path, seed: int
 ) -> None:
     rng = random.Random(seed)
+    name, said = postgres_dsn.rpartition("/")[2], tmp_path / "capture.log"
 
-    async def scenario() -> None:
-        name, said = postgres_dsn.rpartition("/")[2], tmp_path / "capture.log"
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(PROGRAM), postgres_dsn, name, str(tmp_path), "slowly", "aside"]
+        with said.open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log)
 
-        def start() -> subprocess.Popen[bytes]:
-            command = [sys.executable, str(PROGRAM), postgres_dsn, name, str(tmp_path), "slowly", "aside"]
-            with said.open("ab") as log:
-                return subprocess.Popen(command, stdout=log, stderr=log)
+    def killed(process: subprocess.Popen[bytes]) -> None:
+        process.kill()
+        process.wait()
 
-        def killed(process: subprocess.Popen[bytes]) -> None:
-            process.kill()
-            process.wait()
+    clock, rand = SystemClock(), Rand()
+    consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", clock, rand)
+    objects = await open_objects(f"file://{tmp_path}/objects", clock, rand)
+    async with World(postgres_dsn, consensus=consensus, objects=objects) as world:
+        await tables(world, 24_000)
+        process = start()
+        try:
+            async with Load(world.dsn, seed) as load:
 
-        clock, rand = SystemClock(), Rand()
-        consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", clock, rand)
-        objects = await open_objects(f"file://{tmp_path}/objects", clock, rand)
-        async with World(postgres_dsn, consensus=consensus, objects=objects) as world:
-            await tables(world, 24_000)
-            process = start()
-            try:
-                async with Load(world.dsn, seed) as load:
-
-                    async def known(holds: Callable[[SideTopicState], bool], what: str) -> None:
-                        async def holding() -> bool:
-                            found = await side_topic(world)
-                            return found is not None and holds(found)
-
-                        await until(holding, what)
-
-                    async def copying() -> bool:
-                        row = await world.table("public.a")
-                        return row is not None and row.copy is not None
-
-                    await until(copying, "it is copied")
-                    killed(process)  # the first copy, before the stream: what changes since is set aside
-                    process = start()
-                    await known(lambda found: found.records > 0, "some is set aside")
-                    confirmed_lsn = await world.confirmed()
-                    killed(process)
-                    process = start()
-                    await known(lambda found: bool(found.ends), "it is copied whole")
-                    for n in range(2):
-                        since = said.read_bytes().count(b"appending")
-                        await until(lambda: said.read_bytes().count(b"appending") > since, "it appends")  # noqa: B023
-                        await asyncio.sleep(rng.random() * 0.5)
+                async def known(holds: Callable[[SideTopicState], bool], what: str) -> None:
+                    async def holding() -> bool:
                         found = await side_topic(world)
-                        killed(process)
-                        assert n or (found is not None and found.ends), "it was appended then"
-                        process = start()
-                    row = await world.table("public.a")
-                    assert row is not None and await world.confirmed() > confirmed_lsn
-                    before = load.transactions
-                    await until(lambda: load.transactions > before + 100, "others write")
-                await ends_well(world)
-                row = await world.table("public.a")
-                assert row is not None and row.snapshot is not None and row.snapshot.joined_lsn > row.snapshot.lsn
-            finally:
-                killed(process)
-        await consensus.aclose()
+                        return found is not None and holds(found)
 
-    asyncio.run(scenario())
+                    await until(holding, what)
+
+                async def copying() -> bool:
+                    row = await world.table("public.a")
+                    return row is not None and row.copy is not None
+
+                await until(copying, "it is copied")
+                killed(process)  # the first copy, before the stream: what changes since is set aside
+                process = start()
+                await known(lambda found: found.records > 0, "some is set aside")
+                confirmed_lsn = await world.confirmed()
+                killed(process)
+                process = start()
+                await known(lambda found: bool(found.ends), "it is copied whole")
+                for n in range(2):
+                    since = said.read_bytes().count(b"appending")
+                    await until(lambda: said.read_bytes().count(b"appending") > since, "it appends")  # noqa: B023
+                    await asyncio.sleep(rng.random() * 0.5)
+                    found = await side_topic(world)
+                    killed(process)
+                    assert n or (found is not None and found.ends), "it was appended then"
+                    process = start()
+                row = await world.table("public.a")
+                assert row is not None and await world.confirmed() > confirmed_lsn
+                before = load.transactions
+                await until(lambda: load.transactions > before + 100, "others write")
+            await ends_well(world)
+            row = await world.table("public.a")
+            assert row is not None and row.snapshot is not None and row.snapshot.joined_lsn > row.snapshot.lsn
+        finally:
+            killed(process)
+    await consensus.aclose()
 
 
 async def copied_with_side_topic(world: World, **settings: Any) -> None:
@@ -253,10 +249,10 @@ def append_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[asyncio.Even
         yield begins, may
 
 
-def test_f481_more_than_may_be_set_aside_keeps_wal_from_there_on_and_is_exact(
+async def test_f481_more_than_may_be_set_aside_keeps_wal_from_there_on_and_is_exact(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await tables(world, 60_000)
         await copied_with_side_topic(world)
         settings = {**SLOW, "copy_rows_per_s": 2_000, "copy_aside_max_mb": 1}
@@ -289,14 +285,12 @@ def test_f481_more_than_may_be_set_aside_keeps_wal_from_there_on_and_is_exact(
             assert row is not None and row.snapshot is not None
             assert row.snapshot.joined_lsn == found.until_lsn - 1
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.parametrize("what", ["column", "truncate", "wide", "dropped", "asked again"])
-def test_what_befalls_a_table_while_it_is_appended(
+async def test_what_befalls_a_table_while_it_is_appended(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await tables(world, 20_000)
         await copied_with_side_topic(world, copy_rows_per_s=5000)
         settings = {**SLOW, "copy_rows_per_s": 0}
@@ -356,8 +350,6 @@ def test_what_befalls_a_table_while_it_is_appended(
                 await until_confirmed(world, at)
                 await until(lambda: no_side_topic(world), "the aside is deleted")
 
-    in_world(postgres_dsn, scenario)
-
 
 async def with_x(world: World) -> dict[str, dict[str, Any]]:
     """As `as_folded`; rows of before have no x."""
@@ -384,10 +376,9 @@ async def no_side_topic(world: World) -> bool:
     return not [topic for topic in await world.catalogue.list(TopicRow) if topic.name.endswith("_xhaside")]
 
 
-def test_a_copy_that_waits_to_be_gone_on_with_lets_wal_go(postgres_dsn: str) -> None:
+async def test_a_copy_that_waits_to_be_gone_on_with_lets_wal_go(postgres_dsn: str) -> None:
     """Its session goes on; the copy's connection is cut, and then somebody has the table's lock."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await tables(world, 30_000)
         async with world.capture(**SLOW, tables=("good",)):
             await world.flowing("good")
@@ -407,5 +398,3 @@ def test_a_copy_that_waits_to_be_gone_on_with_lets_wal_go(postgres_dsn: str) -> 
                 row = await world.table("public.a")
                 assert row is not None and row.snapshot is None and capture.facts()["wal_kept_for"] == []
             await ends_well(world)
-
-    in_world(postgres_dsn, scenario)

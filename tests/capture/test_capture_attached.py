@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from support.capture.evolving import equal
 from support.capture.rights import missing, reader_of
-from support.capture.world import AGAIN, PARTITIONED, World, generation, in_world
+from support.capture.world import AGAIN, PARTITIONED, World, generation
 from support.waiting import until
 from tidemill.capture.catalog import table_discovery
 from tidemill.capture.catalog.table_discovery import find_rows_before_attachment, list_partitions
@@ -41,10 +41,9 @@ class Aged:
         return await self._wire.value(sql)
 
 
-def test_a_row_is_older_than_the_attachment_of_its_partition_whenever_it_was_written(postgres_dsn: str) -> None:
+async def test_a_row_is_older_than_the_attachment_of_its_partition_whenever_it_was_written(postgres_dsn: str) -> None:
     """age() is a difference of 32 bits with a sign."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED, ROWS)
         ((oid, now),) = await world.select("SELECT 'p1'::regclass::oid, pg_current_xact_id()::text::bigint")
         wire = await PgConnection.connect(world.dsn, purpose="test")
@@ -61,20 +60,17 @@ def test_a_row_is_older_than_the_attachment_of_its_partition_whenever_it_was_wri
         finally:
             await wire.aclose()
 
-    in_world(postgres_dsn, scenario)
-
 
 AWAY = ("ALTER TABLE p DETACH PARTITION p1", "DELETE FROM p1 WHERE id = 1")
 BACK = "ALTER TABLE p ATTACH PARTITION p1 FOR VALUES FROM (0) TO (100)"
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-def test_a_partition_that_was_away_and_is_back_before_anybody_looks_is_noticed(
+async def test_a_partition_that_was_away_and_is_back_before_anybody_looks_is_noticed(
     postgres_dsn: str, at_once: bool
 ) -> None:
     """By its oid, columns and files it is the same. In one transaction, or between two sessions."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED, ROWS, "ALTER TABLE p1 ADD CHECK (id >= 0)")
         async with world.capture(table_poll_s=0.1, **AGAIN):
             await world.caught_up()
@@ -88,11 +84,9 @@ def test_a_partition_that_was_away_and_is_back_before_anybody_looks_is_noticed(
             await world.flowing("p")
             await equal(world, "p", "good")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_attachments_that_an_older_tidemill_did_not_note_are_those_that_are_found(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_attachments_that_an_older_tidemill_did_not_note_are_those_that_are_found(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED, ROWS)
         async with world.capture(table_poll_s=0.1, **AGAIN):
             await world.caught_up()
@@ -115,13 +109,10 @@ def test_attachments_that_an_older_tidemill_did_not_note_are_those_that_are_foun
             await equal(world, "p", "good")
             assert await generation(world, "p") == 0, "it was not copied again"
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_partition_that_is_being_detached_concurrently_is_none_any_more(postgres_dsn: str) -> None:
+async def test_a_partition_that_is_being_detached_concurrently_is_none_any_more(postgres_dsn: str) -> None:
     """Its first transaction ends, its second one waits for whoever used the table before."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED, ROWS)
         wire = await PgConnection.connect(world.dsn, purpose="test")
         ((oid,),) = await world.select("SELECT 'p'::regclass::oid")
@@ -142,17 +133,14 @@ def test_a_partition_that_is_being_detached_concurrently_is_none_any_more(postgr
         finally:
             await wire.aclose()
 
-    in_world(postgres_dsn, scenario)
-
 
 async def copied(world: World) -> bool:
     return await generation(world, "p") > 0
 
 
-def test_a_partition_that_the_role_may_not_read_is_copied_and_doctor_grants_it(postgres_dsn: str) -> None:
+async def test_a_partition_that_the_role_may_not_read_is_copied_and_doctor_grants_it(postgres_dsn: str) -> None:
     """A right to the root is none to the partition alone. Of an empty one it is not needed."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED, ROWS)
         async with reader_of(world):
             for statement in await missing(world):
@@ -169,14 +157,12 @@ def test_a_partition_that_the_role_may_not_read_is_copied_and_doctor_grants_it(p
                 assert "the role may not read it" in row.reason and f"Run {grant};" in row.fix
                 assert grant in await missing(world)
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.parametrize("sqlstate", ["57014", "55P03"])
-def test_a_partition_that_cannot_be_looked_into_masks_no_other_one(
+async def test_a_partition_that_cannot_be_looked_into_masks_no_other_one(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, sqlstate: str
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED, *new("p2", 100)[:-1])
         ((slow,),) = await world.select("SELECT 'p2'::regclass::oid")
 
@@ -191,13 +177,11 @@ def test_a_partition_that_cannot_be_looked_into_masks_no_other_one(
             await world.transaction(new("p2", 100)[-1], *new("p3", 200, 201))
             await world.paused("p", "partition=public.p3")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_look_that_takes_too_long_again_and_again_is_in_doubt(
+async def test_a_look_that_takes_too_long_again_and_again_is_in_doubt(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED)
         tries = 0
 
@@ -216,15 +200,12 @@ def test_a_look_that_takes_too_long_again_and_again_is_in_doubt(
             await equal(world, "p", "good")
             assert await known(world, 2) and tries == catalog_watcher.MAX_PARTITION_CHECKS
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_look_waits_for_who_holds_the_lock_however_often_it_is_tried(
+async def test_a_look_waits_for_who_holds_the_lock_however_often_it_is_tried(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever holds it got it before the first look: as soon as the attachment was committed."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED)
         failed = 0
         holder = await psycopg.AsyncConnection.connect(world.dsn)
@@ -249,8 +230,6 @@ def test_a_look_waits_for_who_holds_the_lock_however_often_it_is_tried(
             await until(lambda: known(world, 2), "it is looked into")
             row = await world.table("public.p")
             assert row is not None and row.is_streaming
-
-    in_world(postgres_dsn, scenario)
 
 
 def new(name: str, start: int, *ids: int) -> list[str]:

@@ -7,7 +7,8 @@ import asyncio
 import json
 import math
 import struct
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,10 @@ class Registered:
         return await self._registrar.register(subject, schema)
 
 
-def in_world(dsn: str, scenario: Callable[[World, Registered], Awaitable[None]], name: str = "") -> None:
-    async def run() -> None:
-        async with World(dsn, name=name) as world:
-            await scenario(world, Registered(world))
-
-    asyncio.run(run())
+@asynccontextmanager
+async def registered_world(dsn: str, name: str = "") -> AsyncIterator[tuple[World, Registered]]:
+    async with World(dsn, name=name) as world:
+        yield world, Registered(world)
 
 
 async def read(world: World, registry: Registry, table: str) -> list[tuple[Any, Any, Record]]:
@@ -108,8 +107,10 @@ def said(text: str | None, oid: int, mod: int) -> Any:
     return value
 
 
-def test_every_type_is_what_select_says_to_confluents_deserializer_with_a_column_added_in_the_midst(dsn: str) -> None:
-    async def scenario(world: World, registered: Registered) -> None:
+async def test_every_type_is_what_select_says_to_confluents_deserializer_with_a_column_added_in_the_midst(
+    dsn: str,
+) -> None:
+    async with registered_world(dsn, name="kinds") as (world, registered):
         count = await filled(world)
         names = ", ".join(quoted(name) for name, _, _ in columns())
         async with world.capture(envelope="debezium-avro", schemas=registered):
@@ -146,11 +147,9 @@ def test_every_type_is_what_select_says_to_confluents_deserializer_with_a_column
                 got = after.get(field, wanted if column.name == "later" else "no such field")
                 assert repr(got) == repr(wanted), (texts[0], column.name, column.type_name)
 
-    in_world(dsn, scenario, name="kinds")
 
-
-def test_a_schema_that_the_registry_refuses_parks_its_table_alone_until_it_is_allowed(postgres_dsn: str) -> None:
-    async def scenario(world: World, registered: Registered) -> None:
+async def test_a_schema_that_the_registry_refuses_parks_its_table_alone_until_it_is_allowed(postgres_dsn: str) -> None:
+    async with registered_world(postgres_dsn) as (world, registered):
         registry = registered.registry
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, n int)", "CREATE TABLE b (id int PRIMARY KEY, n int)")
         subject = f"{world.name}.public.a-value"
@@ -181,11 +180,9 @@ def test_a_schema_that_the_registry_refuses_parks_its_table_alone_until_it_is_al
                 {"id": 1, "n": 1}, {"id": 2, "n": 1},
             ]  # fmt: skip
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_k1_a_wider_key_is_copied_again_and_a_restart_asks_the_registry_nothing(postgres_dsn: str) -> None:
-    async def scenario(world: World, registered: Registered) -> None:
+async def test_k1_a_wider_key_is_copied_again_and_a_restart_asks_the_registry_nothing(postgres_dsn: str) -> None:
+    async with registered_world(postgres_dsn) as (world, registered):
         await world.sql("CREATE TABLE t (id int PRIMARY KEY, v text)", "INSERT INTO t VALUES (1, 'x')")
         settings: dict[str, Any] = {"envelope": "debezium-avro", "table_poll_s": 0.1, "copy_again": True}
         async with world.capture(schemas=registered, **settings):
@@ -210,21 +207,17 @@ def test_k1_a_wider_key_is_copied_again_and_a_restart_asks_the_registry_nothing(
         assert {record.key[:5] for record in records if record.key} == {b"\0" + after[0].to_bytes(4, "big")}
         assert [header(record, "tm.op") for record in records] == ["insert"] * 3 + ["delete"] * 2
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_without_a_registry_the_tables_are_refused_with_what_to_do(postgres_dsn: str) -> None:
-    async def scenario(world: World, _: Registered) -> None:
+async def test_without_a_registry_the_tables_are_refused_with_what_to_do(postgres_dsn: str) -> None:
+    async with registered_world(postgres_dsn) as (world, _):
         await world.sql("CREATE TABLE t (id int PRIMARY KEY)")
         async with world.capture(envelope="debezium-avro", wait=False):
             row = await world.paused("t", "the registry is disabled")
             assert row.state == "refused" and "registry.enabled = true" in row.fix
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_schema_is_one_for_equal_tables_whoever_registers_it(postgres_dsn: str) -> None:
-    async def scenario(world: World, registered: Registered) -> None:
+async def test_a_schema_is_one_for_equal_tables_whoever_registers_it(postgres_dsn: str) -> None:
+    async with registered_world(postgres_dsn) as (world, registered):
         await world.sql("CREATE TABLE t (id int PRIMARY KEY)")
         async with world.capture(envelope="debezium-avro", schemas=registered):
             ((key_id, value_id),) = (await world.tables())["public.t"].schemas
@@ -234,14 +227,12 @@ def test_a_schema_is_one_for_equal_tables_whoever_registers_it(postgres_dsn: str
             again = await registered.registry.register(f"other-{which}", SubmittedSchema("AVRO", found.schema.text))
             assert again.version.id == known
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.parametrize("envelope", ["debezium-avro", "row"])
-def test_a_table_altered_between_its_description_and_the_lock_of_its_copy_is_copied_as_it_is_then(
+async def test_a_table_altered_between_its_description_and_the_lock_of_its_copy_is_copied_as_it_is_then(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, envelope: str
 ) -> None:
-    async def scenario(world: World, registered: Registered) -> None:
+    async with registered_world(postgres_dsn) as (world, registered):
         await world.sql("CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)")
         begin, altered = ExportedSnapshot.open_snapshot, False
 
@@ -269,11 +260,9 @@ def test_a_table_altered_between_its_description_and_the_lock_of_its_copy_is_cop
         ids = {int.from_bytes((record.value or b"")[1:5], "big") for _, _, record in found}
         assert ids == {row.schemas[0][1]} and len(row.schemas) == 1
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_registry_that_does_not_answer_keeps_a_new_table_out_and_ends_no_session(postgres_dsn: str) -> None:
-    async def scenario(world: World, registered: Registered) -> None:
+async def test_a_registry_that_does_not_answer_keeps_a_new_table_out_and_ends_no_session(postgres_dsn: str) -> None:
+    async with registered_world(postgres_dsn) as (world, registered):
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE first (id int PRIMARY KEY)")
         kinds: dict[str, type[TidemillError]] = {"first": UnavailableError, "t": UnknownOutcomeError}
         busy = {f"{world.name}.public.{table}-value": kind for table, kind in kinds.items()}
@@ -295,5 +284,3 @@ def test_a_registry_that_does_not_answer_keeps_a_new_table_out_and_ends_no_sessi
             assert capture._session is session, "the stream of the others goes on"
             busy.clear()
             await world.flowing("a", "first", "t")
-
-    in_world(postgres_dsn, scenario)

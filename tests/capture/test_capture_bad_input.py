@@ -9,7 +9,7 @@ from pathlib import Path
 import psycopg
 import pytest
 
-from support.capture.world import World, in_world
+from support.capture.world import World
 from support.postgres import EmbeddedPostgres
 from support.waiting import until
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
@@ -58,25 +58,25 @@ def test_messages_never_hold_the_password() -> None:
     assert "hunter2" not in str(error.value)
 
 
-def test_a_missing_table(postgres_dsn: str) -> None:
-    in_world(postgres_dsn, lambda w: refused(w, MissingError, "table=orders", tables=("orders",)))
+async def test_a_missing_table(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
+        await refused(world, MissingError, "table=orders", tables=("orders",))
 
 
-def test_patterns_without_a_table(postgres_dsn: str) -> None:
-    in_world(postgres_dsn, lambda w: refused(w, MissingError, "table=public.*"))
+async def test_patterns_without_a_table(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
+        await refused(world, MissingError, "table=public.*")
 
 
-def test_a_capture_whose_every_table_is_refused_says_why(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_capture_whose_every_table_is_refused_says_why(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE keyless (id int)", "CREATE UNLOGGED TABLE quick (id int PRIMARY KEY)")
         await refused(world, InvalidError, "table=public.keyless", tables=("keyless",))
         await refused(world, InvalidError, "no WAL", tables=("quick",))
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_role_without_rights(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_role_without_rights(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         role = f"poor_{world.name}"
         dsn = world.dsn
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", f"CREATE ROLE {role} LOGIN")
@@ -90,8 +90,6 @@ def test_a_role_without_rights(postgres_dsn: str) -> None:
         finally:
             await world.sql(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
 
-    in_world(postgres_dsn, scenario)
-
 
 def test_bad_names_are_refused_before_anything_is_asked() -> None:
     for name in ("", "Shop", "a-b", "x" * 42):
@@ -101,8 +99,8 @@ def test_bad_names_are_refused_before_anything_is_asked() -> None:
         CaptureConfig(name="x", dsn="", tables=())
 
 
-def test_a_dropped_slot_is_an_error_not_a_gap(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_dropped_slot_is_an_error_not_a_gap(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "INSERT INTO a VALUES (1)")
         async with world.capture():
             await world.caught_up()
@@ -118,11 +116,9 @@ def test_a_dropped_slot_is_an_error_not_a_gap(postgres_dsn: str) -> None:
             await world.caught_up()
             assert [r.key for r in await world.records("a")] == [b'{"id":1}', b'{"id":2}']
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_another_cluster_under_the_same_name_is_refused(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_another_cluster_under_the_same_name_is_refused(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         async with world.capture():
             await world.caught_up()
@@ -133,19 +129,15 @@ def test_another_cluster_under_the_same_name_is_refused(postgres_dsn: str) -> No
         with pytest.raises(InvalidError, match="another database cluster"):
             await asyncio.wait_for(world.new_capture().run_sessions(), 20)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_topic_of_kafka_producers_is_not_taken_over(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_topic_of_kafka_producers_is_not_taken_over(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         await world.catalogue.create_topic(f"{world.name}.public.a", 1)
         with pytest.raises(InvalidError, match="belongs to Kafka producers"):
             await asyncio.wait_for(world.new_capture().run_sessions(), 20)
         assert await world.catalogue.list(CaptureRow) == []
         assert await world.select("SELECT FROM pg_publication") == []
-
-    in_world(postgres_dsn, scenario)
 
 
 @pytest.fixture(scope="module")
@@ -163,7 +155,7 @@ def test_wal_level_and_slots(replica_level_server: EmbeddedPostgres) -> None:
     assert "ALTER SYSTEM SET wal_level = 'logical'" in error.value.fix
 
 
-def test_rc9_an_invalidated_slot_is_an_error_and_its_way_out_copies_all_anew(
+async def test_rc9_an_invalidated_slot_is_an_error_and_its_way_out_copies_all_anew(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """The server throws WAL away that the slot still needs (max_slot_wal_keep_size)."""
@@ -201,4 +193,5 @@ def test_rc9_an_invalidated_slot_is_an_error_and_its_way_out_copies_all_anew(
     with EmbeddedPostgres(data_dir, settings=settings) as server:
         with psycopg.connect(server.dsn, autocommit=True) as connection:
             connection.execute("CREATE DATABASE small")
-        in_world(server.dsn_for("small"), scenario)
+        async with World(server.dsn_for("small")) as world:
+            await scenario(world)

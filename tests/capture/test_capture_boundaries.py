@@ -76,51 +76,45 @@ def test_merged_boundaries_say_what_the_later_one_said_and_keep_all_offsets() ->
     assert (idle.lsn, idle.last, idle.commit) == (9, at(5, 2), True)
 
 
-def test_the_binder_stays_exact_at_markers_when_boundaries_pile_up() -> None:
-    async def scenario() -> None:
-        clock = ManualClock()
-        remap = LogRemap(MemoryConsensus(clock), "capture/x", clock, Rand(1))
-        bound: list[Any] = []
-        binder = Binder(remap, clock, bound.append, interval_ms=0, idle_ms=10_000)
-        await binder.open()
-        binder.start_at({"t": [0]}, gate=0)
-        total = 3 * MAX_UNMERGED_BOUNDARIES
-        tags = {n: (f"m{n}",) for n in range(0, total, 100)}
-        for n in range(total):
-            binder.add_durable([CommitBoundary(n + 1, at(n + 1), True, n, [("t", 0, n + 1)], tags.get(n, ()))])
-        task = asyncio.ensure_future(binder.run())
-        while not bound or bound[-1] != at(total):
-            await asyncio.sleep(0)
-            assert not task.done()
-        task.cancel()
-        bindings = await remap.after(0)
-        assert {b.tag: b.offsets["t"] for b in bindings if b.tag} == {f"m{n}": (n + 1,) for n in tags}
-        assert (bindings[-1].offsets["t"], bindings[-1].lsn) == ((total,), total)
-        assert len(binder._ready) == 0
-
-    asyncio.run(scenario())
+async def test_the_binder_stays_exact_at_markers_when_boundaries_pile_up() -> None:
+    clock = ManualClock()
+    remap = LogRemap(MemoryConsensus(clock), "capture/x", clock, Rand(1))
+    bound: list[Any] = []
+    binder = Binder(remap, clock, bound.append, interval_ms=0, idle_ms=10_000)
+    await binder.open()
+    binder.start_at({"t": [0]}, gate=0)
+    total = 3 * MAX_UNMERGED_BOUNDARIES
+    tags = {n: (f"m{n}",) for n in range(0, total, 100)}
+    for n in range(total):
+        binder.add_durable([CommitBoundary(n + 1, at(n + 1), True, n, [("t", 0, n + 1)], tags.get(n, ()))])
+    task = asyncio.ensure_future(binder.run())
+    while not bound or bound[-1] != at(total):
+        await asyncio.sleep(0)
+        assert not task.done()
+    task.cancel()
+    bindings = await remap.after(0)
+    assert {b.tag: b.offsets["t"] for b in bindings if b.tag} == {f"m{n}": (n + 1,) for n in tags}
+    assert (bindings[-1].offsets["t"], bindings[-1].lsn) == ((total,), total)
+    assert len(binder._ready) == 0
 
 
-def test_nothing_is_bound_below_the_gate_and_early_tags_are_carried() -> None:
-    async def scenario() -> None:
-        clock = ManualClock()
-        remap = LogRemap(MemoryConsensus(clock), "capture/x", clock, Rand(1))
-        bound: list[Any] = []
-        binder = Binder(remap, clock, bound.append, interval_ms=0, idle_ms=5)
-        await binder.open()
-        binder.start_at({"t": [10]}, gate=100)
-        task = asyncio.ensure_future(binder.run())
-        binder.add_durable([CommitBoundary(50, at(50), True, 0, [("t", 0, 11)], ("early",))])
-        await asyncio.sleep(0.03)
-        assert await remap.latest() is None and bound == []
-        binder.add_durable([CommitBoundary(100, at(100), True, 0, [("t", 0, 12)])])
-        while not bound:
-            await asyncio.sleep(0)
-        found = await remap.after(0)
-        assert [(b.tag, b.lsn, b.offsets) for b in found][:1] == [("early", 100, {"t": (12,)})]
-        task.cancel()
-
-    asyncio.run(scenario())
+async def test_nothing_is_bound_below_the_gate_and_early_tags_are_carried() -> None:
+    clock = ManualClock()
+    remap = LogRemap(MemoryConsensus(clock), "capture/x", clock, Rand(1))
+    bound: list[Any] = []
+    binder = Binder(remap, clock, bound.append, interval_ms=0, idle_ms=5)
+    await binder.open()
+    binder.start_at({"t": [10]}, gate=100)
+    task = asyncio.ensure_future(binder.run())
+    binder.add_durable([CommitBoundary(50, at(50), True, 0, [("t", 0, 11)], ("early",))])
+    await asyncio.sleep(0.03)
+    assert await remap.latest() is None and bound == []
+    binder.add_durable([CommitBoundary(100, at(100), True, 0, [("t", 0, 12)])])
+    while not bound:
+        await asyncio.sleep(0)
+    found = await remap.after(0)
+    assert [(b.tag, b.lsn, b.offsets) for b in found][:1] == [("early", 100, {"t": (12,)})]
+    task.cancel()
 
 
 COLUMNS = (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.capture.gate import Gate
-from support.capture.world import World, in_world
+from support.capture.world import World
 from support.waiting import until
 from tidemill.capture.decode.transaction_builder import FRAGMENT_BYTES
 
@@ -33,8 +33,8 @@ def resident_mib() -> float:
     ],
     ids=["one-large-transaction", "many-small-ones"],
 )
-def test_f436_what_waits_is_bounded_and_the_bounds_are_facts(postgres_dsn: str, statement: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f436_what_waits_is_bounded_and_the_bounds_are_facts(postgres_dsn: str, statement: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
         gate = Gate(world.topics)
         async with world.capture(topics=gate) as capture:
@@ -60,5 +60,3 @@ def test_f436_what_waits_is_bounded_and_the_bounds_are_facts(postgres_dsn: str, 
             gate.open()
             await world.caught_up()
             assert len(await world.records("a")) == ROWS
-
-    in_world(postgres_dsn, scenario)

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 
 from support.capture.copies import PROGRAM, SMALL, as_folded, copy_of, stores
-from support.capture.world import World, in_world
+from support.capture.world import World
 from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
@@ -73,7 +73,9 @@ def test_chunks_that_end_in_any_order_are_done_without_a_gap() -> None:
     assert (prefix.done, prefix.rows) == (5, 33)
 
 
-def test_a_throttled_copy_is_as_fast_as_its_rate_however_many_connections_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_throttled_copy_is_as_fast_as_its_rate_however_many_connections_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Clock(SystemClock):
         now_s = 100.0
 
@@ -87,122 +89,110 @@ def test_a_throttled_copy_is_as_fast_as_its_rate_however_many_connections_read(m
         sleeping.append(clock.now_s + pause_s)
 
     monkeypatch.setattr(chunks.asyncio, "sleep", sleep)
-
-    async def run() -> None:
-        slow = CopyThrottle(1000, 2048, clock)
-        parts = [len(part) for part in slow.parts([b"x"] * 1000)]
-        assert parts == [250] * 4, "a quarter of a second at once"
-        for part in parts * 3:
-            await slow.wait_turn(part)
-        assert sleeping == [100 + 0.25 * n for n in range(1, 12)], "3,000 rows in three seconds"
-        clock.now_s = 500.0
-        await slow.wait_turn(10)
-        assert len(sleeping) == 11, "it may go on at once"
-        fast = CopyThrottle(0, 2048, clock)
-        assert [len(part) for part in fast.parts([b"x"] * 5000)] == [2048, 2048, 904]
-        await fast.wait_turn(10**9)
-        assert len(sleeping) == 11
-
-    asyncio.run(run())
+    slow = CopyThrottle(1000, 2048, clock)
+    parts = [len(part) for part in slow.parts([b"x"] * 1000)]
+    assert parts == [250] * 4, "a quarter of a second at once"
+    for part in parts * 3:
+        await slow.wait_turn(part)
+    assert sleeping == [100 + 0.25 * n for n in range(1, 12)], "3,000 rows in three seconds"
+    clock.now_s = 500.0
+    await slow.wait_turn(10)
+    assert len(sleeping) == 11, "it may go on at once"
+    fast = CopyThrottle(0, 2048, clock)
+    assert [len(part) for part in fast.parts([b"x"] * 5000)] == [2048, 2048, 904]
+    await fast.wait_turn(10**9)
+    assert len(sleeping) == 11
 
 
 # the topic ------------------------------------------------------------------------------------------
-def test_nothing_of_a_session_believed_dead_lands_once_another_goes_on_with_its_copy() -> None:
+async def test_nothing_of_a_session_believed_dead_lands_once_another_goes_on_with_its_copy() -> None:
     relation = Relation(
         1, "public", "a", (Column("id", 23, -1, "integer", 0, True), Column("v", 23, -1, "integer", -1))
     )
+    async with stores() as world:
+        topic = await world.catalogue.create_topic("t", 2, kind="capture", config={})
 
-    async def scenario() -> None:
-        async with stores() as world:
-            topic = await world.catalogue.create_topic("t", 2, kind="capture", config={})
+        async def writer(epoch: int) -> tuple[TopicWriter, CapturedTable]:
+            table = CapturedTable("public.a", topic, copy_producer_id(world.config()), oid=1, epoch=epoch)
+            made = TopicWriter("copy", [table], world.topics, world.rand, lambda boundaries: None)
+            await made.open_tables({}, 0)
+            return made, table
 
-            async def writer(epoch: int) -> tuple[TopicWriter, CapturedTable]:
-                table = CapturedTable("public.a", topic, copy_producer_id(world.config()), oid=1, epoch=epoch)
-                made = TopicWriter("copy", [table], world.topics, world.rand, lambda boundaries: None)
-                await made.open_tables({}, 0)
-                return made, table
+        def lines(first: int) -> list[bytes]:
+            return [b"%d\t%d\n" % (n, n) for n in range(first, first + 100)]
 
-            def lines(first: int) -> list[bytes]:
-                return [b"%d\t%d\n" % (n, n) for n in range(first, first + 100)]
-
-            dead, of_dead = await writer(0)
-            await dead.write_copied_rows(of_dead, relation, lines(0), 1)
+        dead, of_dead = await writer(0)
+        await dead.write_copied_rows(of_dead, relation, lines(0), 1)
+        await dead.wait_drained()
+        alive, of_alive = await writer(1)
+        await dead.write_copied_rows(of_dead, relation, lines(5000), 2)
+        with pytest.raises(TidemillError):
             await dead.wait_drained()
-            alive, of_alive = await writer(1)
-            await dead.write_copied_rows(of_dead, relation, lines(5000), 2)
-            with pytest.raises(TidemillError):
-                await dead.wait_drained()
-            await alive.write_copied_rows(of_alive, relation, lines(100), 3)
-            await alive.wait_drained()
-            ends = [(await world.topics.offsets(topic.topic_id, p)).high_watermark for p in range(2)]
-            assert ends == [each.next for each in of_alive.writers]
-            assert sum(ends) == 200 + 2, "a record more in each partition opens the epoch"
-            await dead.aclose()
-            await alive.aclose()
-
-    asyncio.run(scenario())
+        await alive.write_copied_rows(of_alive, relation, lines(100), 3)
+        await alive.wait_drained()
+        ends = [(await world.topics.offsets(topic.topic_id, p)).high_watermark for p in range(2)]
+        assert ends == [each.next for each in of_alive.writers]
+        assert sum(ends) == 200 + 2, "a record more in each partition opens the epoch"
+        await dead.aclose()
+        await alive.aclose()
 
 
 # against PostgreSQL ---------------------------------------------------------------------------------
 @pytest.mark.postgres
-def test_f414_a_copy_that_is_killed_goes_on_at_the_first_chunk_that_was_not_told(
+async def test_f414_a_copy_that_is_killed_goes_on_at_the_first_chunk_that_was_not_told(
     postgres_dsn: str, tmp_path: Path
 ) -> None:
     rows = 16_000
+    name = postgres_dsn.rpartition("/")[2]
 
-    async def scenario() -> None:
-        name = postgres_dsn.rpartition("/")[2]
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(PROGRAM), postgres_dsn, name, str(tmp_path), "slowly"]
+        log = (tmp_path / "capture.log").open("ab")
+        return subprocess.Popen(command, stdout=log, stderr=log)
 
-        def start() -> subprocess.Popen[bytes]:
-            command = [sys.executable, str(PROGRAM), postgres_dsn, name, str(tmp_path), "slowly"]
-            log = (tmp_path / "capture.log").open("ab")
-            return subprocess.Popen(command, stdout=log, stderr=log)
+    clock, rand = SystemClock(), Rand()
+    consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", clock, rand)
+    objects = await open_objects(f"file://{tmp_path}/objects", clock, rand)
+    async with World(postgres_dsn, consensus=consensus, objects=objects) as world:
+        await world.sql(
+            "CREATE TABLE a (id int PRIMARY KEY, v int, w text)",
+            f"INSERT INTO a SELECT g, g, 'w' FROM generate_series(1, {rows}) g",
+        )
+        process = start()
+        try:
 
-        clock, rand = SystemClock(), Rand()
-        consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", clock, rand)
-        objects = await open_objects(f"file://{tmp_path}/objects", clock, rand)
-        async with World(postgres_dsn, consensus=consensus, objects=objects) as world:
+            async def reported() -> bool:
+                copy = await copy_of(world)
+                return copy is not None and copy.done > 0
+
+            await until(reported, "chunks are told to be done")
+            process.kill()
+            process.wait()
+            copy = await copy_of(world)
+            assert copy is not None and copy.epoch == 0 and 0 < copy.done < copy.count
+            assert await world.confirmed() <= copy.lsn, "the stream since then can be told again"
             await world.sql(
-                "CREATE TABLE a (id int PRIMARY KEY, v int, w text)",
-                f"INSERT INTO a SELECT g, g, 'w' FROM generate_series(1, {rows}) g",
+                "UPDATE a SET v = -v, w = repeat('x', 900) WHERE id % 500 = 1",
+                "DELETE FROM a WHERE id % 700 = 1",
+                "UPDATE a SET id = id + 1000000 WHERE id % 900 = 1",
             )
             process = start()
-            try:
-
-                async def reported() -> bool:
-                    copy = await copy_of(world)
-                    return copy is not None and copy.done > 0
-
-                await until(reported, "chunks are told to be done")
-                process.kill()
-                process.wait()
-                copy = await copy_of(world)
-                assert copy is not None and copy.epoch == 0 and 0 < copy.done < copy.count
-                assert await world.confirmed() <= copy.lsn, "the stream since then can be told again"
-                await world.sql(
-                    "UPDATE a SET v = -v, w = repeat('x', 900) WHERE id % 500 = 1",
-                    "DELETE FROM a WHERE id % 700 = 1",
-                    "UPDATE a SET id = id + 1000000 WHERE id % 900 = 1",
-                )
-                process = start()
-                await world.flowing("a")
-                binding = await world.caught_up()
-                row = await world.table("public.a")
-                assert row is not None and row.is_streaming and row.copy is None and row.snapshot is not None
-                assert row.snapshot.lsn < row.snapshot.settled_lsn <= binding.lsn
-                again = await written_in_epoch(world, 1)
-                moved = rows // 500 + rows // 900
-                assert 0 < again <= rows - copy.rows + moved + 3, "what was told to be done is not copied again"
-                assert await world.folded("a") == await as_folded(world)
-                topic = await world.topic_id("a")
-                first = min((b for b in await world.remap().after(0) if topic in b.offsets), key=lambda b: b.lsn)
-                assert first.lsn >= row.snapshot.settled_lsn
-            finally:
-                process.kill()
-                process.wait()
-        await consensus.aclose()
-
-    asyncio.run(scenario())
+            await world.flowing("a")
+            binding = await world.caught_up()
+            row = await world.table("public.a")
+            assert row is not None and row.is_streaming and row.copy is None and row.snapshot is not None
+            assert row.snapshot.lsn < row.snapshot.settled_lsn <= binding.lsn
+            again = await written_in_epoch(world, 1)
+            moved = rows // 500 + rows // 900
+            assert 0 < again <= rows - copy.rows + moved + 3, "what was told to be done is not copied again"
+            assert await world.folded("a") == await as_folded(world)
+            topic = await world.topic_id("a")
+            first = min((b for b in await world.remap().after(0) if topic in b.offsets), key=lambda b: b.lsn)
+            assert first.lsn >= row.snapshot.settled_lsn
+        finally:
+            process.kill()
+            process.wait()
+    await consensus.aclose()
 
 
 class Transfers:
@@ -268,15 +258,14 @@ class Transfers:
         (6, 3, "full", False, True),
     ],
 )
-def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
+async def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, seed: int, connections: int, identity: str, partitioned: bool,
     side_topic: bool,
 ) -> None:  # fmt: skip
     """The sum of all rows is the same in every state of the database."""
     rng = random.Random(seed)
     monkeypatch.setattr(copier, "RECORD_S", 0.05)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         by = " PARTITION BY HASH (id)" if partitioned else ""
         await world.sql(f"CREATE TABLE a (id int PRIMARY KEY, v bigint, w text){by}")
         if partitioned:
@@ -351,8 +340,6 @@ def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut_off(
             assert sum(values.values()) == 3_000_000, (binding, row.snapshot)
         assert len(bindings) > 2
 
-    in_world(postgres_dsn, scenario)
-
 
 def _v(value: bytes) -> int:
     import json
@@ -371,12 +358,11 @@ def _v(value: bytes) -> int:
     ],
     ids=["vacuum-full", "truncate", "alter", "retype"],
 )
-def test_a_table_that_was_written_anew_while_its_copy_was_cut_off_is_copied_from_the_beginning(
+async def test_a_table_that_was_written_anew_while_its_copy_was_cut_off_is_copied_from_the_beginning(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, statements: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr(copier, "RECORD_S", 0.05)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE a (id int PRIMARY KEY, v int, w text)",
             "INSERT INTO a SELECT 3001 - g, g, repeat('w', 100) FROM generate_series(1, 3000) g",
@@ -397,16 +383,13 @@ def test_a_table_that_was_written_anew_while_its_copy_was_cut_off_is_copied_from
             assert await world.topic_id("a") != old
             assert await world.folded("a") == await as_folded(world)
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.postgres
-def test_the_slot_is_let_go_when_a_table_whose_copy_was_cut_off_is_not_wanted_any_more(
+async def test_the_slot_is_let_go_when_a_table_whose_copy_was_cut_off_is_not_wanted_any_more(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copier, "RECORD_S", 0.05)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE good (id int PRIMARY KEY, v int)",
             "CREATE TABLE a (id int PRIMARY KEY, v int, w text)",
@@ -428,5 +411,3 @@ def test_the_slot_is_let_go_when_a_table_whose_copy_was_cut_off_is_not_wanted_an
                 return await world.confirmed() > copy.lsn and await copy_of(world) is None
 
             await until(let_go, "the slot goes on")
-
-    in_world(postgres_dsn, scenario)

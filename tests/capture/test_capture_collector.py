@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -38,20 +39,18 @@ class RecordingSink:
     async def aclose(self) -> None: ...
 
 
-def with_collector(scenario: Callable[[Collector], object], *sinks: RecordingSink) -> None:
-    async def run() -> None:
-        collector = Collector(sinks, ReplicationStatus(0), ManualClock())
-        task = asyncio.ensure_future(collector.run())
-        try:
-            await scenario(collector)  # type: ignore[misc]
-            await settle()
-            if task.done():
-                task.result()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def running_collector(*sinks: RecordingSink) -> AsyncIterator[Collector]:
+    collector = Collector(sinks, ReplicationStatus(0), ManualClock())
+    task = asyncio.ensure_future(collector.run())
+    try:
+        yield collector
+        await settle()
+        if task.done():
+            task.result()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def settle() -> None:
@@ -59,10 +58,9 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def test_slc1_a_replayed_transaction_is_dropped_and_still_acknowledged() -> None:
+async def test_slc1_a_replayed_transaction_is_dropped_and_still_acknowledged() -> None:
     sink = RecordingSink(eager=True)
-
-    async def scenario(collector: Collector) -> None:
+    async with running_collector(sink) as collector:
         await collector.put(fragment(5, change(5)))
         await collector.put(fragment(7, change(7)))
         await settle()
@@ -72,20 +70,19 @@ def test_slc1_a_replayed_transaction_is_dropped_and_still_acknowledged() -> None
         assert collector.status.flushed == 7
         assert collector.tracker.pending_positions == {}
 
-    with_collector(scenario, sink)
 
-
-def test_slc2_a_fragment_that_straddles_what_was_processed_is_an_error() -> None:
-    async def scenario(collector: Collector) -> None:
-        await collector.put(fragment(5, change(5, 0), change(5, 2), commits=False))
-        await collector.put(fragment(5, change(5, 2), change(5, 4), begins=False))
+async def test_slc2_a_fragment_that_straddles_what_was_processed_is_an_error() -> None:
+    async def straddle() -> None:
+        async with running_collector(RecordingSink()) as collector:
+            await collector.put(fragment(5, change(5, 0), change(5, 2), commits=False))
+            await collector.put(fragment(5, change(5, 2), change(5, 4), begins=False))
 
     with pytest.raises(CorruptError):
-        with_collector(scenario, RecordingSink())
+        await straddle()
 
 
-def test_slc3_nothing_is_registered_or_seen_before_the_commit() -> None:
-    async def scenario(collector: Collector) -> None:
+async def test_slc3_nothing_is_registered_or_seen_before_the_commit() -> None:
+    async with running_collector(RecordingSink()) as collector:
         for n in range(3):
             await collector.put(fragment(5, change(5, 2 * n), begins=n == 0, commits=False))
         await settle()
@@ -94,65 +91,55 @@ def test_slc3_nothing_is_registered_or_seen_before_the_commit() -> None:
         await settle()
         assert list(collector.tracker.pending_positions) == ["c"] and collector.status.last_seen_txn == 5
 
-    with_collector(scenario, RecordingSink())
 
-
-def test_a_notice_sent_while_the_commit_is_handled_comes_after_its_registration() -> None:
-    async def scenario(collector: Collector) -> None:
+async def test_a_notice_sent_while_the_commit_is_handled_comes_after_its_registration() -> None:
+    async with running_collector(RecordingSink(eager=True)) as collector:
         await collector.put(fragment(5, change(5)))
         await settle()
         assert collector.tracker.pending_positions == {}
         assert collector.status.flushed == 5
 
-    with_collector(scenario, RecordingSink(eager=True))
 
-
-def test_slc4_a_sink_that_dies_while_it_is_served_is_not_registered() -> None:
-    async def scenario(collector: Collector) -> None:
-        await collector.put(fragment(5, change(5)))
-        await settle()
-        assert collector.tracker.pending_positions == {}
-        assert collector.status.flushed == 0
+async def test_slc4_a_sink_that_dies_while_it_is_served_is_not_registered() -> None:
+    async def serve() -> None:
+        async with running_collector(RecordingSink(fails=True)) as collector:
+            await collector.put(fragment(5, change(5)))
+            await settle()
+            assert collector.tracker.pending_positions == {}
+            assert collector.status.flushed == 0
 
     with pytest.raises(UnavailableError, match=r"commit=0/5 .*tables=public.t error='RuntimeError: the sink died'"):
-        with_collector(scenario, RecordingSink(fails=True))
+        await serve()
 
 
-def test_a_keepalive_behind_an_undelivered_commit_does_not_confirm_it() -> None:
+async def test_a_keepalive_behind_an_undelivered_commit_does_not_confirm_it() -> None:
     """K2: read after the commit, it is handled after the commit."""
     progress: list[int] = []
-
-    async def run() -> None:
-        collector = Collector([RecordingSink()], ReplicationStatus(0), ManualClock(), on_keepalive=progress.append)
-        await collector.put(fragment(5, change(5)))
-        collector.put_keepalive(Keepalive(50, False), inside_txn=False)
-        task = asyncio.ensure_future(collector.run())
-        await settle()
-        assert collector.status.flushed == 0
-        collector.report_flushed("c", at(5))
-        await settle()
-        assert collector.status.flushed == 49
-        assert progress == [49]
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())
+    collector = Collector([RecordingSink()], ReplicationStatus(0), ManualClock(), on_keepalive=progress.append)
+    await collector.put(fragment(5, change(5)))
+    collector.put_keepalive(Keepalive(50, False), inside_txn=False)
+    task = asyncio.ensure_future(collector.run())
+    await settle()
+    assert collector.status.flushed == 0
+    collector.report_flushed("c", at(5))
+    await settle()
+    assert collector.status.flushed == 49
+    assert progress == [49]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
-def test_put_waits_while_the_queue_is_full_and_notices_do_not() -> None:
-    async def run() -> None:
-        sink = RecordingSink(eager=True)
-        collector = Collector([sink], ReplicationStatus(0), ManualClock(), queue_changes=2)
-        await collector.put(fragment(5, change(5)))
-        blocked = asyncio.ensure_future(collector.put(fragment(7, change(7))))
-        await settle()
-        assert not blocked.done()
-        collector.report_flushed("c", at(1))
-        task = asyncio.ensure_future(collector.run())
-        await asyncio.wait_for(blocked, 40)
-        await settle()
-        assert len(sink.got) == 2
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())
+async def test_put_waits_while_the_queue_is_full_and_notices_do_not() -> None:
+    sink = RecordingSink(eager=True)
+    collector = Collector([sink], ReplicationStatus(0), ManualClock(), queue_changes=2)
+    await collector.put(fragment(5, change(5)))
+    blocked = asyncio.ensure_future(collector.put(fragment(7, change(7))))
+    await settle()
+    assert not blocked.done()
+    collector.report_flushed("c", at(1))
+    task = asyncio.ensure_future(collector.run())
+    await asyncio.wait_for(blocked, 40)
+    await settle()
+    assert len(sink.got) == 2
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)

@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.capture.copies import SMALL, as_folded, copy_of, stores
-from support.capture.world import GOOD, World, good_flows, in_world, plain
+from support.capture.world import GOOD, World, good_flows, plain
 from support.waiting import until
 from tidemill.base.errors import ConflictError, CorruptError, FencedError, TidemillError, UnavailableError
 from tidemill.capture.catalog.table_choice import Refusal
@@ -61,10 +61,11 @@ def test_what_may_pass_is_told_from_what_is_met_again(error: Exception, passes: 
 
 
 @pytest.mark.postgres
-def test_f478_a_row_that_postgresql_cannot_read_keeps_its_table_out_alone_until_it_is_mended(postgres_dsn: str) -> None:
+async def test_f478_a_row_that_postgresql_cannot_read_keeps_its_table_out_alone_until_it_is_mended(
+    postgres_dsn: str,
+) -> None:
     """What its type is made of is gone from the catalogue: XX000 as soon as a value is to be printed."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             *GOOD, *BAD,
             "CREATE TABLE kept AS SELECT * FROM pg_range WHERE rngtypid = 'span'::regtype",
@@ -81,8 +82,6 @@ def test_f478_a_row_that_postgresql_cannot_read_keeps_its_table_out_alone_until_
             await world.sql("INSERT INTO pg_range SELECT * FROM kept")
             await world.flowing("bad")
         assert len(await world.folded("bad")) == 100
-
-    in_world(postgres_dsn, scenario)
 
 
 # what a copy that was cut off keeps ----------------------------------------------------------------
@@ -102,7 +101,7 @@ async def cut_off(world: World, **settings: Any) -> str:
 
 
 @pytest.mark.postgres
-def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_all_connections(
+async def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_all_connections(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(copier, "RECORD_S", 0.05)
@@ -124,7 +123,7 @@ def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_a
         having.add(self)
         return await connect(self, opened)
 
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         topic = await cut_off(world)
         before = await copy_of(world)
         assert before is not None
@@ -151,18 +150,15 @@ def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_take_a
         assert tries > 2 and having and await world.topic_id("a") == topic
         assert await world.folded("a") == await as_folded(world)
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.postgres
-def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
+async def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What changes meanwhile is in no stream."""
     monkeypatch.setattr(copier, "RECORD_S", 0.05)
     tries = 0
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         topic = await cut_off(world)
         real = SideLoopContext.read_published
 
@@ -182,19 +178,16 @@ def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
         assert await world.topic_id("a") != topic
         assert await world.folded("a") == await as_folded(world)
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("side_topic", [False, True])
-def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
+async def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, side_topic: bool
 ) -> None:
     """The stream comes to a row that cannot be written before it comes to the youngest snapshot of the copy, which has
     later changes as well: up to that row the topic is no state of the table."""
     monkeypatch.setattr(copier, "RECORD_S", 0.05)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         topic = await cut_off(world)
         await world.sql(
             "UPDATE a SET v = 1",
@@ -215,35 +208,29 @@ def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
             assert await world.folded("a") == await as_folded(world)
         assert not [b for b in await world.remap().after(0) if topic in b.offsets], "nobody was shown the other one"
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_copy_that_is_cut_off_again_and_again_without_one_more_chunk_is_given_up(
+async def test_a_copy_that_is_cut_off_again_and_again_without_one_more_chunk_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(copy_progress, "MAX_FRUITLESS_ATTEMPTS", 3)
+    async with stores() as world:
+        reported = TableStates(world.config(), world.catalogue, world.clock, world.tracker)
 
-    async def scenario() -> None:
-        async with stores() as world:
-            reported = TableStates(world.config(), world.catalogue, world.clock, world.tracker)
+        async def tried(done: int, topic_id: str = "t") -> bool:
+            copy = TableCopy(1, 1, (), 1, 0, topic_id, 4, 9, done, 10 * done, "", 3)
+            await reported.update_row("public.a", lambda _: CaptureTableRow(world.name, "public.a", copy=copy))
+            await reported.refuse_table("public.a", Refusal("refused", "no.", "Wait."), 1, going_on=True)
+            return reported.rows["public.a"].copy is not None
 
-            async def tried(done: int, topic_id: str = "t") -> bool:
-                copy = TableCopy(1, 1, (), 1, 0, topic_id, 4, 9, done, 10 * done, "", 3)
-                await reported.update_row("public.a", lambda _: CaptureTableRow(world.name, "public.a", copy=copy))
-                await reported.refuse_table("public.a", Refusal("refused", "no.", "Wait."), 1, going_on=True)
-                return reported.rows["public.a"].copy is not None
-
-            assert [await tried(done) for done in (1, 1, 2, 2, 3, 3, 3)] == [True] * 6 + [False]
-            assert await tried(3, "another topic's"), "a copy that is begun anew has all its tries"
-            await reported.refuse_table("public.a", Refusal("refused", "its own fault.", "Mend it."), 1)
-            assert reported.rows["public.a"].copy is None
-
-    asyncio.run(scenario())
+        assert [await tried(done) for done in (1, 1, 2, 2, 3, 3, 3)] == [True] * 6 + [False]
+        assert await tried(3, "another topic's"), "a copy that is begun anew has all its tries"
+        await reported.refuse_table("public.a", Refusal("refused", "its own fault.", "Mend it."), 1)
+        assert reported.rows["public.a"].copy is None
 
 
 # one table's alone ---------------------------------------------------------------------------------
 @pytest.mark.postgres
-def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_with_it(
+async def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_with_it(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first chunks of `b` have no row any more. One that was told all the same begins anew, alone."""
@@ -262,7 +249,7 @@ def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_wi
             await asyncio.Event().wait()
         await write_rows(self, target, *args)
 
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             *[f"CREATE TABLE {t} (id int PRIMARY KEY, v int, w text) WITH (autovacuum_enabled = off)" for t in "ab"],
             *[f"INSERT INTO {t} SELECT g, g, repeat('w', 100) FROM generate_series(1, 3000) g" for t in "ab"],
@@ -284,23 +271,19 @@ def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_wi
         assert await world.topic_id("a") == topics[0] and await world.topic_id("b") != topics[1]
         assert (len(await world.folded("a")), len(await world.folded("b"))) == (3000, 100)
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("kind", [FencedError, ConflictError])
-def test_a_copy_that_has_lost_its_topics_to_another_session_ends_and_blames_no_table(
+async def test_a_copy_that_has_lost_its_topics_to_another_session_ends_and_blames_no_table(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, kind: type[TidemillError]
 ) -> None:
     async def write_rows(self: TopicWriter, *_: Any) -> None:
         raise kind("a newer epoch exists.")
 
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD)
         monkeypatch.setattr(TopicWriter, "write_copied_rows", write_rows)
         with pytest.raises(kind):
             await asyncio.wait_for(world.new_capture().run_sessions(), 20)
         row = await world.table("public.good")
         assert row is not None and row.state == "captured" and not row.reason
-
-    in_world(postgres_dsn, scenario)

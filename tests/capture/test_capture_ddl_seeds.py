@@ -120,7 +120,7 @@ async def load(dsn: str, rng: random.Random, stop: asyncio.Event) -> None:
             await asyncio.sleep(0.01)
 
 
-def test_f470_ddl_by_a_seed_under_load_and_kills_ends_in_topics_that_equal_select(
+async def test_f470_ddl_by_a_seed_under_load_and_kills_ends_in_topics_that_equal_select(
     seed: int, postgres_dsn: str, tmp_path: Path
 ) -> None:
     name, rng = postgres_dsn.rpartition("/")[2], random.Random(seed)
@@ -129,21 +129,6 @@ def test_f470_ddl_by_a_seed_under_load_and_kills_ends_in_topics_that_equal_selec
         log = (tmp_path / "capture.log").open("ab")
         arguments = [sys.executable, str(PROGRAM), postgres_dsn, name, str(tmp_path), "again"]
         return subprocess.Popen(arguments, stdout=log, stderr=log)
-
-    async def scenario() -> None:
-        clock = SystemClock()
-        consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", clock, Rand())
-        objects = await open_objects(f"file://{tmp_path}/objects", clock, Rand())
-        try:
-            async with World(postgres_dsn, consensus=consensus, objects=objects) as world:
-                try:
-                    await _changed(world, rng)
-                finally:
-                    for process in running:
-                        process.kill()
-                        process.wait()
-        finally:
-            await consensus.aclose()
 
     running: list[subprocess.Popen[bytes]] = []
 
@@ -184,7 +169,19 @@ def test_f470_ddl_by_a_seed_under_load_and_kills_ends_in_topics_that_equal_selec
             stop.set()
             await asyncio.gather(loading, return_exceptions=True)
 
-    asyncio.run(scenario())
+    clock = SystemClock()
+    consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", clock, Rand())
+    objects = await open_objects(f"file://{tmp_path}/objects", clock, Rand())
+    try:
+        async with World(postgres_dsn, consensus=consensus, objects=objects) as world:
+            try:
+                await _changed(world, rng)
+            finally:
+                for process in running:
+                    process.kill()
+                    process.wait()
+    finally:
+        await consensus.aclose()
 
 
 async def _waits_or_flows(world: World, name: str) -> bool:

@@ -7,7 +7,7 @@ import asyncio
 import psycopg
 import pytest
 
-from support.capture.world import World, in_world
+from support.capture.world import World
 from support.waiting import until
 from tidemill.capture.catalog.table_discovery import list_tables
 from tidemill.capture.postgres.connection import PgConnection
@@ -26,13 +26,12 @@ ATTEMPTS = 30
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_a_transaction_that_has_read_a_table_and_writes_it_then_goes_on_while_the_table_is_published(
+async def test_a_transaction_that_has_read_a_table_and_writes_it_then_goes_on_while_the_table_is_published(
     postgres_dsn: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """PostgreSQL ends at once who comes to wait for a holder of SHARE that waits for more itself (its proc.c)."""
     monkeypatch.setattr("tidemill.capture.setup.publication.LOCK_PAUSE_S", 0.02)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TABLES[kind], "INSERT INTO t VALUES (1, 0)")
         wire = await PgConnection.connect(world.dsn, purpose="test")
 
@@ -67,5 +66,3 @@ def test_a_transaction_that_has_read_a_table_and_writes_it_then_goes_on_while_th
         finally:
             await wire.aclose()
         assert await world.select("SELECT v FROM t") == [(5,)]
-
-    in_world(postgres_dsn, scenario)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.capture.world import GOOD, World, good_flows, in_world
+from support.capture.world import GOOD, World, good_flows
 from support.waiting import until
 from tidemill.capture.catalog.type_dependencies import is_compatible_type, serialize_type
 
@@ -46,10 +46,10 @@ async def exact(world: World, table: str) -> bool:
 
 
 @pytest.mark.postgres
-def test_f489_a_type_that_is_altered_below_a_column_has_its_tables_alone_copied_again(
+async def test_f489_a_type_that_is_altered_below_a_column_has_its_tables_alone_copied_again(
     postgres_dsn: str,
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *MADE)
         for name, (kind, value) in COLUMNS.items():
             await world.sql(
@@ -90,8 +90,6 @@ def test_f489_a_type_that_is_altered_below_a_column_has_its_tables_alone_copied_
         async with world.capture(**settings):
             await altered(while_down)
             await good_flows(world)
-
-    in_world(postgres_dsn, scenario)
 
 
 def test_more_labels_read_alike_and_other_ones_do_not() -> None:

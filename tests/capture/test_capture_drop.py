@@ -11,7 +11,7 @@ from support.capture.on_every_server import (
     identities,
     test_all_that_a_capture_changed_is_as_it_was,
 )
-from support.capture.world import World, in_world
+from support.capture.world import World
 from support.waiting import until
 from tidemill.base.errors import InvalidError, UnknownOutcomeError
 from tidemill.capture.catalog.table_discovery import list_tables
@@ -30,8 +30,8 @@ __all__ = [
 pytestmark = pytest.mark.postgres
 
 
-def test_an_identity_that_somebody_set_meanwhile_is_left(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_an_identity_that_somebody_set_meanwhile_is_left(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*IDENTITY_TABLES[:1])
         async with world.capture():
             pass
@@ -39,13 +39,11 @@ def test_an_identity_that_somebody_set_meanwhile_is_left(postgres_dsn: str) -> N
         done = await drop_capture(world.config(), world.catalogue)
         assert done.identities == {} and await identities(world) == {"plain": "n"}
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_sessions_that_postgresql_ends_only_now_are_waited_for(
+async def test_sessions_that_postgresql_ends_only_now_are_waited_for(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*IDENTITY_TABLES[:1])
         async with world.capture():
             pass
@@ -69,11 +67,9 @@ def test_sessions_that_postgresql_ends_only_now_are_waited_for(
         done = await drop_capture(config, world.catalogue)
         assert refused and done.slot and not done.left and await identities(world) == {"plain": "d"}
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_what_a_lock_keeps_is_named_and_done_by_the_next_try(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_what_a_lock_keeps_is_named_and_done_by_the_next_try(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*IDENTITY_TABLES[:1])
         async with world.capture():
             pass
@@ -87,11 +83,9 @@ def test_what_a_lock_keeps_is_named_and_done_by_the_next_try(postgres_dsn: str) 
         assert not done.left and await identities(world) == {"plain": "d"}
         assert await world.catalogue.tables(world.name) == []
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_capture_that_a_pipeline_reads_is_dropped_only_when_told_twice(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_capture_that_a_pipeline_reads_is_dropped_only_when_told_twice(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*IDENTITY_TABLES[:1])
         async with world.capture():
             pass
@@ -101,11 +95,9 @@ def test_a_capture_that_a_pipeline_reads_is_dropped_only_when_told_twice(postgre
         assert await identities(world) == {"plain": "f"}
         assert not (await drop_capture(world.config(), world.catalogue, really=True)).left
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_table_that_leaves_the_capture_gets_its_identity_back(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_table_that_leaves_the_capture_gets_its_identity_back(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*IDENTITY_TABLES[:3])
         async with world.capture():
             pass
@@ -117,11 +109,9 @@ def test_a_table_that_leaves_the_capture_gets_its_identity_back(postgres_dsn: st
             await until(given_back, "the table that was left out is as it was")
             await world.sql("INSERT INTO quiet VALUES (1, 'a')", "UPDATE quiet SET v = 'b'")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_renamed_table_gets_its_identity_back_under_its_new_name(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_renamed_table_gets_its_identity_back_under_its_new_name(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*IDENTITY_TABLES[:1])
         async with world.capture(table_poll_s=0.2):
             await world.sql("ALTER TABLE plain RENAME TO fancy")
@@ -134,11 +124,9 @@ def test_a_renamed_table_gets_its_identity_back_under_its_new_name(postgres_dsn:
         done = await drop_capture(world.config(), world.catalogue)
         assert done.identities == {'"public"."fancy"': "DEFAULT"} and await identities(world) == {"fancy": "d"}
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_table_made_anew_under_its_name_keeps_the_identity_that_somebody_gave_it(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_table_made_anew_under_its_name_keeps_the_identity_that_somebody_gave_it(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*IDENTITY_TABLES[1:3])
         async with world.capture(table_poll_s=0.2):
             await world.transaction("DROP TABLE quiet", IDENTITY_TABLES[1], "ALTER TABLE quiet REPLICA IDENTITY FULL")
@@ -152,11 +140,9 @@ def test_a_table_made_anew_under_its_name_keeps_the_identity_that_somebody_gave_
         assert (await drop_capture(world.config(), world.catalogue)).identities == {}
         assert await identities(world) == {"quiet": "f"}
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_another_cluster_than_the_captured_one_is_left_alone(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_another_cluster_than_the_captured_one_is_left_alone(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*IDENTITY_TABLES[:1])
         async with world.capture():
             pass
@@ -167,11 +153,9 @@ def test_another_cluster_than_the_captured_one_is_left_alone(postgres_dsn: str) 
         await world.catalogue.put(replace(await world.row(), system_id="another"))
         assert (await drop_capture(world.config(), world.catalogue, really=True)).slot
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_note_whose_outcome_is_not_known_is_no_refusal_of_the_table(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_note_whose_outcome_is_not_known_is_no_refusal_of_the_table(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*IDENTITY_TABLES[:1])
         wire = await PgConnection.connect(world.dsn, purpose="test")
 
@@ -189,5 +173,3 @@ def test_a_note_whose_outcome_is_not_known_is_no_refusal_of_the_table(postgres_d
         finally:
             await wire.aclose()
         assert await identities(world) == {"plain": "d"}
-
-    in_world(postgres_dsn, scenario)

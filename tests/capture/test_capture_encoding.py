@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from msgspec.structs import replace
 
-from support.capture.world import GOOD, World, good_flows, in_world
+from support.capture.world import GOOD, World, good_flows
 from support.postgres import EmbeddedPostgres
 from support.waiting import until
 from tidemill.capture.changes import Fragment
@@ -43,8 +43,8 @@ def plain(*names: str) -> list[str]:
 
 
 @pytest.mark.postgres
-def test_f487_bytes_that_are_not_utf8_cost_the_table_that_has_them_and_no_other(unchecked_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f487_bytes_that_are_not_utf8_cost_the_table_that_has_them_and_no_other(unchecked_dsn: str) -> None:
+    async with World(unchecked_dsn) as world:
         await world.sql(
             *GOOD, *plain("copied", "indexed", "written", "grown", "defaulted", "moved", "typed", "renamed")
         )
@@ -98,15 +98,20 @@ def test_f487_bytes_that_are_not_utf8_cost_the_table_that_has_them_and_no_other(
         async with world.capture(tables=("*", "*.*")):
             await good_flows(world)
 
-    in_world(unchecked_dsn, scenario)
-
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("identity", ["full", "as-is"])
-def test_an_index_or_a_partition_of_a_captured_table_that_gets_a_name_that_is_not_utf8_costs_that_table_alone(
+async def test_an_index_or_a_partition_of_a_captured_table_that_gets_a_name_that_is_not_utf8_costs_that_table_alone(
     unchecked_dsn: str, identity: str
 ) -> None:
-    async def scenario(world: World) -> None:
+    async def reported(world: World) -> None:
+        async def holds() -> bool:
+            row = await world.table("public.indexed")
+            return row is not None and row.identity == 'USING INDEX "caf\\xe9s"'
+
+        await until(holds, "the identity is told")
+
+    async with World(unchecked_dsn) as world:
         await world.sql(*GOOD, *plain("indexed"))
         await world.sql("CREATE TABLE parted (id int PRIMARY KEY) PARTITION BY RANGE (id)")
         settings = {"identity": identity, "table_poll_s": 0.1}
@@ -128,23 +133,15 @@ def test_an_index_or_a_partition_of_a_captured_table_that_gets_a_name_that_is_no
             await good_flows(world)
             assert await world.table("public.indexed") == replace(row, identity='USING INDEX "caf\\xe9s"')
 
-    async def reported(world: World) -> None:
-        async def holds() -> bool:
-            row = await world.table("public.indexed")
-            return row is not None and row.identity == 'USING INDEX "caf\\xe9s"'
-
-        await until(holds, "the identity is told")
-
-    in_world(unchecked_dsn, scenario)
-
 
 @pytest.mark.postgres
-def test_f488_a_logical_message_of_any_size_stops_nothing(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_f488_a_logical_message_of_any_size_stops_nothing(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The real limit is 200 MiB; PostgreSQL writes messages of up to 1 GiB."""
     for module in (replication_stream, undecodable):
         monkeypatch.setattr(module, "MESSAGE_BYTES", 1 << 20)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD)
         async with world.capture() as capture:
             for transactional in ("true", "false"):
@@ -157,8 +154,6 @@ def test_f488_a_logical_message_of_any_size_stops_nothing(postgres_dsn: str, mon
             await good_flows(world)
             assert capture.facts()["markers_left_out"] == 1
             assert world.tracker.failure(capture.config.mark) is None
-
-    in_world(postgres_dsn, scenario)
 
 
 def test_a_message_beyond_the_limit_is_passed_over_by_its_head(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.capture.evolving import equal, folded, selected, version
-from support.capture.world import GOOD, World, good_flows, in_world
+from support.capture.world import GOOD, World, good_flows
 from support.waiting import until
 from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import Lsn
@@ -66,10 +66,9 @@ def on(name: str, statements: str) -> list[str]:
     return statements.replace("TABLE t ", f'TABLE "{name}" ').split("; ")
 
 
-def test_f460_what_loses_nothing_flows_on_within_the_transaction_that_changes_it(postgres_dsn: str) -> None:
+async def test_f460_what_loses_nothing_flows_on_within_the_transaction_that_changes_it(postgres_dsn: str) -> None:
     """Rows before, in and after the DDL's transaction; then a restart; then everything told again from before."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await make(world, GROWS)
         async with world.capture(table_poll_s=60, fragment_changes=2):
             await world.caught_up()
@@ -90,15 +89,13 @@ def test_f460_what_loses_nothing_flows_on_within_the_transaction_that_changes_it
             await good_flows(world)
             await equal(world, *GROWS)
 
-    in_world(postgres_dsn, scenario)
-
 
 async def grown(world: World, name: str) -> bool:
     return await version(world, name) == 2
 
 
-def test_f461_without_any_row_a_description_grows_within_seconds(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f461_without_any_row_a_description_grows_within_seconds(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await make(world, GROWS)
         async with world.capture(table_poll_s=0.1):
             await world.caught_up()
@@ -112,12 +109,10 @@ def test_f461_without_any_row_a_description_grows_within_seconds(postgres_dsn: s
             for name in GROWS:
                 assert await version(world, name) == 2, "its first row says nothing new"
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.parametrize("with_rows", [True, False])
-def test_f462_where_older_rows_cannot_be_known_the_table_parks_alone(postgres_dsn: str, with_rows: bool) -> None:
-    async def scenario(world: World) -> None:
+async def test_f462_where_older_rows_cannot_be_known_the_table_parks_alone(postgres_dsn: str, with_rows: bool) -> None:
+    async with World(postgres_dsn) as world:
         await make(world, PARKS)
         async with world.capture(table_poll_s=60 if with_rows else 0.1):
             await world.caught_up()
@@ -145,8 +140,6 @@ def test_f462_where_older_rows_cannot_be_known_the_table_parks_alone(postgres_ds
                 end = sum(binding.offsets[await world.topic_id(name)])
                 assert folded(row, await world.records(name, end)) == want[name], name
 
-    in_world(postgres_dsn, scenario)
-
 
 SEVERAL = (
     "INSERT INTO t VALUES (10, 1, 'x', 1, 1)", "ALTER TABLE t ADD x int DEFAULT 5", "INSERT INTO t (id) VALUES (11)",
@@ -160,13 +153,12 @@ SEVERAL = (
 
 @pytest.mark.parametrize("at_once", [True, False])
 @pytest.mark.parametrize("behind", [True, False])
-def test_f463_several_changes_with_rows_between_are_versions_also_of_a_stream_that_is_told_again(
+async def test_f463_several_changes_with_rows_between_are_versions_also_of_a_stream_that_is_told_again(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, at_once: bool, behind: bool
 ) -> None:
     """In one transaction or each in its own; met as they happen, or by a capture that was away, and whose catalogue
     is ahead. Nothing is bound at first, so the next session is told all of it again, under the description of then."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=60):
             await world.caught_up()
@@ -200,16 +192,13 @@ def test_f463_several_changes_with_rows_between_are_versions_also_of_a_stream_th
             assert await version(world, "t") == 5
             await good_flows(world)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f464_a_catalogue_that_is_ahead_by_what_it_cannot_vouch_for_parks_at_the_first_row_in_doubt(
+async def test_f464_a_catalogue_that_is_ahead_by_what_it_cannot_vouch_for_parks_at_the_first_row_in_doubt(
     postgres_dsn: str,
 ) -> None:
     """A column that was added, written, dropped and added again under its name: of the first one nobody knows what
     older rows held."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture():
             await world.caught_up()
@@ -230,11 +219,11 @@ def test_f464_a_catalogue_that_is_ahead_by_what_it_cannot_vouch_for_parks_at_the
                 end = sum(binding.offsets[await world.topic_id("t")])
                 assert folded(row, await world.records("t", end)) == want
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f465_a_partitioned_table_grows_and_a_row_of_an_older_tidemill_is_completed_first(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f465_a_partitioned_table_grows_and_a_row_of_an_older_tidemill_is_completed_first(
+    postgres_dsn: str,
+) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             *GOOD, *T, f"CREATE TABLE p ({COLUMNS}) PARTITION BY RANGE (id)",
             "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (100)", f"INSERT INTO p VALUES {ROWS}",
@@ -259,8 +248,6 @@ def test_f465_a_partitioned_table_grows_and_a_row_of_an_older_tidemill_is_comple
             await world.sql("INSERT INTO p (id) VALUES (50), (150)", "INSERT INTO t (id) VALUES (50)")
             await equal(world, "p", "t")
             assert [await version(world, t) for t in "pt"] == [2, 2]
-
-    in_world(postgres_dsn, scenario)
 
 
 async def partitions(world: World, count: int) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import psycopg
 import pytest
 
@@ -15,7 +13,7 @@ from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_k
 pytestmark = pytest.mark.postgres
 
 
-def test_one_that_streams_works_one_without_its_database_fails_and_one_that_waits_does_neither(
+async def test_one_that_streams_works_one_without_its_database_fails_and_one_that_waits_does_neither(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def scenario(world: World) -> None:
@@ -44,8 +42,5 @@ def test_one_that_streams_works_one_without_its_database_fails_and_one_that_wait
             await other.close()
             await until(lambda: waits.health() is None, "it streams")
 
-    async def run() -> None:
-        async with World(postgres_dsn) as world:
-            await scenario(world)
-
-    asyncio.run(run())
+    async with World(postgres_dsn) as world:
+        await scenario(world)

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from support.capture.world import World, in_world
+from support.capture.world import World
 from support.waiting import slowness, until
 from tidemill.base.status.status import StageState, derive_status
 from tidemill.capture.changes import Fragment
@@ -45,8 +45,8 @@ async def confirmed_reaches(world: World, lsn: int) -> None:
     await until(reached, f"confirmed reaches {lsn}")
 
 
-def test_slc7_an_unflushed_sink_holds_the_slot_and_is_named_and_its_flush_frees_it(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_slc7_an_unflushed_sink_holds_the_slot_and_is_named_and_its_flush_frees_it(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         sink = HoldingSink("shape:wedged")
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         async with world.capture(sinks=[sink], heartbeat_s=0.1) as capture:
@@ -71,11 +71,9 @@ def test_slc7_an_unflushed_sink_holds_the_slot_and_is_named_and_its_flush_frees_
             sink.flush()
             await confirmed_reaches(world, await world.wal_end())
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_rc2_what_was_not_flushed_is_delivered_again_after_a_restart(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_rc2_what_was_not_flushed_is_delivered_again_after_a_restart(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         sink = HoldingSink("shape:slow")
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         async with world.capture(sinks=[sink]):
@@ -89,11 +87,9 @@ def test_rc2_what_was_not_flushed_is_delivered_again_after_a_restart(postgres_ds
             assert len(await world.records("a")) == 2
             sink.flush()
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_rc3_the_connection_survives_a_sink_that_blocks_longer_than_wal_sender_timeout(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_rc3_the_connection_survives_a_sink_that_blocks_longer_than_wal_sender_timeout(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         sink, slow = HoldingSink("shape:blocked"), slowness()
         await world.sql(
             "CREATE TABLE a (id int PRIMARY KEY, v text)",
@@ -112,14 +108,13 @@ def test_rc3_the_connection_survives_a_sink_that_blocks_longer_than_wal_sender_t
             await tag
             sink.flush()
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_writes_any_more(postgres_dsn: str) -> None:
+async def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_writes_any_more(
+    postgres_dsn: str,
+) -> None:
     """World 201 of the oracle: it was told with the next commit, heartbeat or status that was due anyway, up to fifteen
     seconds later, while the mark said that nothing was left to do."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         async with world.capture(heartbeat_s=600.0, table_poll_s=600.0) as capture:
             await world.caught_up()
@@ -142,5 +137,3 @@ def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_wri
             session.adder.wal_hold.set_copying(False)
             assert session._reports.due.is_set(), "not with the next status that is due anyway"
             await confirmed_reaches(world, at)
-
-    in_world(postgres_dsn, scenario)

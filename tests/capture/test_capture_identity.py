@@ -15,7 +15,7 @@ from support.capture.on_every_server import (
     test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_right_when_it_is_switched,
     unchanged,
 )
-from support.capture.world import World, in_world
+from support.capture.world import World
 from support.waiting import until
 from tidemill.base.errors import InvalidError
 from tidemill.capture.session.teardown import drop_capture
@@ -28,8 +28,8 @@ __all__ = [
 pytestmark = pytest.mark.postgres
 
 
-def test_an_index_serves_where_it_has_the_whole_key_and_a_toasted_key_is_said(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_an_index_serves_where_it_has_the_whole_key_and_a_toasted_key_is_said(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE t (id text PRIMARY KEY, tenant int NOT NULL, body text)",
             "ALTER TABLE t ALTER id SET STORAGE EXTERNAL, ALTER body SET STORAGE EXTERNAL",
@@ -49,8 +49,6 @@ def test_an_index_serves_where_it_has_the_whole_key_and_a_toasted_key_is_said(po
             await exact(world, "t")
             assert [unchanged(r) for r in (await world.records("t"))[5:]] == [["body"], [], ["body"], ["body"], []]
 
-    in_world(postgres_dsn, scenario)
-
 
 REFUSED = {
     "nothing": ("CREATE TABLE {} (id int PRIMARY KEY, v int)", "ALTER TABLE {} REPLICA IDENTITY NOTHING"),
@@ -63,8 +61,10 @@ REFUSED = {
 }
 
 
-def test_f471_an_identity_that_does_not_say_the_key_is_refused_with_the_statement_that_does(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f471_an_identity_that_does_not_say_the_key_is_refused_with_the_statement_that_does(
+    postgres_dsn: str,
+) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE fine (id int PRIMARY KEY, v int)")
         for name, statements in REFUSED.items():
             await world.sql(*[statement.format(name) for statement in statements])
@@ -80,14 +80,12 @@ def test_f471_an_identity_that_does_not_say_the_key_is_refused_with_the_statemen
                 await world.sql(f"INSERT INTO {name} VALUES (1, 1)", f"UPDATE {name} SET id = 2")
                 await exact(world, name)
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.parametrize("identity", ["NOTHING", "USING INDEX t_code_key"])
-def test_f471_a_captured_table_that_gets_such_an_identity_is_parked_before_its_first_row(
+async def test_f471_a_captured_table_that_gets_such_an_identity_is_parked_before_its_first_row(
     postgres_dsn: str, identity: str
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE t (id int PRIMARY KEY, code int NOT NULL UNIQUE)", "INSERT INTO t VALUES (1, 1)")
         async with world.capture(**AS_IS):
             await world.sql("UPDATE t SET id = 2", f"ALTER TABLE t REPLICA IDENTITY {identity}")
@@ -108,15 +106,13 @@ def test_f471_a_captured_table_that_gets_such_an_identity_is_parked_before_its_f
             await world.sql("UPDATE t SET id = 5")
             await exact(world, "t")
 
-    in_world(postgres_dsn, scenario)
-
 
 def asked(row: Any) -> Any:
     return replace(row, recopy=True)
 
 
-def test_the_identity_of_a_partition_is_what_counts(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_the_identity_of_a_partition_is_what_counts(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE t (id int PRIMARY KEY, v int, body text) PARTITION BY RANGE (id)",
             "ALTER TABLE t ALTER body SET STORAGE EXTERNAL",
@@ -140,11 +136,11 @@ def test_the_identity_of_a_partition_is_what_counts(postgres_dsn: str) -> None:
             )
             await world.paused("t", "the replica identity of public.high")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f472_a_manual_capture_alters_nothing_and_says_what_is_missing_until_it_is_there(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f472_a_manual_capture_alters_nothing_and_says_what_is_missing_until_it_is_there(
+    postgres_dsn: str,
+) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*WIDE, "CREATE TABLE later (id int PRIMARY KEY, v int)")
         manual: dict[str, Any] = {"manual": True, "table_poll_s": 0.1}
         with pytest.raises(InvalidError, match="must not do") as reported:
@@ -179,5 +175,3 @@ def test_f472_a_manual_capture_alters_nothing_and_says_what_is_missing_until_it_
         done = await drop_capture(world.config(), world.catalogue)
         assert done.publication_left and done.slot and done.identities == {} and not done.left
         assert await identity(world, "wide") == "f" and len(await world.select("SELECT FROM pg_publication")) == 1
-
-    in_world(postgres_dsn, scenario)

@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from support.capture.world import GOOD, T, World, good_flows, in_world, plain, reported
+from support.capture.world import GOOD, T, World, good_flows, plain, reported
 from support.waiting import DEADLINE_S, until
 from tidemill.base.errors import UnknownOutcomeError
 from tidemill.base.status.status import StageState
@@ -21,12 +21,11 @@ from tidemill.metastore.catalogue import CaptureTableRow
 pytestmark = pytest.mark.postgres
 
 
-def test_a_copy_that_is_recorded_flows_though_the_next_one_cannot_be_recorded(
+async def test_a_copy_that_is_recorded_flows_though_the_next_one_cannot_be_recorded(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two tables are copied together; the outcome of writing the second one's snapshot is unknown, again and again."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD)
         real, broken = world.catalogue.change_table, True
 
@@ -63,8 +62,6 @@ def test_a_copy_that_is_recorded_flows_though_the_next_one_cannot_be_recorded(
             row = await world.table("public.x")
             assert row is not None and row.generation == 0, "and is not copied a second time"
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -76,12 +73,11 @@ def test_a_copy_that_is_recorded_flows_though_the_next_one_cannot_be_recorded(
         (("ALTER TABLE t REPLICA IDENTITY DEFAULT", "DELETE FROM t WHERE id = 1"), "old row"),
     ],
 )
-def test_a_stream_that_is_told_again_from_before_a_copy_parks_nothing_that_the_copy_holds(
+async def test_a_stream_that_is_told_again_from_before_a_copy_parks_nothing_that_the_copy_holds(
     postgres_dsn: str, changes: tuple[str, ...], words: str
 ) -> None:
     """A server that crashed may have lost what was confirmed to it last: here its slot is set back to a copy of it."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         slot, early = f"tidemill_{world.name}", f"early_{world.name}"
         copy = "SELECT pg_copy_logical_replication_slot('{}', '{}')"
         await world.sql(*GOOD, *T)
@@ -105,15 +101,12 @@ def test_a_stream_that_is_told_again_from_before_a_copy_parks_nothing_that_the_c
             expected = {f'{{"id":{r[0]}}}': dict(zip(columns, r, strict=True)) for r in rows}
             assert await world.folded("t") == expected
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_durable(
+async def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_durable(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a capture that dies in between has bound and confirmed what it left out, and knows of no park."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             *GOOD,
             "CREATE TABLE p (id int PRIMARY KEY, v int) PARTITION BY RANGE (id)",
@@ -149,13 +142,11 @@ def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_d
                 f'{{"id":{i}}}': {"id": i, "v": v} for i, v in [(1, 1), (101, 1), (102, 2)]
             }, "every commit below where it is parked is in its topic"
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f413_a_copy_beside_the_stream_moves_with_its_rows_and_holds_the_captures_mark(
+async def test_f413_a_copy_beside_the_stream_moves_with_its_rows_and_holds_the_captures_mark(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T, "INSERT INTO t SELECT g, g, repeat('w', 500) FROM generate_series(10, 3000) g")
         bursts, may_write = 0, asyncio.Event()
         write_rows = TopicWriter.write_copied_rows
@@ -198,8 +189,6 @@ def test_f413_a_copy_beside_the_stream_moves_with_its_rows_and_holds_the_capture
             assert reported(world, capture, capture.config.table_mark("public.t")) is None
             await good_flows(world)
 
-    in_world(postgres_dsn, scenario)
-
 
 async def good_flows_beyond(world: World) -> int:
     """The LSN of a commit of the other table, once it is bound."""
@@ -207,8 +196,8 @@ async def good_flows_beyond(world: World) -> int:
     return (await world.caught_up()).lsn
 
 
-def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_slot(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_slot(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1, budget_ms=1000) as capture:
             await good_flows(world)
@@ -233,13 +222,11 @@ def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_slot(p
             await good_flows(world)
             assert reported(world, capture, mark) is None
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f409_a_first_copy_behind_a_lock_keeps_no_other_table_waiting(
+async def test_f409_a_first_copy_behind_a_lock_keeps_no_other_table_waiting(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         other = await psycopg.AsyncConnection.connect(world.dsn)
         real = bootstrap.copy_tables
@@ -257,5 +244,3 @@ def test_f409_a_first_copy_behind_a_lock_keeps_no_other_table_waiting(
             await other.close()
             await world.flowing("t")
             await good_flows(world)
-
-    in_world(postgres_dsn, scenario)

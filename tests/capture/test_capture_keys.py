@@ -8,7 +8,7 @@ import pytest
 
 from support.capture.column_types import selected
 from support.capture.stored_shard import Stored, decoded, schema_of
-from support.capture.world import World, in_world
+from support.capture.world import World
 from tidemill.shapes.shards.pg_text import text_columns
 
 pytestmark = pytest.mark.postgres
@@ -49,8 +49,8 @@ def changes(seed: int) -> list[str]:
     return out
 
 
-def test_a_key_that_is_spelled_otherwise_is_the_same_row(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_key_that_is_spelled_otherwise_is_the_same_row(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE EXTENSION IF NOT EXISTS citext")
         for number, (kind, spellings) in enumerate(SPELLINGS.items()):
             await world.sql(f"CREATE TABLE k{number} (k {kind} PRIMARY KEY, v int)")
@@ -69,5 +69,3 @@ def test_a_key_that_is_spelled_otherwise_is_the_same_row(postgres_dsn: str) -> N
                 zeroed = "CASE WHEN k = 0 THEN '0' ELSE k::text END" if kind in ("float8", "real") else "k"
                 wanted = [tuple(row) for row in await selected(world, f"SELECT {zeroed}, v FROM {table}")]
                 assert found == sorted(wanted), f"type={kind}"
-
-    in_world(postgres_dsn, scenario)

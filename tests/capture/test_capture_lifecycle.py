@@ -11,7 +11,7 @@ import pytest
 
 from support.capture.identity import identity, left_in_database
 from support.capture.rights import NAMED_TABLES, missing, reader_of
-from support.capture.world import World, in_world, plain
+from support.capture.world import World, plain
 from support.waiting import until
 from tidemill.base.config.config import load
 from tidemill.base.errors import InvalidError, TidemillError
@@ -23,10 +23,10 @@ from tidemill.metastore.catalogue import CaptureRow
 pytestmark = pytest.mark.postgres
 
 
-def test_f495_drop_as_a_role_with_few_rights_takes_the_slot_and_hands_the_rest_to_an_administrator(
+async def test_f495_drop_as_a_role_with_few_rights_takes_the_slot_and_hands_the_rest_to_an_administrator(
     postgres_dsn: str,
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*NAMED_TABLES[:2], "CREATE TABLE c (id int PRIMARY KEY, v text)")
         await world.sql("ALTER TABLE c REPLICA IDENTITY NOTHING")
         async with reader_of(world):
@@ -41,13 +41,11 @@ def test_f495_drop_as_a_role_with_few_rights_takes_the_slot_and_hands_the_rest_t
             assert await world.catalogue.get(CaptureRow, world.name) is None
             assert f'DROP PUBLICATION "tidemill_{world.name}"' in done.for_administrator
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f495_what_doctor_asks_an_administrator_for_is_printed_kept_and_told_back_with_the_drop(
+async def test_f495_what_doctor_asks_an_administrator_for_is_printed_kept_and_told_back_with_the_drop(
     postgres_dsn: str, tmp_path: Path
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*NAMED_TABLES[:2], "CREATE TABLE c (id int PRIMARY KEY, v text)")
         await world.sql("ALTER TABLE c REPLICA IDENTITY NOTHING")
         kept: dict[str, object] = {}
@@ -78,8 +76,6 @@ def test_f495_what_doctor_asks_an_administrator_for_is_printed_kept_and_told_bac
         await world.sql(f'DROP PUBLICATION "{own}"', *back)
         assert await identity(world, "c") == "n"
 
-    in_world(postgres_dsn, scenario)
-
 
 def test_f495_doctor_writes_what_it_asks_for_into_the_catalogue(postgres_dsn: str, tmp_path: Path) -> None:
     with psycopg.connect(postgres_dsn, autocommit=True) as connection:
@@ -97,8 +93,8 @@ def test_f495_doctor_writes_what_it_asks_for_into_the_catalogue(postgres_dsn: st
     assert row.state == "refused" and list(row.identities_asked.values()) == [('"public"."a"', "DEFAULT")]
 
 
-def test_f496_a_table_that_comes_later_is_told_with_all_its_statements_at_once(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f496_a_table_that_comes_later_is_told_with_all_its_statements_at_once(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*NAMED_TABLES[:2])
         async with reader_of(world):
             for statement in await missing(world):
@@ -126,8 +122,6 @@ def test_f496_a_table_that_comes_later_is_told_with_all_its_statements_at_once(p
 
                 await until(flows, "it flows")
                 assert not any("GRANT" in fix for fix in seen - set(found)), seen
-
-    in_world(postgres_dsn, scenario)
 
 
 @pytest.fixture
@@ -162,10 +156,9 @@ def test_f497_a_refused_connection_names_the_right_that_is_missing(
         other.execute(f"ALTER DATABASE {database} ALLOW_CONNECTIONS true")
 
 
-def test_f498_the_set_up_of_many_tables_is_progress(postgres_dsn: str) -> None:
+async def test_f498_the_set_up_of_many_tables_is_progress(postgres_dsn: str) -> None:
     tables = 30
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*[f"CREATE TABLE t{n} (id int PRIMARY KEY, v int)" for n in range(tables)])
         async with await psycopg.AsyncConnection.connect(world.dsn) as writer:
             # The slot waits for it, so the set-up stands before any row is copied.
@@ -184,5 +177,3 @@ def test_f498_the_set_up_of_many_tables_is_progress(postgres_dsn: str) -> None:
                 assert capture._session.progress.steps.count >= before + 3 * tables
                 await world.flowing(*[f"t{n}" for n in range(tables)])
                 assert await world.folded("t0") == await plain(world, "t0")
-
-    in_world(postgres_dsn, scenario)

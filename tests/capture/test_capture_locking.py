@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import socket
 
@@ -36,7 +35,7 @@ def test_the_word_of_a_process_and_a_captures_name_are_whole_however_long_names_
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("streams", ["the same process", "another process"])
-def test_f613_of_a_frozen_process_the_lock_and_the_stream_are_ended_where_names_are_long_and_nobody_elses(
+async def test_f613_of_a_frozen_process_the_lock_and_the_stream_are_ended_where_names_are_long_and_nobody_elses(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, streams: str
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "ip-10-0-0-1.a-long-region-name.compute.internal.example.org")
@@ -73,8 +72,5 @@ def test_f613_of_a_frozen_process_the_lock_and_the_stream_are_ended_where_names_
             for wire in wires:
                 await wire.aclose()
 
-    async def run() -> None:
-        async with World(postgres_dsn) as world:
-            await scenario(world)
-
-    asyncio.run(run())
+    async with World(postgres_dsn) as world:
+        await scenario(world)

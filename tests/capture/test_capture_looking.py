@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import psycopg
@@ -93,43 +93,41 @@ LETTERS = {"t": 0, "p": 1, "h": 2}
 Looks = Callable[[], Awaitable[tuple[Any, Any, Any]]]
 
 
-def with_looks(dsn: str, scenario: Callable[[Looks, Looks, psycopg.Connection[Any]], Awaitable[None]]) -> None:
-    """`scenario(kept, whole, connection)`: all three looks, kept and not."""
+@asynccontextmanager
+async def opened_looks(dsn: str) -> AsyncIterator[tuple[Looks, Looks, psycopg.Connection[Any]]]:
+    """All three looks, kept and not."""
+    wire = await PgConnection.connect(dsn, purpose="test")
+    control = ControlConnection(wire, OpenQueries(SystemClock()))
 
-    async def run() -> None:
-        wire = await PgConnection.connect(dsn, purpose="test")
-        control = ControlConnection(wire, OpenQueries(SystemClock()))
+    async def published(wire: PgConnection) -> Any:
+        return await read_published_tables(wire, "of_looks")
 
-        async def published(wire: PgConnection) -> Any:
-            return await read_published_tables(wire, "of_looks")
+    async def hazardous(wire: PgConnection) -> Any:
+        return await find_hazards(wire, "of_looks", True)
 
-        async def hazardous(wire: PgConnection) -> Any:
-            return await find_hazards(wire, "of_looks", True)
+    kept = (TableList(control), CachedQuery(control, published), CachedQuery(control, hazardous))
 
-        kept = (TableList(control), CachedQuery(control, published), CachedQuery(control, hazardous))
+    async def looks() -> tuple[Any, Any, Any]:
+        return await kept[0].fetch(), await kept[1].fetch(), await kept[2].fetch()
 
-        async def looks() -> tuple[Any, Any, Any]:
-            return await kept[0].fetch(), await kept[1].fetch(), await kept[2].fetch()
+    async def whole() -> tuple[Any, Any, Any]:
+        return await list_tables(wire), await published(wire), await hazardous(wire)
 
-        async def whole() -> tuple[Any, Any, Any]:
-            return await list_tables(wire), await published(wire), await hazardous(wire)
-
-        try:
-            with psycopg.connect(dsn, autocommit=True) as connection:
-                for statement in SET_UP:
-                    connection.execute(statement)
-                await scenario(looks, whole, connection)
-        finally:
-            await wire.aclose()
-
-    asyncio.run(run())
+    try:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            for statement in SET_UP:
+                connection.execute(statement)
+            yield looks, whole, connection
+    finally:
+        await wire.aclose()
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_each_kind_of_change_that_a_whole_look_finds_is_found_by_a_kept_one(postgres_dsn: str, change: str) -> None:
+async def test_each_kind_of_change_that_a_whole_look_finds_is_found_by_a_kept_one(
+    postgres_dsn: str, change: str
+) -> None:
     statements, says = CHANGES[change]
-
-    async def scenario(kept: Looks, whole: Looks, connection: psycopg.Connection[Any]) -> None:
+    async with opened_looks(postgres_dsn) as (kept, whole, connection):
         before = await kept()
         assert before == await whole()
         for statement in statements.split("; "):
@@ -139,13 +137,11 @@ def test_each_kind_of_change_that_a_whole_look_finds_is_found_by_a_kept_one(post
         changed = "".join(letter for letter, at in LETTERS.items() if before[at] != after[at])
         assert set(changed) == set(says), changed
 
-    with_looks(postgres_dsn, scenario)
 
-
-def test_changes_are_found_whatever_the_order_in_which_transactions_begin_and_end(postgres_dsn: str) -> None:
+async def test_changes_are_found_whatever_the_order_in_which_transactions_begin_and_end(postgres_dsn: str) -> None:
     """The one that began first ends last; one changes in a subtransaction; one is taken back, by whole or in part."""
+    async with opened_looks(postgres_dsn) as (kept, whole, connection):
 
-    async def scenario(kept: Looks, whole: Looks, connection: psycopg.Connection[Any]) -> None:
         def columns(tables: list[TableInfo]) -> str:
             return next(table.digest for table in tables if table.table == "t")
 
@@ -175,10 +171,8 @@ def test_changes_are_found_whatever_the_order_in_which_transactions_begin_and_en
             first.rollback()
             assert await kept() == await whole()
 
-    with_looks(postgres_dsn, scenario)
 
-
-def test_while_nobody_writes_nothing_is_read_and_while_others_write_only_a_hash(
+async def test_while_nobody_writes_nothing_is_read_and_while_others_write_only_a_hash(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
@@ -188,8 +182,7 @@ def test_while_nobody_writes_nothing_is_read_and_while_others_write_only_a_hash(
         return await list_tables_if_changed(wire, known, tables)
 
     monkeypatch.setattr(catalog_cache, "list_tables_if_changed", counted)
-
-    async def scenario(kept: Looks, whole: Looks, connection: psycopg.Connection[Any]) -> None:
+    async with opened_looks(postgres_dsn) as (kept, _, connection):
         first = await kept()
         for _ in range(3):
             again = await kept()
@@ -200,13 +193,11 @@ def test_while_nobody_writes_nothing_is_read_and_while_others_write_only_a_hash(
         assert (await kept())[0] is first[0]
         assert len(asked) == 2 and asked[1]
 
-    with_looks(postgres_dsn, scenario)
 
-
-def test_what_is_changed_while_a_look_is_under_way_and_changed_back_after_it_is_no_gap(
+async def test_what_is_changed_while_a_look_is_under_way_and_changed_back_after_it_is_no_gap(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(kept: Looks, whole: Looks, connection: psycopg.Connection[Any]) -> None:
+    async with opened_looks(postgres_dsn) as (kept, whole, connection):
         before = await kept()
         there: list[str] = ["ALTER TABLE t REPLICA IDENTITY NOTHING"]
 
@@ -223,45 +214,36 @@ def test_what_is_changed_while_a_look_is_under_way_and_changed_back_after_it_is_
         after = await kept()
         assert after == before and after == await whole()
 
-    with_looks(postgres_dsn, scenario)
+
+async def test_a_look_that_fails_is_made_again(postgres_dsn: str) -> None:
+    wire = await PgConnection.connect(postgres_dsn, purpose="test")
+    tries: list[int] = []
+
+    async def question(wire: PgConnection) -> list[int]:
+        tries.append(len(tries))
+        if len(tries) == 1:
+            raise ValueError("odd")
+        return tries
+
+    kept = CachedQuery(ControlConnection(wire, OpenQueries(SystemClock())), question)
+    try:
+        with pytest.raises(ValueError, match="odd"):
+            await kept.fetch()
+        assert await kept.fetch() is tries and await kept.fetch() == [0, 1]
+    finally:
+        await wire.aclose()
 
 
-def test_a_look_that_fails_is_made_again(postgres_dsn: str) -> None:
-    async def run() -> None:
-        wire = await PgConnection.connect(postgres_dsn, purpose="test")
-        tries: list[int] = []
-
-        async def question(wire: PgConnection) -> list[int]:
-            tries.append(len(tries))
-            if len(tries) == 1:
-                raise ValueError("odd")
-            return tries
-
-        kept = CachedQuery(ControlConnection(wire, OpenQueries(SystemClock())), question)
-        try:
-            with pytest.raises(ValueError, match="odd"):
-                await kept.fetch()
-            assert await kept.fetch() is tries and await kept.fetch() == [0, 1]
-        finally:
-            await wire.aclose()
-
-    asyncio.run(run())
-
-
-def test_a_database_without_a_table_is_seen_as_such_and_so_is_its_first(new_database: Callable[[], str]) -> None:
+async def test_a_database_without_a_table_is_seen_as_such_and_so_is_its_first(new_database: Callable[[], str]) -> None:
     dsn = new_database()
-
-    async def run() -> None:
-        wire = await PgConnection.connect(dsn, purpose="test")
-        tables = TableList(ControlConnection(wire, OpenQueries(SystemClock())))
-        try:
-            with psycopg.connect(dsn, autocommit=True) as connection:
-                assert await tables.fetch() == []
-                connection.execute("CREATE TABLE one (id int PRIMARY KEY)")
-                assert [table.name for table in await tables.fetch()] == ["public.one"]
-                connection.execute("DROP TABLE one")
-                assert await tables.fetch() == []
-        finally:
-            await wire.aclose()
-
-    asyncio.run(run())
+    wire = await PgConnection.connect(dsn, purpose="test")
+    tables = TableList(ControlConnection(wire, OpenQueries(SystemClock())))
+    try:
+        with psycopg.connect(dsn, autocommit=True) as connection:
+            assert await tables.fetch() == []
+            connection.execute("CREATE TABLE one (id int PRIMARY KEY)")
+            assert [table.name for table in await tables.fetch()] == ["public.one"]
+            connection.execute("DROP TABLE one")
+            assert await tables.fetch() == []
+    finally:
+        await wire.aclose()

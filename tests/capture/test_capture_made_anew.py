@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -21,78 +21,68 @@ pytestmark = pytest.mark.postgres
 TABLES = ("CREATE TABLE t (id int PRIMARY KEY)", "CREATE TABLE other (id int PRIMARY KEY)")
 
 
-def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with World(dsn) as world:
-            await world.sql(*TABLES)
-            await scenario(world)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def world_with_tables(dsn: str) -> AsyncIterator[World]:
+    async with World(dsn) as world:
+        await world.sql(*TABLES)
+        yield world
 
 
 def failed(world: World) -> Any:
     return world.tracker.failure(f"capture:{world.name}")
 
 
-def test_f473_a_table_that_is_dropped_while_the_capture_looks_is_not_taken_for_an_unpublished_one(
+async def test_f473_a_table_that_is_dropped_while_the_capture_looks_is_not_taken_for_an_unpublished_one(
     postgres_dsn: str,
 ) -> None:
     """The tables are listed with it, the publication without it."""
+    async with world_with_tables(postgres_dsn) as world, world.capture(table_poll_s=600.0) as capture:
+        await world.flowing("t", "other")
+        first = capture._session
+        assert first is not None and first.adder is not None
+        published: CachedQuery[Any] = first.adder.watcher._published
 
-    async def scenario(world: World) -> None:
-        async with world.capture(table_poll_s=600.0) as capture:
-            await world.flowing("t", "other")
-            first = capture._session
-            assert first is not None and first.adder is not None
-            published: CachedQuery[Any] = first.adder.watcher._published
+        async def question(wire: Any) -> Any:
+            rows = await world.select("SELECT to_regclass('t')::text")
+            if rows != [(None,)]:
+                await world.sql("DROP TABLE t")
+            return await published_now(wire)
 
-            async def question(wire: Any) -> Any:
-                rows = await world.select("SELECT to_regclass('t')::text")
-                if rows != [(None,)]:
-                    await world.sql("DROP TABLE t")
-                return await published_now(wire)
+        published_now, published._question = published._question, question
+        await world.sql("INSERT INTO other VALUES (1)")  # another snapshot, so the catalogue is asked
+        capture.check_tables_soon()
 
-            published_now, published._question = published._question, question
-            await world.sql("INSERT INTO other VALUES (1)")  # another snapshot, so the catalogue is asked
+        async def gone() -> bool:
             capture.check_tables_soon()
+            row = await world.table("public.t")
+            return row is None or row.state == "dropped"
 
-            async def gone() -> bool:
-                capture.check_tables_soon()
-                row = await world.table("public.t")
-                return row is None or row.state == "dropped"
-
-            await until(gone, "the table is dropped")
-            assert capture._session is first and failed(world) is None
-            await world.caught_up()
-
-    in_world(postgres_dsn, scenario)
+        await until(gone, "the table is dropped")
+        assert capture._session is first and failed(world) is None
+        await world.caught_up()
 
 
-def test_a_captured_table_that_somebody_unpublishes_is_copied_again(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
-        async with world.capture(table_poll_s=0.2) as capture:
-            await world.flowing("t", "other")
-            await world.sql(f'ALTER PUBLICATION "{capture.config.publication}" DROP TABLE ONLY t')
-            await world.sql("INSERT INTO t VALUES (1)")
+async def test_a_captured_table_that_somebody_unpublishes_is_copied_again(postgres_dsn: str) -> None:
+    async with world_with_tables(postgres_dsn) as world, world.capture(table_poll_s=0.2) as capture:
+        await world.flowing("t", "other")
+        await world.sql(f'ALTER PUBLICATION "{capture.config.publication}" DROP TABLE ONLY t')
+        await world.sql("INSERT INTO t VALUES (1)")
 
-            async def again() -> bool:
-                row = await world.table("public.t")
-                return row is not None and row.is_streaming and row.generation == 1
+        async def again() -> bool:
+            row = await world.table("public.t")
+            return row is not None and row.is_streaming and row.generation == 1
 
-            await until(again, "the table is copied again")
-            assert len(await world.folded("t")) == 1
-
-    in_world(postgres_dsn, scenario)
+        await until(again, "the table is copied again")
+        assert len(await world.folded("t")) == 1
 
 
-def test_f473_a_table_that_is_dropped_while_a_session_is_set_up_does_not_start_over(
+async def test_f473_a_table_that_is_dropped_while_a_session_is_set_up_does_not_start_over(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its rows up to there stay in its topic, and it ends there."""
     seen: list[PreparedSession] = []
     real_published, real_prepare = bootstrap.read_published_tables, session.prepare_session
-
-    async def scenario(world: World) -> None:
+    async with world_with_tables(postgres_dsn) as world:
         async with world.capture():
             await world.flowing("t", "other")
 
@@ -117,10 +107,8 @@ def test_f473_a_table_that_is_dropped_while_a_session_is_set_up_does_not_start_o
 
             await until(gone, "the table is dropped")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_session_whose_stream_begins_while_the_catalogue_is_asked_goes_on(
+async def test_a_session_whose_stream_begins_while_the_catalogue_is_asked_goes_on(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The question of the set-up's guard comes to its end: the connection answers nobody after one that was cut off."""
@@ -138,7 +126,7 @@ def test_a_session_whose_stream_begins_while_the_catalogue_is_asked_goes_on(
         await until(lambda: "begun" in asked, "the guard asks")
         await open_writer(self, prepared)
 
-    async def scenario(world: World) -> None:
+    async with world_with_tables(postgres_dsn) as world:
         async with world.capture():
             await world.flowing("t", "other")
         monkeypatch.setattr(PublicationRepair, "withdraw_identities", slowly)
@@ -149,16 +137,14 @@ def test_a_session_whose_stream_begins_while_the_catalogue_is_asked_goes_on(
             assert capture._session is first and failed(world) is None
             assert asked == ["begun", "answered"]
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f474_a_table_made_anew_does_not_wait_for_the_pause_of_the_one_before(
+async def test_f474_a_table_made_anew_does_not_wait_for_the_pause_of_the_one_before(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A copy that fails is tried again after a pause, which is that table's, not its name's."""
     real, tries = table_adder.copy_tables, []
+    async with world_with_tables(postgres_dsn) as world:
 
-    async def scenario(world: World) -> None:
         async def take_snapshot(*args: Any, **more: Any) -> Any:
             tries.append([table.oid for table in args[1]])
             if len(tries) == 1:
@@ -177,5 +163,3 @@ def test_f474_a_table_made_anew_does_not_wait_for_the_pause_of_the_one_before(
             await world.flowing("t", "other", "late")
             assert len(tries) == 2 and tries[0] != tries[1]
             assert len(await world.folded("late")) == 1
-
-    in_world(postgres_dsn, scenario)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 from support.capture.copies import SMALL, as_folded, copy_of
 from support.capture.proxy import Proxy
 from support.capture.standbys import copied_files, cut_off, primary, promote, signalled, standby
-from support.capture.world import World, in_world
+from support.capture.world import World
 from support.postgres import EmbeddedPostgres
 from support.waiting import until
 from tidemill.base.errors import CorruptError, InvalidError
@@ -108,14 +107,6 @@ async def moving(server: EmbeddedPostgres, database: str) -> AsyncIterator[Movin
         yield world
 
 
-def run(scenario: Callable[[], Awaitable[None]], timeout_s: float = 240.0) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(timeout_s):
-            await scenario()
-
-    asyncio.run(bounded())
-
-
 @contextmanager
 def follower(server: EmbeddedPostgres, directory: Path, **settings: str) -> Iterator[EmbeddedPostgres]:
     name = f"standby_{abs(hash(str(directory))) % 10**9}"
@@ -156,122 +147,109 @@ SYNCED = {"sync_replication_slots": "on"}
 
 # the database ---------------------------------------------------------------------------------------
 @pytest.mark.postgres
-def test_f499_a_failover_to_a_standby_that_is_behind_copies_the_tables_it_lost_rows_of(
+async def test_f499_a_failover_to_a_standby_that_is_behind_copies_the_tables_it_lost_rows_of(
     server: EmbeddedPostgres, database: str, tmp_path: Path
 ) -> None:
-    async def scenario() -> None:
-        async with moving(server, database) as world:
-            with follower(server, tmp_path, **SYNCED) as made:
-                async with world.capture(failover=True) as capture:
-                    await world.same_as_select(*TABLES)
-                    await in_step(world, made)
-                    cut_off(made)
-                    before = {table: await world.topic_id(table) for table in TABLES}
-                    for number in range(20):
-                        await world.sql(f"INSERT INTO a VALUES ({100 + number}, {number})")
-                    lost = await world.caught_up()
-                    promote(made)
-                    await world.lead_to(made)
-                    for number in range(30):
-                        await world.sql(f"INSERT INTO a VALUES ({200 + number}, {number})")
-                        await world.sql(f"INSERT INTO b VALUES ({200 + number}, {number})")
-                    await recopied(world, "went back to an earlier state")
-                    await until(lambda: "went back to an earlier state" in noticed(capture), "it is a notice")
-                    await world.flowing(*TABLES)
-                    await world.same_as_select(*TABLES)
-                    assert len(await world.folded("a")) == 32
-                    assert await world.topic_id("a") != before["a"]
-                    assert await world.topic_id("b") == before["b"], "nothing of it was lost"
-                    latest = await world.remap().latest()
-                    assert latest is not None and latest.era == lost.era + 1 == 1
-                    assert "fork=" in str(capture.facts()["recopied"])
-                    assert await world.select("SELECT 1 WHERE pg_is_in_recovery()") == []
-                # The same once more after a restart, with nothing to find.
-                async with world.capture(failover=True):
-                    await world.sql("UPDATE a SET v = v + 1", "DELETE FROM b WHERE id = 1")
-                    await world.same_as_select(*TABLES)
-                    assert (await world.row()).era == 1
-
-    run(scenario)
+    async with moving(server, database) as world:
+        with follower(server, tmp_path, **SYNCED) as made:
+            async with world.capture(failover=True) as capture:
+                await world.same_as_select(*TABLES)
+                await in_step(world, made)
+                cut_off(made)
+                before = {table: await world.topic_id(table) for table in TABLES}
+                for number in range(20):
+                    await world.sql(f"INSERT INTO a VALUES ({100 + number}, {number})")
+                lost = await world.caught_up()
+                promote(made)
+                await world.lead_to(made)
+                for number in range(30):
+                    await world.sql(f"INSERT INTO a VALUES ({200 + number}, {number})")
+                    await world.sql(f"INSERT INTO b VALUES ({200 + number}, {number})")
+                await recopied(world, "went back to an earlier state")
+                await until(lambda: "went back to an earlier state" in noticed(capture), "it is a notice")
+                await world.flowing(*TABLES)
+                await world.same_as_select(*TABLES)
+                assert len(await world.folded("a")) == 32
+                assert await world.topic_id("a") != before["a"]
+                assert await world.topic_id("b") == before["b"], "nothing of it was lost"
+                latest = await world.remap().latest()
+                assert latest is not None and latest.era == lost.era + 1 == 1
+                assert "fork=" in str(capture.facts()["recopied"])
+                assert await world.select("SELECT 1 WHERE pg_is_in_recovery()") == []
+            # The same once more after a restart, with nothing to find.
+            async with world.capture(failover=True):
+                await world.sql("UPDATE a SET v = v + 1", "DELETE FROM b WHERE id = 1")
+                await world.same_as_select(*TABLES)
+                assert (await world.row()).era == 1
 
 
 @pytest.mark.postgres
-def test_a_failover_that_loses_nothing_copies_nothing_and_is_a_notice(
+async def test_a_failover_that_loses_nothing_copies_nothing_and_is_a_notice(
     server: EmbeddedPostgres, database: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario() -> None:
-        async with moving(server, database) as world:
-            with follower(server, tmp_path, **SYNCED) as made:
-                async with world.capture(failover=True) as capture:
-                    await world.sql("INSERT INTO a VALUES (3, 3)")
-                    await world.same_as_select(*TABLES)
-                    before = {table: await world.topic_id(table) for table in TABLES}
-                    await in_step(world, made)
-                    promote(made)
-                    await world.lead_to(made)
-                    await world.sql("INSERT INTO a VALUES (4, 4)", "UPDATE b SET v = 7")
-                    await world.same_as_select(*TABLES)
-                    said = "failed over to another timeline, nothing that was captured is lost"
-                    await until(lambda: said in noticed(capture), "it is a notice")
-                    monkeypatch.setattr(capture_module, "HISTORY_NOTICE_MS", 0)
-                    await until(lambda: not noticed(capture), "the notice ends")
-                    assert {table: await world.topic_id(table) for table in TABLES} == before
-                    row = await world.row()
-                    assert (row.era, row.recopied, len(row.history)) == (1, "", 2)
-
-    run(scenario)
+    async with moving(server, database) as world:
+        with follower(server, tmp_path, **SYNCED) as made:
+            async with world.capture(failover=True) as capture:
+                await world.sql("INSERT INTO a VALUES (3, 3)")
+                await world.same_as_select(*TABLES)
+                before = {table: await world.topic_id(table) for table in TABLES}
+                await in_step(world, made)
+                promote(made)
+                await world.lead_to(made)
+                await world.sql("INSERT INTO a VALUES (4, 4)", "UPDATE b SET v = 7")
+                await world.same_as_select(*TABLES)
+                said = "failed over to another timeline, nothing that was captured is lost"
+                await until(lambda: said in noticed(capture), "it is a notice")
+                monkeypatch.setattr(capture_module, "HISTORY_NOTICE_MS", 0)
+                await until(lambda: not noticed(capture), "the notice ends")
+                assert {table: await world.topic_id(table) for table in TABLES} == before
+                row = await world.row()
+                assert (row.era, row.recopied, len(row.history)) == (1, "", 2)
 
 
 @pytest.mark.postgres
-def test_a_failover_to_a_standby_without_the_slot_copies_all_tables(
+async def test_a_failover_to_a_standby_without_the_slot_copies_all_tables(
     server: EmbeddedPostgres, database: str, tmp_path: Path
 ) -> None:
-    async def scenario() -> None:
-        async with moving(server, database) as world:
-            with follower(server, tmp_path) as made:
-                async with world.capture():
-                    await world.same_as_select(*TABLES)
-                    cut_off(made)
-                    await world.sql("INSERT INTO a VALUES (100, 100)", "DELETE FROM b")
-                    await world.caught_up()
-                    promote(made)
-                    await world.lead_to(made)
-                    await world.sql("INSERT INTO a VALUES (101, 101)")
-                    await recopied(world, "its slot is gone")
-                    await world.flowing(*TABLES)
-                    await world.same_as_select(*TABLES)
-
-    run(scenario)
+    async with moving(server, database) as world:
+        with follower(server, tmp_path) as made:
+            async with world.capture():
+                await world.same_as_select(*TABLES)
+                cut_off(made)
+                await world.sql("INSERT INTO a VALUES (100, 100)", "DELETE FROM b")
+                await world.caught_up()
+                promote(made)
+                await world.lead_to(made)
+                await world.sql("INSERT INTO a VALUES (101, 101)")
+                await recopied(world, "its slot is gone")
+                await world.flowing(*TABLES)
+                await world.same_as_select(*TABLES)
 
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("recovered", [True, False], ids=["to a point in time", "as its files were"])
-def test_f482_a_database_that_is_restored_from_a_backup_is_copied_again(
+async def test_f482_a_database_that_is_restored_from_a_backup_is_copied_again(
     server: EmbeddedPostgres, database: str, tmp_path: Path, recovered: bool
 ) -> None:
     """`to a point in time` begins a new timeline; files that are put back as they were go on with the old one."""
     recovery = {"restore_command": "/bin/false", "recovery_target": "immediate", "recovery_target_action": "promote"}
-
-    async def scenario() -> None:
-        async with moving(server, database) as world:
-            async with world.capture():
+    async with moving(server, database) as world:
+        async with world.capture():
+            await world.same_as_select(*TABLES)
+            backup = copied_files(server, tmp_path, "backup", **(recovery if recovered else {}))
+            for number in range(20):
+                await world.sql(f"INSERT INTO a VALUES ({100 + number}, {number})", f"UPDATE b SET v = {number}")
+            await world.caught_up()
+        with signalled(backup, "recovery") if recovered else backup:
+            await world.lead_to(backup)
+            async with world.capture():  # be it that it is a standby yet
+                await world.flowing(*TABLES)
                 await world.same_as_select(*TABLES)
-                backup = copied_files(server, tmp_path, "backup", **(recovery if recovered else {}))
-                for number in range(20):
-                    await world.sql(f"INSERT INTO a VALUES ({100 + number}, {number})", f"UPDATE b SET v = {number}")
-                await world.caught_up()
-            with signalled(backup, "recovery") if recovered else backup:
-                await world.lead_to(backup)
-                async with world.capture():  # be it that it is a standby yet
-                    await world.flowing(*TABLES)
-                    await world.same_as_select(*TABLES)
-                    assert len(await world.folded("a")) == 2
-                    said = "its slot is gone" if recovered else "an earlier copy of its files"
-                    assert said in (await world.row()).recopied
-                    await world.sql("INSERT INTO a VALUES (300, 300)")
-                    await world.same_as_select(*TABLES)
-
-    run(scenario)
+                assert len(await world.folded("a")) == 2
+                said = "its slot is gone" if recovered else "an earlier copy of its files"
+                assert said in (await world.row()).recopied
+                await world.sql("INSERT INTO a VALUES (300, 300)")
+                await world.same_as_select(*TABLES)
 
 
 # the slot -------------------------------------------------------------------------------------------
@@ -288,10 +266,10 @@ ONE = ("CREATE TABLE t (id int PRIMARY KEY, v int)", "INSERT INTO t VALUES (1, 1
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("how", ["made again", "advanced"])
-def test_f483_a_slot_that_somebody_moved_while_nothing_captured_has_the_tables_copied_again(
+async def test_f483_a_slot_that_somebody_moved_while_nothing_captured_has_the_tables_copied_again(
     postgres_dsn: str, how: str
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*ONE)
         async with world.capture():
             await world.caught_up()
@@ -308,12 +286,10 @@ def test_f483_a_slot_that_somebody_moved_while_nothing_captured_has_the_tables_c
             assert await select_is(world, "t")()
             assert "re-created or advanced" in (await world.row()).recopied
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.postgres
-def test_idle_wal_is_confirmed_only_once_it_is_bound_so_that_a_slot_beyond_was_moved(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_idle_wal_is_confirmed_only_once_it_is_bound_so_that_a_slot_beyond_was_moved(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*ONE, "CREATE TABLE other (id int)")
         async with world.capture(tables=("t",), idle_binding_ms=300) as capture:
             binding = await world.caught_up()
@@ -335,14 +311,11 @@ def test_idle_wal_is_confirmed_only_once_it_is_bound_so_that_a_slot_beyond_was_m
             await world.caught_up()
             assert await world.topic_id("t") == topic
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.postgres
-def test_a_copy_on_a_slot_that_the_capture_made_anew_goes_on_after_its_session_broke(postgres_dsn: str) -> None:
+async def test_a_copy_on_a_slot_that_the_capture_made_anew_goes_on_after_its_session_broke(postgres_dsn: str) -> None:
     """The newest binding is that of the tables before, for as long as the copy takes."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE a (id int PRIMARY KEY, v int, w text)",
             "INSERT INTO a SELECT g, g, repeat('w', 100) FROM generate_series(1, 3000) g",
@@ -367,18 +340,16 @@ def test_a_copy_on_a_slot_that_the_capture_made_anew_goes_on_after_its_session_b
         assert "the publication is missing" in (await world.row()).recopied
         assert await world.folded("a") == await as_folded(world)
 
-    in_world(postgres_dsn, scenario)
-
 
 async def copied_partly(world: World) -> bool:
     return await copy_of(world) is not None
 
 
 @pytest.mark.postgres
-def test_a_table_that_is_parked_for_the_operator_stays_so_while_wal_is_confirmed_that_nobody_binds(
+async def test_a_table_that_is_parked_for_the_operator_stays_so_while_wal_is_confirmed_that_nobody_binds(
     postgres_dsn: str,
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*ONE, "CREATE TABLE other (id int)")
         settings: dict[str, Any] = {"tables": ("t",), "table_poll_s": 0.2}
         async with world.capture(**settings) as capture:
@@ -397,8 +368,6 @@ def test_a_table_that_is_parked_for_the_operator_stays_so_while_wal_is_confirmed
         assert await world.topic_id("t") == topic and (await world.row()).recopied == ""
         latest = await world.remap().latest()
         assert latest is not None and await world.confirmed() - 1 > latest.lsn
-
-    in_world(postgres_dsn, scenario)
 
 
 async def passed(world: World, lsn: int) -> bool:
@@ -430,10 +399,10 @@ ALTERED = {
 @pytest.mark.postgres
 @pytest.mark.parametrize("captures", [True, False], ids=["while it streams", "while nothing captures"])
 @pytest.mark.parametrize("how", ALTERED)
-def test_f484_a_publication_that_is_altered_and_altered_back_has_the_table_copied_again(
+async def test_f484_a_publication_that_is_altered_and_altered_back_has_the_table_copied_again(
     postgres_dsn: str, how: str, captures: bool
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*ONE, "CREATE TABLE u (id int PRIMARY KEY, v int)")
 
         async def alter() -> None:
@@ -463,36 +432,31 @@ def test_f484_a_publication_that_is_altered_and_altered_back_has_the_table_copie
                 if how == "a table taken out and put in":
                     assert await world.topic_id("u") == u, "nobody altered what is published of it"
 
-    in_world(postgres_dsn, scenario)
-
 
 # what is checked before ------------------------------------------------------------------------------
 @pytest.mark.postgres
-def test_doctor_names_a_standby_that_may_be_behind_what_is_captured_when_it_is_promoted(
+async def test_doctor_names_a_standby_that_may_be_behind_what_is_captured_when_it_is_promoted(
     server: EmbeddedPostgres, database: str
 ) -> None:
-    async def scenario() -> None:
-        async with moving(server, database) as world:
-            slot = f"physical_{database}"
-            others = "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
-            await world.sql(f"{others} WHERE slot_type = 'physical' AND active_pid IS NULL")
-            config = world.config(failover=True)
-            assert "2 tables" in await check_capture(config)
-            await world.sql(f"SELECT pg_create_physical_replication_slot('{slot}')")
-            try:
-                with pytest.raises(InvalidError, match="may be behind the capture") as caught:
-                    await check_capture(config)
-                assert f"synchronized_standby_slots = '{slot}'" in caught.value.fix
-                await check_capture(world.config())
-                await world.sql(f"ALTER SYSTEM SET synchronized_standby_slots = '{slot}'", "SELECT pg_reload_conf()")
-                await until(lambda: passes(config), "it is well")
-                await world.sql(f"SELECT pg_drop_replication_slot('{slot}')")
-                with pytest.raises(InvalidError, match=f"missing={slot}"):
-                    await check_capture(config)
-            finally:
-                await world.sql("ALTER SYSTEM RESET synchronized_standby_slots", "SELECT pg_reload_conf()")
-
-    run(scenario)
+    async with moving(server, database) as world:
+        slot = f"physical_{database}"
+        others = "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots"
+        await world.sql(f"{others} WHERE slot_type = 'physical' AND active_pid IS NULL")
+        config = world.config(failover=True)
+        assert "2 tables" in await check_capture(config)
+        await world.sql(f"SELECT pg_create_physical_replication_slot('{slot}')")
+        try:
+            with pytest.raises(InvalidError, match="may be behind the capture") as caught:
+                await check_capture(config)
+            assert f"synchronized_standby_slots = '{slot}'" in caught.value.fix
+            await check_capture(world.config())
+            await world.sql(f"ALTER SYSTEM SET synchronized_standby_slots = '{slot}'", "SELECT pg_reload_conf()")
+            await until(lambda: passes(config), "it is well")
+            await world.sql(f"SELECT pg_drop_replication_slot('{slot}')")
+            with pytest.raises(InvalidError, match=f"missing={slot}"):
+                await check_capture(config)
+        finally:
+            await world.sql("ALTER SYSTEM RESET synchronized_standby_slots", "SELECT pg_reload_conf()")
 
 
 async def passes(config: CaptureConfig) -> bool:

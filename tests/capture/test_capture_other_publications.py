@@ -9,7 +9,7 @@ import pytest
 
 from support.capture.identity import exact, identity
 from support.capture.servers import postgres_server
-from support.capture.world import GOOD, World, good_flows, in_world
+from support.capture.world import GOOD, World, good_flows
 from support.waiting import until
 from tidemill.base.errors import InvalidError
 from tidemill.capture.session.teardown import drop_capture
@@ -84,12 +84,11 @@ async def objected(world: World, table: str, words: str = "publication=other") -
         for what in ("a list of all columns", "the root's column list", "all tables", "a schema")
     ],
 )
-def test_f490_a_table_that_another_publication_forbids_full_for_is_refused_and_left_as_it_is(
+async def test_f490_a_table_that_another_publication_forbids_full_for_is_refused_and_left_as_it_is(
     postgres_dsn: str, what: str
 ) -> None:
     table, holds, since = OTHERS[what]
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TABLES, *GOOD, *[GENERATED] * (since >= 18), f"CREATE PUBLICATION other {holds}")
         with pytest.raises(InvalidError, match="publication=other"):
             await check_capture(world.config())
@@ -105,15 +104,12 @@ def test_f490_a_table_that_another_publication_forbids_full_for_is_refused_and_l
             await world.sql(f"UPDATE {table} SET v = v + 1", f"DELETE FROM {table} WHERE id = 1")
             await exact(world, table)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f490_a_publication_that_comes_later_gives_the_application_its_statements_back_and_parks_the_table(
+async def test_f490_a_publication_that_comes_later_gives_the_application_its_statements_back_and_parks_the_table(
     postgres_dsn: str,
 ) -> None:
     version = version_of(postgres_dsn)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TABLES, *GOOD, *[GENERATED] * (version >= 18))
         async with world.capture(**SOON):
             for table, holds, since in OTHERS.values():
@@ -133,14 +129,11 @@ def test_f490_a_publication_that_comes_later_gives_the_application_its_statement
         assert not (await drop_capture(world.config(), world.catalogue)).left
         assert await identity(world, "t") == "d"
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.since(15)
-def test_f490_a_paused_table_names_the_publication_that_blocks_it_now(postgres_dsn: str) -> None:
+async def test_f490_a_paused_table_names_the_publication_that_blocks_it_now(postgres_dsn: str) -> None:
     """Regression: a dropped publication was named while a later one blocked the copy."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TABLES, *GOOD)
         async with world.capture(**SOON):
             await world.flowing("t", "good")
@@ -160,11 +153,9 @@ def test_f490_a_paused_table_names_the_publication_that_blocks_it_now(postgres_d
             await world.flowing("t")
             await exact(world, "t")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f490_what_came_while_nothing_captured_is_seen_before_a_table_is_locked(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f490_what_came_while_nothing_captured_is_seen_before_a_table_is_locked(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TABLES, *GOOD)
         await world.sql("ALTER TABLE t REPLICA IDENTITY NOTHING")
         async with world.capture(**SOON):
@@ -178,11 +169,9 @@ def test_f490_what_came_while_nothing_captured_is_seen_before_a_table_is_locked(
             assert await identity(world, "t") == "d"
             await good_flows(world)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f490_a_whole_identity_from_before_as_is_is_taken_back_and_the_table_flows_on(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f490_a_whole_identity_from_before_as_is_is_taken_back_and_the_table_flows_on(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TABLES, *GOOD)
         async with world.capture(**SOON):
             await world.flowing("t")
@@ -194,14 +183,12 @@ def test_f490_a_whole_identity_from_before_as_is_is_taken_back_and_the_table_flo
             await exact(world, "t")
             assert await identity(world, "t") == "d"
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.since(18)
-def test_f490_a_virtual_column_is_no_fault_of_the_application_whichever_publication_holds_the_table(
+async def test_f490_a_virtual_column_is_no_fault_of_the_application_whichever_publication_holds_the_table(
     postgres_dsn: str,
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             *TABLES, *GOOD, "CREATE PUBLICATION other FOR ALL TABLES WITH (publish_generated_columns = stored)"
         )
@@ -212,11 +199,9 @@ def test_f490_a_virtual_column_is_no_fault_of_the_application_whichever_publicat
             await objected(world, "t", "generated column")
             await good_flows(world)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f490_a_copy_gives_way_to_the_identity_that_its_table_must_have(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f490_a_copy_gives_way_to_the_identity_that_its_table_must_have(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TABLES, "INSERT INTO t (id, v) SELECT g, g FROM generate_series(10, 20000) g", *GOOD)
         slowly = {**SOON, "copy_rows_per_s": 2000}
         async with world.capture(wait=False, **slowly):
@@ -231,11 +216,9 @@ def test_f490_a_copy_gives_way_to_the_identity_that_its_table_must_have(postgres
             assert row.state == "refused" and row.snapshot is None
             await world.flowing("good", "split")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f491_an_identity_that_another_publication_needs_is_not_given_back(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f491_an_identity_that_another_publication_needs_is_not_given_back(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TABLES, *GOOD, "ALTER TABLE split REPLICA IDENTITY NOTHING")
         async with world.capture(**SOON):
             await world.flowing("t", "split")
@@ -258,8 +241,6 @@ def test_f491_an_identity_that_another_publication_needs_is_not_given_back(postg
         await world.sql("DROP PUBLICATION other", statement)
         assert not await refused_by_postgres(world, "t")
 
-    in_world(postgres_dsn, scenario)
-
 
 NARROWED = {
     "a row filter": "t WHERE (id > 1)",
@@ -269,10 +250,10 @@ NARROWED = {
 
 
 @pytest.mark.parametrize(("what", "manual"), [("a row filter", True), ("a column list", False), ("both", True)])
-def test_f492_a_table_of_which_the_publication_leaves_something_out_is_refused_with_the_statement_that_mends_it(
+async def test_f492_a_table_of_which_the_publication_leaves_something_out_is_refused_with_the_statement_that_mends_it(
     postgres_dsn: str, what: str, manual: bool
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         own = f"tidemill_{world.name}"
         options = ROOT.replace(")", ", publish_generated_columns = stored)") if version_of(world.dsn) >= 18 else ROOT
         await world.sql(
@@ -310,11 +291,11 @@ def test_f492_a_table_of_which_the_publication_leaves_something_out_is_refused_w
             await world.flowing("t")
             await exact(world, "t")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f492_a_manual_capture_whose_publication_has_other_options_is_told_how_it_is_made(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f492_a_manual_capture_whose_publication_has_other_options_is_told_how_it_is_made(
+    postgres_dsn: str,
+) -> None:
+    async with World(postgres_dsn) as world:
         own = f"tidemill_{world.name}"
         await world.sql(*GOOD, "ALTER TABLE good REPLICA IDENTITY FULL")
         await world.sql(f"CREATE PUBLICATION {own} FOR TABLE good WITH (publish = 'insert')")
@@ -332,5 +313,3 @@ def test_f492_a_manual_capture_whose_publication_has_other_options_is_told_how_i
         async with world.capture(manual=True):
             await world.flowing("good")
             await good_flows(world)
-
-    in_world(postgres_dsn, scenario)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 from msgspec.structs import replace
@@ -21,14 +21,12 @@ from tidemill.objects.memory import MemoryObjects
 ROW = CaptureRow("shop", "7", "slot", "publication", 1, True, taps=("file of the first",))
 
 
-def with_catalogue(body: Callable[[Catalogue], Awaitable[None]]) -> None:
-    async def main() -> None:
-        clock, rand = SystemClock(), Rand(1)
-        metastore = create_metastore(MemoryConsensus(ManualClock()), MemoryObjects(clock), clock, rand)
-        await body(Catalogue(metastore, clock, rand))
-        await metastore.aclose()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def new_catalogue() -> AsyncIterator[Catalogue]:
+    clock, rand = SystemClock(), Rand(1)
+    metastore = create_metastore(MemoryConsensus(ManualClock()), MemoryObjects(clock), clock, rand)
+    yield Catalogue(metastore, clock, rand)
+    await metastore.aclose()
 
 
 def named(*taps: str) -> Callable[[CaptureRow], CaptureRow]:
@@ -43,8 +41,8 @@ async def taken_over(catalogue: Catalogue) -> None:
     await heir.update(named("file of the heir"))
 
 
-def test_a_session_that_was_frozen_before_it_named_its_taps_does_not_replace_the_names_of_its_successor() -> None:
-    async def body(catalogue: Catalogue) -> None:
+async def test_a_session_that_was_frozen_before_it_named_its_taps_does_not_replace_the_names_of_its_successor() -> None:
+    async with new_catalogue() as catalogue:
         await catalogue.put(ROW)
         frozen = FencedCaptureRow(catalogue, "shop")
         await frozen.read()
@@ -57,11 +55,9 @@ def test_a_session_that_was_frozen_before_it_named_its_taps_does_not_replace_the
         row = await catalogue.get(CaptureRow, "shop")
         assert row is not None and row.taps == ("file of the heir",)
 
-    with_catalogue(body)
 
-
-def test_a_session_that_was_frozen_between_its_look_and_its_claim_has_lost() -> None:
-    async def body(catalogue: Catalogue) -> None:
+async def test_a_session_that_was_frozen_between_its_look_and_its_claim_has_lost() -> None:
+    async with new_catalogue() as catalogue:
         await catalogue.put(ROW)
         frozen = FencedCaptureRow(catalogue, "shop")
         await frozen.read()
@@ -72,11 +68,9 @@ def test_a_session_that_was_frozen_between_its_look_and_its_claim_has_lost() -> 
         assert row is not None and row.taps == ("file of the heir",)
         assert (await frozen.claim()).epoch == row.epoch + 1, "who looks again claims it from then on"
 
-    with_catalogue(body)
 
-
-def test_of_two_first_sessions_one_begins_and_a_dropped_capture_is_not_brought_back() -> None:
-    async def body(catalogue: Catalogue) -> None:
+async def test_of_two_first_sessions_one_begins_and_a_dropped_capture_is_not_brought_back() -> None:
+    async with new_catalogue() as catalogue:
         first, second = FencedCaptureRow(catalogue, "shop"), FencedCaptureRow(catalogue, "shop")
         assert await first.read() is None and await second.read() is None
         await first.replace_row(ROW)
@@ -88,32 +82,27 @@ def test_of_two_first_sessions_one_begins_and_a_dropped_capture_is_not_brought_b
             await first.update(named("b"))
         assert await catalogue.get(CaptureRow, "shop") is None
 
-    with_catalogue(body)
-
 
 @pytest.mark.postgres
-def test_a_session_whose_row_was_claimed_names_nobody_and_the_next_one_claims_it_back(postgres_dsn: str) -> None:
-    async def run() -> None:
-        async with World(postgres_dsn) as world:
-            await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
-            async with world.capture() as capture:
-                session = capture._session
-                assert session is not None
-                before = await world.row()
+async def test_a_session_whose_row_was_claimed_names_nobody_and_the_next_one_claims_it_back(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with world.capture() as capture:
+            session = capture._session
+            assert session is not None
+            before = await world.row()
+            await session.store_tap_names()
+            heir = FencedCaptureRow(world.catalogue, world.name)
+            await heir.read()
+            await heir.claim()
+            await heir.update(named("file of the heir"))
+            with pytest.raises(UnavailableError, match="another session"):
                 await session.store_tap_names()
-                heir = FencedCaptureRow(world.catalogue, world.name)
-                await heir.read()
-                await heir.claim()
-                await heir.update(named("file of the heir"))
-                with pytest.raises(UnavailableError, match="another session"):
-                    await session.store_tap_names()
-                assert (await world.row()).taps == ("file of the heir",)
-                await world.sql(
-                    "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots"
-                    f" WHERE slot_name = 'tidemill_{world.name}'"
-                )
-                await until(lambda: capture._session is not session and capture.streaming, "the next session streams")
-                row = await world.row()
-                assert row.taps == () and row.epoch == before.epoch + 2
-
-    asyncio.run(run())
+            assert (await world.row()).taps == ("file of the heir",)
+            await world.sql(
+                "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots"
+                f" WHERE slot_name = 'tidemill_{world.name}'"
+            )
+            await until(lambda: capture._session is not session and capture.streaming, "the next session streams")
+            row = await world.row()
+            assert row.taps == () and row.epoch == before.epoch + 2

@@ -39,31 +39,28 @@ class Notices:
         raise AssertionError("the binder tells")
 
 
-def test_what_was_written_before_a_row_that_parks_its_table_becomes_a_boundary() -> None:
-    async def main() -> None:
-        done: list[CommitBoundary] = []
-        tables = [CapturedTable(r.name, TopicRow(r.table, r.table, 1), 1 << 62, oid=r.oid) for r in (T, OTHER)]
+async def test_what_was_written_before_a_row_that_parks_its_table_becomes_a_boundary() -> None:
+    done: list[CommitBoundary] = []
+    tables = [CapturedTable(r.name, TopicRow(r.table, r.table, 1), 1 << 62, oid=r.oid) for r in (T, OTHER)]
 
-        async def parks(table: CapturedTable, lsn: int, error: BaseException) -> None:
-            await asyncio.sleep(0.05)  # made durable; what was sent meanwhile lands
-            writer.pause_table(table.oid, lsn)
+    async def parks(table: CapturedTable, lsn: int, error: BaseException) -> None:
+        await asyncio.sleep(0.05)  # made durable; what was sent meanwhile lands
+        writer.pause_table(table.oid, lsn)
 
-        def durable(boundaries: Sequence[CommitBoundary]) -> None:
-            done.extend(boundaries)
+    def durable(boundaries: Sequence[CommitBoundary]) -> None:
+        done.extend(boundaries)
 
-        topics: Any = AtOnce()
-        writer = TopicWriter("topics", tables, topics, Rand(1), durable, parks)
-        for table in tables:
-            table.writers[0].start_at(0, 0, None)
-        # Something is on its way already, so that a round is sent in the middle of what follows.
-        await writer.deliver(fragment(1, change(1)), Notices())
-        wide = Change(OTHER, "insert", at(2, 2), {"id": "1", "v": "x" * (MAX_ROW_BYTES + 1)})
-        await writer.deliver(fragment(2, change(2), wide), Notices())
-        await asyncio.sleep(0.05)
-        assert [boundary.lsn for boundary in done] == [1, 2]
-        await writer.aclose()
-
-    asyncio.run(main())
+    topics: Any = AtOnce()
+    writer = TopicWriter("topics", tables, topics, Rand(1), durable, parks)
+    for table in tables:
+        table.writers[0].start_at(0, 0, None)
+    # Something is on its way already, so that a round is sent in the middle of what follows.
+    await writer.deliver(fragment(1, change(1)), Notices())
+    wide = Change(OTHER, "insert", at(2, 2), {"id": "1", "v": "x" * (MAX_ROW_BYTES + 1)})
+    await writer.deliver(fragment(2, change(2), wide), Notices())
+    await asyncio.sleep(0.05)
+    assert [boundary.lsn for boundary in done] == [1, 2]
+    await writer.aclose()
 
 
 def test_the_size_of_a_row_that_is_too_large_includes_its_key() -> None:

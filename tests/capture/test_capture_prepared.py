@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from support.capture.servers import INSTALLED, SETTINGS
-from support.capture.world import World, in_world, plain
+from support.capture.world import World, plain
 from support.postgres import EmbeddedPostgres
 from support.waiting import until
 from tidemill.base.errors import UnavailableError
@@ -36,12 +36,11 @@ def prepare(dsn: str, gid: str, statement: str) -> None:
         connection.execute(f"PREPARE TRANSACTION '{gid}'")
 
 
-def test_f494_a_prepared_transaction_in_the_way_is_named_with_the_statement_that_ends_it(
+async def test_f494_a_prepared_transaction_in_the_way_is_named_with_the_statement_that_ends_it(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(verify, "LOCK_BUDGET_S", 0.1)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE t (id int PRIMARY KEY, v int)")
         prepare(world.dsn, "it''s open", "INSERT INTO t VALUES (1, 1)")
         async with world.capture(wait=False, table_poll_s=0.1) as capture:
@@ -72,5 +71,3 @@ def test_f494_a_prepared_transaction_in_the_way_is_named_with_the_statement_that
             await world.caught_up()
             for table in ("t", "c"):
                 assert await world.folded(table) == await plain(world, table)
-
-    in_world(postgres_dsn, scenario)

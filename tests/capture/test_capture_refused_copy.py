@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from support.capture.world import GOOD, T, World, good_flows, in_world, reported
+from support.capture.world import GOOD, T, World, good_flows, reported
 from support.waiting import DEADLINE_S, until
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import Backoff
@@ -32,10 +32,10 @@ def _tries_come_soon(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("fails", ["publish_tables", "copy_tables", "its rows"])
-def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
+async def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD)
         bursts, may_write = 0, asyncio.Event()
         write_rows, other = TopicWriter.write_copied_rows, await psycopg.AsyncConnection.connect(world.dsn)
@@ -85,8 +85,6 @@ def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copied(
             await good_flows(world)
             assert reported(world, capture, capture.config.table_mark("public.a")) is None
 
-    in_world(postgres_dsn, scenario)
-
 
 async def pause_a_table(world: World) -> None:
     """`t`, whose changes are not carried any more, and which is not published."""
@@ -99,8 +97,10 @@ async def pause_a_table(world: World) -> None:
     await until(unpublished, "it is not published")
 
 
-def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_operator(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_operator(
+    postgres_dsn: str,
+) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
@@ -132,14 +132,12 @@ def test_f409_a_parked_table_whose_copy_is_locked_names_the_holder_and_not_the_o
             await world.flowing("t")
             assert reported(world, capture, mark) is None
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.parametrize("paused", [True, False])
-def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
+async def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, paused: bool
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1, budget_ms=1000) as capture:
             await good_flows(world)
@@ -173,13 +171,11 @@ def test_f413_a_copy_that_is_asked_for_and_fails_is_told_whatever_the_row_says(
             await until(copied, "it is copied")
             await until(lambda: reported(world, capture, mark) is None, "nothing is told of it")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbours_wait(
+async def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbours_wait(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         real, looked = table_adder.publish_tables, asyncio.Event()
         async with world.capture(table_poll_s=0.1) as capture:
@@ -207,15 +203,12 @@ def test_a_parked_table_that_is_copied_again_stays_published_while_its_neighbour
             row = await world.table("public.t")
             assert row is not None and row.generation == 1, "it is copied once"
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_parked_table_is_not_unpublished_once_its_copy_began(
+async def test_a_parked_table_is_not_unpublished_once_its_copy_began(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The copy begins between the look at what is published and the statement that takes it out."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1) as capture:
             await good_flows(world)
@@ -240,8 +233,6 @@ def test_a_parked_table_is_not_unpublished_once_its_copy_began(
                 assert not taken_out
             capture._states.finish_copy()
 
-    in_world(postgres_dsn, scenario)
-
 
 class Never(Backoff):
     def pause_s(self, ran_s: float, *, paused: bool = False) -> float:
@@ -249,10 +240,10 @@ class Never(Backoff):
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_f409_a_table_is_taken_in_when_its_lock_is_free_however_long_the_pause(
+async def test_f409_a_table_is_taken_in_when_its_lock_is_free_however_long_the_pause(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, known: bool
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         if not known:
             await world.sql("ALTER TABLE t DROP CONSTRAINT t_pkey")
@@ -286,5 +277,3 @@ def test_f409_a_table_is_taken_in_when_its_lock_is_free_however_long_the_pause(
             await other.rollback()
             await world.flowing("t")
             assert tries == 2, "and is left alone while the lock is held"
-
-    in_world(postgres_dsn, scenario)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from copy import copy, deepcopy
 from typing import Any
 
@@ -20,13 +21,11 @@ from tidemill.metastore.factory import create_metastore
 pytestmark = pytest.mark.postgres
 
 
-def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with World(dsn) as world:
-            await world.sql("CREATE TABLE a (id int PRIMARY KEY, v int)")
-            await scenario(world)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def world_with_table(dsn: str) -> AsyncIterator[World]:
+    async with World(dsn) as world:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY, v int)")
+        yield world
 
 
 def saved(world: World) -> MemoryState:
@@ -65,8 +64,8 @@ async def idle(world: World) -> None:
     await until(covered, "an idle binding is minted")
 
 
-def test_a_slot_that_is_not_ahead_goes_on_without_a_new_snapshot(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_slot_that_is_not_ahead_goes_on_without_a_new_snapshot(postgres_dsn: str) -> None:
+    async with world_with_table(postgres_dsn) as world:
         await world.sql("INSERT INTO a SELECT g, g FROM generate_series(1, 50) g")
         async with world.capture():
             await world.sql("INSERT INTO a VALUES (100, 100)")
@@ -81,14 +80,11 @@ def test_a_slot_that_is_not_ahead_goes_on_without_a_new_snapshot(postgres_dsn: s
             assert await world.folded("a") == await contents(world)
             assert len(await world.records("a")) == 50 + 1 + 2
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_idle_wal_that_is_not_bound_is_not_confirmed_so_that_a_restore_goes_on(postgres_dsn: str) -> None:
+async def test_idle_wal_that_is_not_bound_is_not_confirmed_so_that_a_restore_goes_on(postgres_dsn: str) -> None:
     """WAL without a captured change is bound in its turn, and confirmed after that: however the capture ends, a restore
     does not find the slot ahead of the bindings, and takes nothing for lost changes."""
-
-    async def scenario(world: World) -> None:
+    async with world_with_table(postgres_dsn) as world:
         await world.sql("CREATE TABLE other (id int)", "INSERT INTO a SELECT g, g FROM generate_series(1, 50) g")
         async with world.capture(tables=("a",), idle_binding_ms=600_000) as capture:
             await world.caught_up()
@@ -104,11 +100,9 @@ def test_idle_wal_that_is_not_bound_is_not_confirmed_so_that_a_restore_goes_on(p
             assert (await world.row()).generation == 1
             assert await world.folded("a") == await contents(world)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_slot_ahead_of_what_was_restored_starts_over(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_slot_ahead_of_what_was_restored_starts_over(postgres_dsn: str) -> None:
+    async with world_with_table(postgres_dsn) as world:
         await world.sql("INSERT INTO a SELECT g, g FROM generate_series(1, 50) g")
         async with world.capture():
             await world.sql("INSERT INTO a VALUES (100, 100)")
@@ -129,15 +123,13 @@ def test_a_slot_ahead_of_what_was_restored_starts_over(postgres_dsn: str) -> Non
             assert await world.folded("a") == await contents(world)
             assert after.lsn > bound.lsn and after.time_ms > bound.time_ms
 
-    in_world(postgres_dsn, scenario)
-
 
 async def _confirmed(world: World, lsn: int) -> bool:
     return await world.confirmed() > lsn
 
 
-def test_a_capture_whose_slot_is_gone_after_a_restore_starts_over(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_capture_whose_slot_is_gone_after_a_restore_starts_over(postgres_dsn: str) -> None:
+    async with world_with_table(postgres_dsn) as world:
         await world.sql("INSERT INTO a VALUES (1, 1)")
         async with world.capture():
             await world.caught_up()
@@ -149,11 +141,9 @@ def test_a_capture_whose_slot_is_gone_after_a_restore_starts_over(postgres_dsn: 
             assert (await world.row()).generation == 2
             assert await world.folded("a") == await contents(world)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_table_whose_snapshot_did_not_come_back_whole_is_copied_again_alone(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_table_whose_snapshot_did_not_come_back_whole_is_copied_again_alone(postgres_dsn: str) -> None:
+    async with world_with_table(postgres_dsn) as world:
         await world.sql("CREATE TABLE b (id int PRIMARY KEY, v int)", "INSERT INTO a VALUES (1, 1)")
         await world.sql("INSERT INTO b VALUES (1, 1)")
         async with world.capture():
@@ -179,11 +169,9 @@ def test_a_table_whose_snapshot_did_not_come_back_whole_is_copied_again_alone(po
             assert await world.topic_id("b") == b
             assert await world.folded("a") == await contents(world)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_restore_that_dies_between_comparing_and_copying_starts_over_all_the_same(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_restore_that_dies_between_comparing_and_copying_starts_over_all_the_same(postgres_dsn: str) -> None:
+    async with world_with_table(postgres_dsn) as world:
         await world.sql("INSERT INTO a SELECT g, g FROM generate_series(1, 20000) g")
         async with world.capture():
             await world.caught_up()
@@ -198,5 +186,3 @@ def test_a_restore_that_dies_between_comparing_and_copying_starts_over_all_the_s
         async with world.capture():
             await world.caught_up()
             assert await world.folded("a") == await contents(world)
-
-    in_world(postgres_dsn, scenario)

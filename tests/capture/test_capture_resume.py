@@ -16,7 +16,7 @@ from support.capture.on_every_server import (
     test_captures_cut_off_at_random_moments_resume_exactly_once,
     test_h14_a_transaction_open_across_the_set_up_is_not_lost,
 )
-from support.capture.world import World, assert_no_position_twice, in_world, positions, table_as_folded
+from support.capture.world import World, assert_no_position_twice, positions, table_as_folded
 from support.waiting import until
 from tidemill.base.errors import UnavailableError, UnknownOutcomeError
 from tidemill.metastore.catalogue import TopicRow
@@ -30,8 +30,8 @@ __all__ = [
 pytestmark = pytest.mark.postgres
 
 
-def test_a_snapshot_beside_running_writers_loses_and_doubles_nothing(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_snapshot_beside_running_writers_loses_and_doubles_nothing(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TWO_TABLES, *[f"INSERT INTO {t} SELECT g, g FROM generate_series(100, 20000) g" for t in "ab"])
         writers = [Writer(world.dsn, seed) for seed in range(3)]
         running = [asyncio.ensure_future(writer.run()) for writer in writers]
@@ -50,14 +50,11 @@ def test_a_snapshot_beside_running_writers_loses_and_doubles_nothing(postgres_ds
             row = await world.row()
             assert row.snapshot_done and row.generation == 1
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_appends_of_an_abandoned_session_that_land_late_are_counted_or_refused(postgres_dsn: str) -> None:
+async def test_appends_of_an_abandoned_session_that_land_late_are_counted_or_refused(postgres_dsn: str) -> None:
     """Every append to a topic's log takes up to 0.3 s, so each abandoned session leaves work under way, and its
     successor opens, counts and writes while that work lands."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         rng = random.Random(13)
         append = world.consensus.append
 
@@ -87,11 +84,9 @@ def test_appends_of_an_abandoned_session_that_land_late_are_counted_or_refused(p
                 assert await world.folded(table) == await table_as_folded(world, table)
                 assert_no_position_twice(await world.records(table))
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_restart_without_news_writes_nothing_again(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_restart_without_news_writes_nothing_again(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TWO_TABLES, "INSERT INTO a VALUES (1, 1)")
         async with world.capture():
             await world.sql("INSERT INTO a VALUES (2, 2)")
@@ -102,13 +97,10 @@ def test_restart_without_news_writes_nothing_again(postgres_dsn: str) -> None:
         assert await world.records("a") == before
         assert (await world.row()).generation == 1
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_c11_records_that_landed_unconfirmed_are_not_written_twice(postgres_dsn: str) -> None:
+async def test_c11_records_that_landed_unconfirmed_are_not_written_twice(postgres_dsn: str) -> None:
     """The remap is down: records are durable, nothing is bound, nothing may be confirmed. The next session counts."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TWO_TABLES)
         async with world.capture():
             await world.caught_up()
@@ -147,11 +139,9 @@ def test_c11_records_that_landed_unconfirmed_are_not_written_twice(postgres_dsn:
             for i in range(20):
                 assert (await world.tagged(f"mark-{i}")).offsets[a] == (i + 1,)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_st10_a_snapshot_that_was_cut_off_starts_over_on_new_topics(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_st10_a_snapshot_that_was_cut_off_starts_over_on_new_topics(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TWO_TABLES, "INSERT INTO a SELECT g, g FROM generate_series(1, 30000) g")
         gate = Gate(world.topics)
         gate.closed = True  # what is copied does not become durable, so the copy does not end
@@ -171,11 +161,9 @@ def test_st10_a_snapshot_that_was_cut_off_starts_over_on_new_topics(postgres_dsn
             assert await world.folded("a") == await table_as_folded(world, "a")
             assert len(await world.records("a")) == 30000
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_table_added_later_is_copied_and_joins_the_bindings(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_table_added_later_is_copied_and_joins_the_bindings(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TWO_TABLES, "INSERT INTO b VALUES (1, 1), (2, 2)")
         async with world.capture(tables=("a",)):
             await world.sql("INSERT INTO a VALUES (1, 1)")
@@ -198,13 +186,10 @@ def test_a_table_added_later_is_copied_and_joins_the_bindings(postgres_dsn: str)
             await world.caught_up()
             assert await world.folded("b") == await table_as_folded(world, "b")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_unknown_and_failed_appends_are_sent_again_and_land_once(postgres_dsn: str) -> None:
+async def test_unknown_and_failed_appends_are_sent_again_and_land_once(postgres_dsn: str) -> None:
     """The store of appends says "unknown" (having done it, or not) and "unavailable" at random."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         rng = random.Random(3)
         append = world.consensus.append
         faults = 0
@@ -236,11 +221,9 @@ def test_unknown_and_failed_appends_are_sent_again_and_land_once(postgres_dsn: s
                 assert_no_position_twice(await world.records(table))
         assert faults > 3
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_topics_that_lose_their_leader_over_and_over_get_every_record_once(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_topics_that_lose_their_leader_over_and_over_get_every_record_once(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TWO_TABLES)
         writer = Writer(world.dsn, 5)
         running = asyncio.ensure_future(writer.run())
@@ -262,11 +245,9 @@ def test_topics_that_lose_their_leader_over_and_over_get_every_record_once(postg
                 assert await world.folded(table) == await table_as_folded(world, table)
                 assert_no_position_twice(await world.records(table))
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_lost_server_connection_ends_the_session_and_the_next_one_goes_on(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_lost_server_connection_ends_the_session_and_the_next_one_goes_on(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TWO_TABLES)
         async with world.capture():
             await world.sql("INSERT INTO a VALUES (1, 1)")
@@ -278,11 +259,9 @@ def test_a_lost_server_connection_ends_the_session_and_the_next_one_goes_on(post
             await world.caught_up()
             assert [r.key for r in await world.records("a")] == [b'{"id":1}', b'{"id":2}']
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_rc10_two_captures_of_one_name_take_turns(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_rc10_two_captures_of_one_name_take_turns(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TWO_TABLES)
         async with world.capture() as first:
             second = world.new_capture(topics=world.topics)
@@ -299,11 +278,9 @@ def test_rc10_two_captures_of_one_name_take_turns(postgres_dsn: str) -> None:
             await asyncio.gather(waiting, return_exceptions=True)
         assert len(await world.records("a")) == 2
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_table_made_anew_and_a_new_table_are_taken_in_while_running(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_table_made_anew_and_a_new_table_are_taken_in_while_running(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TWO_TABLES, "INSERT INTO a VALUES (1, 1)")
         async with world.capture(table_poll_s=0.05):
             await world.caught_up()
@@ -327,5 +304,3 @@ def test_a_table_made_anew_and_a_new_table_are_taken_in_while_running(postgres_d
             await asyncio.sleep(0.2)
             await world.caught_up()
             assert await world.folded("b") == await table_as_folded(world, "b")
-
-    in_world(postgres_dsn, scenario)

@@ -9,7 +9,7 @@ from support.capture.on_every_server import (
     test_what_doctor_prints_is_all_that_an_administrator_has_to_run,
 )
 from support.capture.rights import NAMED_TABLES, missing, reader_of
-from support.capture.world import World, in_world, plain
+from support.capture.world import World, plain
 from support.waiting import until
 
 __all__ = [
@@ -19,10 +19,10 @@ __all__ = [
 pytestmark = pytest.mark.postgres
 
 
-def test_doctor_prints_the_identity_that_a_table_lacks_where_identities_are_taken_as_they_are(
+async def test_doctor_prints_the_identity_that_a_table_lacks_where_identities_are_taken_as_they_are(
     postgres_dsn: str,
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             *NAMED_TABLES, "ALTER TABLE a REPLICA IDENTITY NOTHING", "ALTER TABLE split_low REPLICA IDENTITY NOTHING"
         )
@@ -36,11 +36,11 @@ def test_doctor_prints_the_identity_that_a_table_lacks_where_identities_are_take
                 await world.sql(statements[-left])
         assert await missing(world, identity="as-is") == []
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_table_that_comes_later_is_refused_with_the_statements_and_taken_in_when_they_ran(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_table_that_comes_later_is_refused_with_the_statements_and_taken_in_when_they_ran(
+    postgres_dsn: str,
+) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*NAMED_TABLES[:2])
         async with reader_of(world):
             for statement in await missing(world):
@@ -64,8 +64,6 @@ def test_a_table_that_comes_later_is_refused_with_the_statements_and_taken_in_wh
                 await world.caught_up()
                 assert await world.folded("c") == await plain(world, "c")
                 assert len(await world.folded("c")) == 3
-
-    in_world(postgres_dsn, scenario)
 
 
 async def blocked(world: World) -> None:

@@ -21,7 +21,7 @@ from support.capture.on_every_server import (
     test_f486_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table,
 )
 from support.capture.wire import INT4, TEXT, Log, Notices, bursts, feed, framed, message
-from support.capture.world import World, in_world
+from support.capture.world import World
 from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
@@ -375,11 +375,10 @@ def test_what_cannot_be_asked_for_refuses_its_table_alone() -> None:
 
 
 @pytest.mark.postgres
-def test_f486_rows_that_exchange_keys_before_their_table_is_dropped_are_in_its_topic(postgres_dsn: str) -> None:
+async def test_f486_rows_that_exchange_keys_before_their_table_is_dropped_are_in_its_topic(postgres_dsn: str) -> None:
     """A session that begins after the DROP finds no key of the table in the catalogue, deferrable or not. Found by the
     oracle."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE d (id int PRIMARY KEY DEFERRABLE, v text)", "ALTER TABLE d REPLICA IDENTITY FULL",
             "INSERT INTO d SELECT g, 'v' || g FROM generate_series(1, 5) g", "CREATE TABLE good (id int PRIMARY KEY)",
@@ -398,14 +397,13 @@ def test_f486_rows_that_exchange_keys_before_their_table_is_dropped_are_in_its_t
             held = list((await world.folded("d")).values())
         assert sorted(map(str, held)) == sorted(map(str, rows))
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.postgres
-def test_f486_rows_are_asked_for_under_a_type_that_the_catalogue_describes_otherwise_by_now(postgres_dsn: str) -> None:
+async def test_f486_rows_are_asked_for_under_a_type_that_the_catalogue_describes_otherwise_by_now(
+    postgres_dsn: str,
+) -> None:
     """Found by the oracle: the type had no name then, and the table was parked."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE d (id int PRIMARY KEY DEFERRABLE, v varchar(10))", "ALTER TABLE d REPLICA IDENTITY FULL",
             "INSERT INTO d SELECT g, 'same' FROM generate_series(1, 5) g",
@@ -421,12 +419,10 @@ def test_f486_rows_are_asked_for_under_a_type_that_the_catalogue_describes_other
             row = await world.table("public.d")
             assert row is not None and row.is_streaming
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.postgres
-def test_f486_a_table_whose_rows_cannot_be_asked_for_is_parked_alone_and_copied_again(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f486_a_table_whose_rows_cannot_be_asked_for_is_parked_alone_and_copied_again(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE d2 (id int PRIMARY KEY DEFERRABLE)", "CREATE TABLE good (id int PRIMARY KEY)",
             "INSERT INTO d2 VALUES (1), (2)", "ALTER TABLE d2 REPLICA IDENTITY FULL",
@@ -451,17 +447,15 @@ def test_f486_a_table_whose_rows_cannot_be_asked_for_is_parked_alone_and_copied_
             await world.flowing("d2")
             await as_selected(world, "d2", "good")
 
-    in_world(postgres_dsn, scenario)
-
 
 REKEYED = "ALTER TABLE {0} DROP CONSTRAINT {0}_pkey, ADD PRIMARY KEY (id) {1}"
 
 
 @pytest.mark.postgres
-def test_keys_that_were_deferrable_when_they_moved_are_told_apart_though_the_catalogue_says_otherwise_now(
+async def test_keys_that_were_deferrable_when_they_moved_are_told_apart_though_the_catalogue_says_otherwise_now(
     postgres_dsn: str,
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         for table in ("d", "late"):
             await world.sql(
                 f"CREATE TABLE {table} (id int PRIMARY KEY, v text)", f"ALTER TABLE {table} REPLICA IDENTITY FULL",
@@ -485,16 +479,13 @@ def test_keys_that_were_deferrable_when_they_moved_are_told_apart_though_the_cat
                 row = await world.table(f"public.{table}")
                 assert row is not None and row.is_streaming and row.generation == 0
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.postgres
-def test_a_key_that_was_made_anew_is_no_deferrable_one_where_the_stream_says_only_keys_of_old_rows(
+async def test_a_key_that_was_made_anew_is_no_deferrable_one_where_the_stream_says_only_keys_of_old_rows(
     postgres_dsn: str,
 ) -> None:
     """Rivals cannot be told apart by these; the identity itself says whether the key is one that may be deferred."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE d (id int PRIMARY KEY, v text)", "INSERT INTO d VALUES (1, 'a'), (2, 'b')")
         async with world.capture(identity="as-is"):
             await world.flowing("d")
@@ -506,15 +497,13 @@ def test_a_key_that_was_made_anew_is_no_deferrable_one_where_the_stream_says_onl
             row = await world.table("public.d")
             assert row is not None and row.is_streaming
 
-    in_world(postgres_dsn, scenario)
-
 
 async def oid(world: World, table: str) -> int:
     return int((await world.select(f"SELECT '{table}'::regclass::oid::bigint"))[0][0])
 
 
 @pytest.mark.postgres
-def test_rows_that_are_asked_for_over_a_slow_link_have_a_deadline_for_each_question_not_for_all_of_them(
+async def test_rows_that_are_asked_for_over_a_slow_link_have_a_deadline_for_each_question_not_for_all_of_them(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the session ends, and the next one is told the same transaction and asks the same."""
@@ -525,7 +514,7 @@ def test_rows_that_are_asked_for_over_a_slow_link_have_a_deadline_for_each_quest
         await asyncio.sleep(0.5)
         return await some(wire, relation, rows)
 
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE d2 (id int PRIMARY KEY DEFERRABLE)", "ALTER TABLE d2 REPLICA IDENTITY FULL",
             "INSERT INTO d2 SELECT g FROM generate_series(1, 101) g",
@@ -539,5 +528,3 @@ def test_rows_that_are_asked_for_over_a_slow_link_have_a_deadline_for_each_quest
             await world.sql("UPDATE d2 SET id = id + 1")
             await as_selected(world, "d2")
             assert capture._session is session and slices == [10] * 10
-
-    in_world(postgres_dsn, scenario)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.capture.world import GOOD, World, good_flows, in_world, plain
+from support.capture.world import GOOD, World, good_flows, plain
 from tidemill.capture.catalog.schema_versions import shard_schema_of
 from tidemill.cli.verify.postgres import open_source_point
 
@@ -23,8 +23,8 @@ HASTY = {
 }
 
 
-def test_f493_a_capture_is_set_up_copies_and_flows_whatever_its_role_has_as_defaults(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f493_a_capture_is_set_up_copies_and_flows_whatever_its_role_has_as_defaults(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         role, owner = f"hasty_{world.name}", world.dsn
         await world.sql(*GOOD, "CREATE TABLE more (id int PRIMARY KEY, v text)")
         await world.sql("INSERT INTO more SELECT g, repeat('m', 500) || g FROM generate_series(1, 20000) g")
@@ -47,5 +47,3 @@ def test_f493_a_capture_is_set_up_copies_and_flows_whatever_its_role_has_as_defa
             world.dsn = owner
             await world.slot_dropped()
             await world.sql(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
-
-    in_world(postgres_dsn, scenario)

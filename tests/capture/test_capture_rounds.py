@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
+from support.waiting import until
 from tidemill.base.clock import Rand
 from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import ChangePosition
@@ -41,17 +44,15 @@ def at(ordinal: int) -> ChangePosition:
     return ChangePosition(10, ordinal)
 
 
-def in_loop(scenario: Any) -> None:
-    async def run() -> None:
-        durable: list[ChangePosition] = []
-        topics: Any = Topics()
-        rounds = BatchSender(topics, Rand(), durable.append)
-        try:
-            await scenario(rounds, topics, durable)
-        finally:
-            await rounds.aclose()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def batch_sender() -> AsyncIterator[tuple[BatchSender, Any, list[ChangePosition]]]:
+    durable: list[ChangePosition] = []
+    topics: Any = Topics()
+    rounds = BatchSender(topics, Rand(), durable.append)
+    try:
+        yield rounds, topics, durable
+    finally:
+        await rounds.aclose()
 
 
 async def turn() -> None:
@@ -65,10 +66,9 @@ def writer() -> PartitionWriter:
     return made
 
 
-def test_a_round_that_left_before_its_position_was_known_is_told_of_it() -> None:
+async def test_a_round_that_left_before_its_position_was_known_is_told_of_it() -> None:
     """Seed 002's class: who adds waits in between (a table is being parked), and a round leaves meanwhile."""
-
-    async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
+    async with batch_sender() as (rounds, topics, durable):
         one = writer()
         one.assign_offset(at(0))
         rounds.add(one, RECORD)
@@ -80,11 +80,9 @@ def test_a_round_that_left_before_its_position_was_known_is_told_of_it() -> None
         await turn()
         assert durable == [at(0)]
 
-    in_loop(scenario)
 
-
-def test_what_is_durable_already_when_its_position_is_told_is_reported_at_once() -> None:
-    async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
+async def test_what_is_durable_already_when_its_position_is_told_is_reported_at_once() -> None:
+    async with batch_sender() as (rounds, topics, durable):
         one = writer()
         one.assign_offset(at(0))
         rounds.add(one, RECORD)
@@ -96,11 +94,9 @@ def test_what_is_durable_already_when_its_position_is_told_is_reported_at_once()
         rounds.schedule_round(at(0))
         assert durable[-1] == at(0)
 
-    in_loop(scenario)
 
-
-def test_a_round_that_cannot_be_encoded_ends_the_writer() -> None:
-    async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
+async def test_a_round_that_cannot_be_encoded_ends_the_writer() -> None:
+    async with batch_sender() as (rounds, _, durable):
         one = writer()
         one.assign_offset(at(0))
         one.close_batches = lambda _: 1 // 0  # type: ignore[method-assign,assignment,return-value]
@@ -111,15 +107,12 @@ def test_a_round_that_cannot_be_encoded_ends_the_writer() -> None:
                 await rounds.failed()
         assert durable == []
 
-    in_loop(scenario)
 
-
-def test_small_rounds_keep_a_gap_and_travel_together_and_a_large_one_leaves_at_once(
+async def test_small_rounds_keep_a_gap_and_travel_together_and_a_large_one_leaves_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(rounds_module, "MIN_ROUND_GAP_S", 1.0)  # no stall of the machine is as long
-
-    async def scenario(rounds: BatchSender, topics: Topics, durable: list[ChangePosition]) -> None:
+    async with batch_sender() as (rounds, topics, durable):
         one, ordinal = writer(), 0
 
         async def put(record: Record = RECORD) -> int:
@@ -135,8 +128,7 @@ def test_small_rounds_keep_a_gap_and_travel_together_and_a_large_one_leaves_at_o
         assert await put() == 1, "after silence"
         began_s = loop.time()
         assert [await put() for _ in range(3)] == [1, 1, 1]
-        while len(topics.taken) == 1:
-            await asyncio.sleep(0.001)
+        await until(lambda: len(topics.taken) != 1)
         assert loop.time() - began_s >= 0.5
         assert await put() == 2
         assert await put(Record(b"k", bytes(SMALL_ROUND_BYTES), (), 0)) == 3
@@ -144,5 +136,3 @@ def test_small_rounds_keep_a_gap_and_travel_together_and_a_large_one_leaves_at_o
         topics.answer()
         await turn()
         assert durable[-1] == at(ordinal - 1)
-
-    in_loop(scenario)

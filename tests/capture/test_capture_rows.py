@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from support.capture.world import GOOD, World, good_flows, in_world, plain, stuck
+from support.capture.world import GOOD, World, good_flows, plain, stuck
 from support.waiting import until
 from tidemill.base.limits import METASTORE_VALUE_BYTES
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow, TopicRow
@@ -20,8 +20,10 @@ async def forgotten(world: World, table: str) -> None:
     await until(holds, f"{table} is forgotten")
 
 
-def test_f419_a_dropped_table_ends_at_its_drop_and_leaves_nothing_once_no_pipeline_reads_it(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f419_a_dropped_table_ends_at_its_drop_and_leaves_nothing_once_no_pipeline_reads_it(
+    postgres_dsn: str,
+) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD)
         await world.catalogue.put(PipelineRow("p", {"kept": f"capture:{world.name}:public.kept"}))
         async with world.capture(table_poll_s=0.1):
@@ -46,13 +48,10 @@ def test_f419_a_dropped_table_ends_at_its_drop_and_leaves_nothing_once_no_pipeli
             assert await world.folded("gone") == await plain(world, "gone")
         assert set(await world.tables()) == {"public.good", "public.gone"}
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_table_that_is_dropped_while_it_is_parked_says_so_and_not_how_to_mend_it(postgres_dsn: str) -> None:
+async def test_a_table_that_is_dropped_while_it_is_parked_says_so_and_not_how_to_mend_it(postgres_dsn: str) -> None:
     """`capture accept` would answer that it is gone. Found by the oracle's worlds, seeds 23 and 28."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, "CREATE TABLE kept (id int PRIMARY KEY, v int, w int)")
         await world.catalogue.put(PipelineRow("p", {"kept": f"capture:{world.name}:public.kept"}))
         async with world.capture(table_poll_s=0.1):
@@ -67,13 +66,10 @@ def test_a_table_that_is_dropped_while_it_is_parked_says_so_and_not_how_to_mend_
             await world.flowing("kept")
             assert await world.folded("kept") == await plain(world, "kept")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_table_that_is_dropped_while_it_is_refused_says_so_and_not_what_refused_it(postgres_dsn: str) -> None:
+async def test_a_table_that_is_dropped_while_it_is_refused_says_so_and_not_what_refused_it(postgres_dsn: str) -> None:
     """A reader of its shape would wait for the publication's owner for ever."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, "CREATE TABLE kept (id int PRIMARY KEY, v int)")
         await world.sql("CREATE PUBLICATION other FOR TABLE kept (id)")
         await world.catalogue.put(PipelineRow("p", {"kept": f"capture:{world.name}:public.kept"}))
@@ -86,14 +82,11 @@ def test_a_table_that_is_dropped_while_it_is_refused_says_so_and_not_what_refuse
             await world.flowing("kept")
             assert await world.folded("kept") == await plain(world, "kept")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_stream_that_tells_of_before_the_copy_leaves_followers_no_older_columns(postgres_dsn: str) -> None:
+async def test_a_stream_that_tells_of_before_the_copy_leaves_followers_no_older_columns(postgres_dsn: str) -> None:
     """What it describes last has no row behind the copy, so no shape would have the newest column. Found by the
     oracle's worlds, seed 4004."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, "CREATE TABLE grown (id int PRIMARY KEY, v int)", "INSERT INTO grown VALUES (1, 1)")
         async with world.capture(table_poll_s=0.1):
             await world.flowing("grown")
@@ -119,13 +112,12 @@ def test_a_stream_that_tells_of_before_the_copy_leaves_followers_no_older_column
 
             await until(seen, "the relation has the columns of the copy")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_table_that_is_dropped_while_it_is_set_up_is_dropped_and_not_for_ever_taken_in(postgres_dsn: str) -> None:
+async def test_a_table_that_is_dropped_while_it_is_set_up_is_dropped_and_not_for_ever_taken_in(
+    postgres_dsn: str,
+) -> None:
     """Its identity was noted; then it was not there to be described. Found by the oracle's worlds, seed 3004."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD)
         await world.catalogue.put(PipelineRow("p", {"kept": f"capture:{world.name}:public.kept"}))
         async with world.capture(table_poll_s=0.1):
@@ -139,13 +131,10 @@ def test_a_table_that_is_dropped_while_it_is_set_up_is_dropped_and_not_for_ever_
             await world.flowing("kept")
             assert await world.folded("kept") == await plain(world, "kept")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_column_that_no_row_has_yet_is_in_what_followers_see_of_the_table(postgres_dsn: str) -> None:
+async def test_a_column_that_no_row_has_yet_is_in_what_followers_see_of_the_table(postgres_dsn: str) -> None:
     """No row of the stream tells it: shapes over the table would show it without the column for as long as that."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, "CREATE TABLE grown (id int PRIMARY KEY, v int)", "INSERT INTO grown VALUES (1, 1)")
         async with world.capture(table_poll_s=0.1) as capture:
             await world.flowing("grown")
@@ -166,13 +155,10 @@ def test_a_column_that_no_row_has_yet_is_in_what_followers_see_of_the_table(post
             await world.caught_up()
             assert (await world.folded("grown"))['{"id":2}'] == {"id": 2, "v": 2, "w": 2}
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f420_no_row_grows_with_the_number_of_tables_and_wide_ones_fit(postgres_dsn: str) -> None:
+async def test_f420_no_row_grows_with_the_number_of_tables_and_wide_ones_fit(postgres_dsn: str) -> None:
     """As many tables at once as over time; and PostgreSQL's widest table, with its longest names."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         columns = ", ".join(f'"{"c" * 58}{n:04}" timestamp with time zone' for n in range(1590))
         await world.sql(*GOOD, f"CREATE TABLE wide (id int PRIMARY KEY, v int, {columns})")
         await world.sql(*[f"CREATE TABLE t{n} (id int PRIMARY KEY, v int)" for n in range(60)])
@@ -204,11 +190,9 @@ def test_f420_no_row_grows_with_the_number_of_tables_and_wide_ones_fit(postgres_
             assert len(CAPTURES.encode(await world.row())[1]) <= before + 8
             assert len(capture.relations()) == 2
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f422_a_table_taken_out_of_the_publication_by_somebody_is_copied_again(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f422_a_table_taken_out_of_the_publication_by_somebody_is_copied_again(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, "CREATE TABLE b (id int PRIMARY KEY, v int)")
         async with world.capture(table_poll_s=0.1):
             await good_flows(world)
@@ -224,13 +208,10 @@ def test_f422_a_table_taken_out_of_the_publication_by_somebody_is_copied_again(p
             await good_flows(world)
             assert await world.folded("b") == await plain(world, "b")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f423_a_table_whose_rows_a_role_may_not_all_see_is_refused_not_copied_in_part(postgres_dsn: str) -> None:
+async def test_f423_a_table_whose_rows_a_role_may_not_all_see_is_refused_not_copied_in_part(postgres_dsn: str) -> None:
     """Row-level security leaves rows out without a word, unless one asks for an error."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         role = f"bound_{world.name}"
         await world.sql(
             f"CREATE ROLE {role} LOGIN REPLICATION", f'GRANT CREATE ON DATABASE "{world.name}" TO {role}', *GOOD,
@@ -248,5 +229,3 @@ def test_f423_a_table_whose_rows_a_role_may_not_all_see_is_refused_not_copied_in
             world.dsn = owner
             await until(world.slot_dropped, "the slot is dropped")
             await world.sql(f"DROP OWNED BY {role}", f"DROP ROLE {role}")
-
-    in_world(postgres_dsn, scenario)

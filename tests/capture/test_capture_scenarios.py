@@ -69,18 +69,15 @@ def test_ft13_two_that_hang_are_freed_in_turn_and_the_acknowledgement_goes_step_
     assert tracker.pending_positions == {}
 
 
-def test_slc5_a_sink_that_dies_on_a_later_fragment_leaves_no_entry_of_that_transaction() -> None:
-    async def run() -> None:
-        sink = Sink(poison=frozenset({at(5, 2)}))
-        collector = Collector([sink], ReplicationStatus(0), ManualClock())
-        await collector.put(fragment(5, change(5, 0), commits=False))
-        await collector.put(fragment(5, change(5, 2), begins=False))
-        assert isinstance(await ended_with(collector), UnavailableError)
-        assert len(sink.got) == 1
-        assert collector.tracker.pending_positions == {}
-        assert (collector.status.flushed, collector.status.last_seen_txn) == (0, 0)
-
-    asyncio.run(run())
+async def test_slc5_a_sink_that_dies_on_a_later_fragment_leaves_no_entry_of_that_transaction() -> None:
+    sink = Sink(poison=frozenset({at(5, 2)}))
+    collector = Collector([sink], ReplicationStatus(0), ManualClock())
+    await collector.put(fragment(5, change(5, 0), commits=False))
+    await collector.put(fragment(5, change(5, 2), begins=False))
+    assert isinstance(await ended_with(collector), UnavailableError)
+    assert len(sink.got) == 1
+    assert collector.tracker.pending_positions == {}
+    assert (collector.status.flushed, collector.status.last_seen_txn) == (0, 0)
 
 
 def test_slc11_a_table_that_is_gone_before_it_is_looked_up_has_all_columns_as_its_key() -> None:
@@ -89,39 +86,33 @@ def test_slc11_a_table_that_is_gone_before_it_is_looked_up_has_all_columns_as_it
     assert [c.name for c in merge_relation(message, None).key_columns] == ["v", "id"]
 
 
-def test_slc14_what_comes_before_the_collector_runs_waits_in_order_and_its_sender_beyond_the_bound() -> None:
-    async def run() -> None:
-        sink = Sink(eager=True)
-        collector = Collector([sink], ReplicationStatus(0), ManualClock())
-        for lsn in range(1, QUEUE_FRAGMENTS + 1):
-            await collector.put(fragment(lsn, change(lsn)))
-        sender = asyncio.ensure_future(collector.put(fragment(1000, change(1000))))
-        await settle()
-        assert not sender.done() and sink.got == []
-        task = asyncio.ensure_future(collector.run())
-        await asyncio.wait_for(sender, 20)
-        while len(sink.got) <= QUEUE_FRAGMENTS:
-            await asyncio.sleep(0)
-        await settle()
-        assert [f.commit_lsn for f in sink.got] == [*range(1, QUEUE_FRAGMENTS + 1), 1000]
-        assert collector.status.flushed == 1000
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())
+async def test_slc14_what_comes_before_the_collector_runs_waits_in_order_and_its_sender_beyond_the_bound() -> None:
+    sink = Sink(eager=True)
+    collector = Collector([sink], ReplicationStatus(0), ManualClock())
+    for lsn in range(1, QUEUE_FRAGMENTS + 1):
+        await collector.put(fragment(lsn, change(lsn)))
+    sender = asyncio.ensure_future(collector.put(fragment(1000, change(1000))))
+    await settle()
+    assert not sender.done() and sink.got == []
+    task = asyncio.ensure_future(collector.run())
+    await asyncio.wait_for(sender, 20)
+    while len(sink.got) <= QUEUE_FRAGMENTS:
+        await asyncio.sleep(0)
+    await settle()
+    assert [f.commit_lsn for f in sink.got] == [*range(1, QUEUE_FRAGMENTS + 1), 1000]
+    assert collector.status.flushed == 1000
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.parametrize("commits", [False, True])
-def test_c13_a_fragment_of_no_open_transaction_is_an_error(commits: bool) -> None:
-    async def run() -> None:
-        sink = Sink(eager=True)
-        collector = Collector([sink], ReplicationStatus(0), ManualClock())
-        await collector.put(fragment(5, change(5)))
-        await collector.put(fragment(7, change(7), begins=False, commits=commits))
-        assert isinstance(await ended_with(collector), CorruptError)
-        assert [f.commit_lsn for f in sink.got] == [5]
-
-    asyncio.run(run())
+async def test_c13_a_fragment_of_no_open_transaction_is_an_error(commits: bool) -> None:
+    sink = Sink(eager=True)
+    collector = Collector([sink], ReplicationStatus(0), ManualClock())
+    await collector.put(fragment(5, change(5)))
+    await collector.put(fragment(7, change(7), begins=False, commits=commits))
+    assert isinstance(await ended_with(collector), CorruptError)
+    assert [f.commit_lsn for f in sink.got] == [5]
 
 
 def test_c13_messages_of_no_open_transaction_are_an_error() -> None:
@@ -134,23 +125,20 @@ def test_c13_messages_of_no_open_transaction_are_an_error() -> None:
         converter.feed_message(Begin(200, 0, 8))
 
 
-def test_st6_what_became_durable_within_one_interval_is_one_notice() -> None:
-    async def run() -> None:
-        clock = ManualClock()
-        bound: list[ChangePosition] = []
-        remap = LogRemap(MemoryConsensus(clock), "capture/x", clock, Rand(1))
-        binder = Binder(remap, clock, bound.append, interval_ms=0, idle_ms=10_000)
-        await binder.open()
-        binder.start_at({"t": [0]}, gate=0)
-        for n in range(1, 51):
-            binder.add_durable([CommitBoundary(n, at(n), True, n, [("t", 0, n)])])
-        task = asyncio.ensure_future(binder.run())
-        while not bound:
-            await asyncio.sleep(0)
-            assert not task.done()
-        await settle()
-        assert bound == [at(50)]
-        assert [binding.offsets["t"] for binding in await remap.after(0)] == [(50,)]
-        task.cancel()
-
-    asyncio.run(run())
+async def test_st6_what_became_durable_within_one_interval_is_one_notice() -> None:
+    clock = ManualClock()
+    bound: list[ChangePosition] = []
+    remap = LogRemap(MemoryConsensus(clock), "capture/x", clock, Rand(1))
+    binder = Binder(remap, clock, bound.append, interval_ms=0, idle_ms=10_000)
+    await binder.open()
+    binder.start_at({"t": [0]}, gate=0)
+    for n in range(1, 51):
+        binder.add_durable([CommitBoundary(n, at(n), True, n, [("t", 0, n)])])
+    task = asyncio.ensure_future(binder.run())
+    while not bound:
+        await asyncio.sleep(0)
+        assert not task.done()
+    await settle()
+    assert bound == [at(50)]
+    assert [binding.offsets["t"] for binding in await remap.after(0)] == [(50,)]
+    task.cancel()

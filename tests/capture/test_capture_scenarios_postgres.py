@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from support.capture.world import World, in_world, positions
+from support.capture.world import World, positions
 from support.waiting import until
 from tidemill.base.errors import UnavailableError
 from tidemill.capture.catalog import relations
@@ -71,12 +71,11 @@ def rows(fragments: list[Fragment]) -> list[str]:
     return [change.new["id"] or "" for f in fragments for change in f.changes if change.new is not None]
 
 
-def test_slc6_a_sink_that_dies_with_work_pending_ends_the_session_and_the_next_one_hands_it_out_again(
+async def test_slc6_a_sink_that_dies_with_work_pending_ends_the_session_and_the_next_one_hands_it_out_again(
     postgres_dsn: str,
 ) -> None:
     """Nobody pins the slot from beyond: the entry goes with the session, the transaction does not."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         sink = DyingSink()
         await world.sql(TABLE)
         async with world.capture(sinks=[sink]) as capture:
@@ -98,10 +97,8 @@ def test_slc6_a_sink_that_dies_with_work_pending_ends_the_session_and_the_next_o
             await until(confirmed, "the slot moves on")
         assert len(await world.records("a")) == 3
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_nothing_is_confirmed(
+async def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_nothing_is_confirmed(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     describe, refused = relations.describe_tables, 0
@@ -113,7 +110,7 @@ def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_no
             raise UnavailableError("the catalogue does not answer.")
         return await describe(*args, **more)
 
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(TABLE)
         async with world.capture():
             await world.caught_up()
@@ -132,11 +129,9 @@ def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_and_no
             assert await world.folded("a") == {'{"id":1}': {"id": 1, "v": 1}}
             assert len(await world.records("a")) == 1
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_slc11_rows_of_a_table_that_is_dropped_before_they_are_read_keep_their_key(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_slc11_rows_of_a_table_that_is_dropped_before_they_are_read_keep_their_key(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(TABLE, "CREATE TABLE b (id int PRIMARY KEY)")
         await world.catalogue.put(PipelineRow("p", {"a": f"capture:{world.name}:public.a"}))  # else its topic goes
         async with world.capture():
@@ -150,10 +145,8 @@ def test_slc11_rows_of_a_table_that_is_dropped_before_they_are_read_keep_their_k
             assert await world.folded("a") == {'{"id":2}': {"id": 2, "v": 2}}
             assert len(await world.records("b")) == 1
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_slc13_a_description_whose_consequence_was_not_stored_is_seen_again_by_the_next_session(
+async def test_slc13_a_description_whose_consequence_was_not_stored_is_seen_again_by_the_next_session(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first session dies between seeing it and parking the table; nothing of that transaction is written before."""
@@ -166,7 +159,7 @@ def test_slc13_a_description_whose_consequence_was_not_stored_is_seen_again_by_t
             raise UnavailableError("cut off here.")
         return await change(self, name, *args)
 
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(TABLE, "CREATE TABLE b (id int PRIMARY KEY)", "INSERT INTO a VALUES (1, 1)")
         async with world.capture(table_poll_s=60):
             await world.caught_up()
@@ -179,15 +172,13 @@ def test_slc13_a_description_whose_consequence_was_not_stored_is_seen_again_by_t
             assert await world.folded("a") == {'{"id":1}': {"id": 1, "v": 1}}
             assert len(await world.records("b")) == 1
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_st2_a_commit_after_all_of_a_topics_records_are_durable_moves_the_boundary_and_writes_nothing(
+async def test_st2_a_commit_after_all_of_a_topics_records_are_durable_moves_the_boundary_and_writes_nothing(
     postgres_dsn: str,
 ) -> None:
     """The fragment that commits has another table's row; it comes once the rounds of those before it are over."""
+    async with World(postgres_dsn) as world:
 
-    async def scenario(world: World) -> None:
         async def durable() -> bool:
             return len(await world.records("a")) == 30
 
@@ -216,15 +207,13 @@ def test_st2_a_commit_after_all_of_a_topics_records_are_durable_moves_the_bounda
 
             await until(acknowledged, "the slot moves on")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_st3_half_a_transaction_that_a_dead_session_wrote_is_not_bound_and_not_written_again(
+async def test_st3_half_a_transaction_that_a_dead_session_wrote_is_not_bound_and_not_written_again(
     postgres_dsn: str,
 ) -> None:
     """Nothing is trimmed from a topic: readers go by bindings, and the replay counts what is there."""
+    async with World(postgres_dsn) as world:
 
-    async def scenario(world: World) -> None:
         async def half() -> bool:
             return len(await world.records("a")) == 30
 
@@ -242,5 +231,3 @@ def test_st3_half_a_transaction_that_a_dead_session_wrote_is_not_bound_and_not_w
             offsets = {b.offsets[topic][0] for b in await world.remap().after(0)}
             assert offsets == {0, 57}, "no binding shows a part of it"
             sink.flush()
-
-    in_world(postgres_dsn, scenario)

@@ -20,7 +20,6 @@ from support.capture.world import (
     World,
     assert_no_position_twice,
     good_flows,
-    in_world,
     plain,
     stuck,
     table_as_folded,
@@ -64,14 +63,15 @@ async def before(world: World, table: str = "t") -> dict[str, dict[str, Any]]:
 
 
 @BY_NAME
-def test_f410_a_table_whose_description_changes_parks_before_the_first_such_row(postgres_dsn: str, change: str) -> None:
+async def test_f410_a_table_whose_description_changes_parks_before_the_first_such_row(
+    postgres_dsn: str, change: str
+) -> None:
     """Rows up to the DDL are there, none after it, also of the transaction that holds both; it stays so after a
     restart, and the slot is confirmed beyond."""
     statement, words = CHANGES[change]
     table = "renamed" if "RENAME TO renamed" in statement else "t"
     columns, values = ("id, v", ("8, 8", "9, 9")) if "primary key" in words else ("id", ("8", "9"))
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         # Small fragments: most of the transaction is delivered, and written, before its DDL is met.
         async with world.capture(table_poll_s=60, tables=("t", "good"), fragment_changes=2):
@@ -100,15 +100,12 @@ def test_f410_a_table_whose_description_changes_parks_before_the_first_such_row(
             binding = await world.caught_up()
             assert sum(binding.offsets[await world.topic_id("t")]) == end
 
-    in_world(postgres_dsn, scenario)
-
 
 @BY_NAME
-def test_f411_a_difference_is_seen_without_any_row(postgres_dsn: str, change: str) -> None:
+async def test_f411_a_difference_is_seen_without_any_row(postgres_dsn: str, change: str) -> None:
     """An ALTER that rewrites the table, or adds a default, changes rows of which the stream says nothing."""
     statement, words = CHANGES[change]
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1, tables=("t", "good")):
             await world.caught_up()
@@ -119,11 +116,11 @@ def test_f411_a_difference_is_seen_without_any_row(postgres_dsn: str, change: st
             await good_flows(world)
             assert await world.folded("t") == expected
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f412_a_difference_made_while_nothing_captures_parks_the_table_at_the_next_start(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f412_a_difference_made_while_nothing_captures_parks_the_table_at_the_next_start(
+    postgres_dsn: str,
+) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture():
             await world.caught_up()
@@ -136,8 +133,6 @@ def test_f412_a_difference_made_while_nothing_captures_parks_the_table_at_the_ne
                 assert "column 'x' double precision is new" in stuck(world, "t")
                 binding = await world.caught_up()
                 assert await world.folded("t", sum(binding.offsets[await world.topic_id("t")])) == expected
-
-    in_world(postgres_dsn, scenario)
 
 
 class Followed:
@@ -166,8 +161,8 @@ class Followed:
 
 
 @pytest.mark.parametrize("rows", ["INSERT INTO t VALUES (3, 3, 'c', 3)", "SELECT 1"])
-def test_who_follows_a_table_outside_the_topics_is_told_that_it_ends_there(postgres_dsn: str, rows: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_who_follows_a_table_outside_the_topics_is_told_that_it_ends_there(postgres_dsn: str, rows: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1) as capture:
             tap = Followed()
@@ -185,11 +180,9 @@ def test_who_follows_a_table_outside_the_topics_is_told_that_it_ends_there(postg
             await world.flowing("t")
             assert capture.relation("public", "t") is not None
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f413_a_table_asked_for_again_is_copied_beside_the_stream_and_flows(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f413_a_table_asked_for_again_is_copied_beside_the_stream_and_flows(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1):
             await world.caught_up()
@@ -205,17 +198,15 @@ def test_f413_a_table_asked_for_again_is_copied_beside_the_stream_and_flows(post
             assert await world.topic_id("good") == good
             assert not [m for m in world.tracker.report("p", 0).marks if m.name.startswith("table:")]
 
-    in_world(postgres_dsn, scenario)
-
 
 async def recopy(world: World, table: str) -> None:
     await request_recopy(world.catalogue, world.name, table)
 
 
-def test_f413_while_a_table_is_copied_the_others_flow_and_nothing_is_confirmed_beyond(
+async def test_f413_while_a_table_is_copied_the_others_flow_and_nothing_is_confirmed_beyond(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1):
             await good_flows(world)
@@ -242,14 +233,11 @@ def test_f413_while_a_table_is_copied_the_others_flow_and_nothing_is_confirmed_b
             assert await world.folded("t") == await before(world)
             assert await world.confirmed() > copied_at
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f414_tables_are_copied_beside_a_stream_under_load_and_lose_and_double_nothing(postgres_dsn: str) -> None:
+async def test_f414_tables_are_copied_beside_a_stream_under_load_and_lose_and_double_nothing(postgres_dsn: str) -> None:
     """A new table, one that is asked for again while it flows, and writers on all of them, with a capture cut off in
     between at random moments."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         rng = random.Random(3)
         await world.sql(*TWO_TABLES, *[f"INSERT INTO {t} SELECT g, g FROM generate_series(1000, 9000) g" for t in "ab"])
         writers = [Writer(world.dsn, seed) for seed in range(2)]
@@ -277,14 +265,12 @@ def test_f414_tables_are_copied_beside_a_stream_under_load_and_lose_and_double_n
         bindings = await world.remap().after(0)
         assert [b.lsn for b in bindings] == sorted(b.lsn for b in bindings)
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.parametrize("error", [KeyError("w"), RecursionError("deep"), ZeroDivisionError(), MemoryError()])
-def test_f415_a_row_that_cannot_be_written_parks_its_table_whatever_is_raised(
+async def test_f415_a_row_that_cannot_be_written_parks_its_table_whatever_is_raised(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         encode = values._encode_object
 
@@ -319,14 +305,12 @@ def test_f415_a_row_that_cannot_be_written_parks_its_table_whatever_is_raised(
             await world.caught_up()
             assert await world.folded("t") == await before(world)
 
-    in_world(postgres_dsn, scenario)
-
 
 PROGRAM = Path(__file__).parents[1] / "support" / "capture" / "process.py"
 
 
 @pytest.mark.extended
-def test_f416_ddl_under_load_with_kills_ends_in_equal_tables_once_they_are_copied_again(
+async def test_f416_ddl_under_load_with_kills_ends_in_equal_tables_once_they_are_copied_again(
     postgres_dsn: str, tmp_path: Path
 ) -> None:
     """SIGKILL at random moments around the DDL, the parking and the copy; the way out is the command line's."""
@@ -344,74 +328,72 @@ def test_f416_ddl_under_load_with_kills_ends_in_equal_tables_once_they_are_copie
         out, _ = await process.communicate()
         return process.returncode or 0, out.decode()
 
-    async def scenario() -> None:
-        rng = random.Random(5)
+    rng = random.Random(5)
 
-        def start() -> subprocess.Popen[bytes]:
-            log = (tmp_path / "capture.log").open("ab")
-            return subprocess.Popen([sys.executable, str(PROGRAM), postgres_dsn, name, str(tmp_path)],
-                                    stdout=log, stderr=log)  # fmt: skip
+    def start() -> subprocess.Popen[bytes]:
+        log = (tmp_path / "capture.log").open("ab")
+        return subprocess.Popen([sys.executable, str(PROGRAM), postgres_dsn, name, str(tmp_path)],
+                                stdout=log, stderr=log)  # fmt: skip
 
-        clock, rand = SystemClock(), Rand()
-        process = start()
-        consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", clock, rand)
-        objects = await open_objects(f"file://{tmp_path}/objects", clock, rand)
-        async with World(postgres_dsn, consensus=consensus, objects=objects) as world:
-            await world.sql(*GOOD, "CREATE TABLE t (id int PRIMARY KEY, v int)")
-            await world.sql("INSERT INTO t SELECT g, g FROM generate_series(1, 3000) g")
-            stop = asyncio.Event()
+    clock, rand = SystemClock(), Rand()
+    process = start()
+    consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", clock, rand)
+    objects = await open_objects(f"file://{tmp_path}/objects", clock, rand)
+    async with World(postgres_dsn, consensus=consensus, objects=objects) as world:
+        await world.sql(*GOOD, "CREATE TABLE t (id int PRIMARY KEY, v int)")
+        await world.sql("INSERT INTO t SELECT g, g FROM generate_series(1, 3000) g")
+        stop = asyncio.Event()
 
-            async def write() -> None:
-                async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as connection:
-                    n = 10_000
-                    while not stop.is_set():
-                        n += 1
-                        await connection.execute(f"INSERT INTO t (id, v) VALUES ({n}, {n})")
-                        await connection.execute(f"UPDATE t SET v = v + 1 WHERE id = {rng.randint(1, 3000)}")
-                        await connection.execute(f"DELETE FROM t WHERE id = {n - 20}")
-                        await connection.execute(f"INSERT INTO good VALUES ({n}, {n})")
+        async def write() -> None:
+            async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as connection:
+                n = 10_000
+                while not stop.is_set():
+                    n += 1
+                    await connection.execute(f"INSERT INTO t (id, v) VALUES ({n}, {n})")
+                    await connection.execute(f"UPDATE t SET v = v + 1 WHERE id = {rng.randint(1, 3000)}")
+                    await connection.execute(f"DELETE FROM t WHERE id = {n - 20}")
+                    await connection.execute(f"INSERT INTO good VALUES ({n}, {n})")
 
-            writing = asyncio.ensure_future(write())
-            try:
-                await world.flowing("t", "good")
-                for round_ in range(3):
-                    await world.sql(f"ALTER TABLE t ADD x{round_} float DEFAULT random()")
-                    await asyncio.sleep(rng.random() * 0.5)
-                    process.kill()
-                    process.wait()
-                    process = start()
-                    await world.paused("t", f"'x{round_}'")
-                    code, out = await command("capture", "resnapshot", "t", "--yes")
-                    assert code == 0, out
-                    await asyncio.sleep(rng.random() * 1.5)
-                    process.kill()
-                    process.wait()
-                    process = start()
-                    await world.flowing("t", "good")
-                code, out = await command("capture", "list")
-                assert code == 0 and out.count("captured") == 2, out
-                stop.set()
-                await writing
-                await world.caught_up()
-            finally:
+        writing = asyncio.ensure_future(write())
+        try:
+            await world.flowing("t", "good")
+            for round_ in range(3):
+                await world.sql(f"ALTER TABLE t ADD x{round_} float DEFAULT random()")
+                await asyncio.sleep(rng.random() * 0.5)
                 process.kill()
                 process.wait()
-            rows = await world.select("SELECT id, v, x0, x1, x2 FROM t")
-            assert await world.folded("t") == {
-                f'{{"id":{r[0]}}}': dict(zip(("id", "v", "x0", "x1", "x2"), r, strict=True)) for r in rows
-            }
-            assert await world.folded("good") == await plain(world, "good")
-            for table in ("t", "good"):
-                assert_no_position_twice(await world.records(table))
-        await consensus.aclose()
+                process = start()
+                await world.paused("t", f"'x{round_}'")
+                code, out = await command("capture", "resnapshot", "t", "--yes")
+                assert code == 0, out
+                await asyncio.sleep(rng.random() * 1.5)
+                process.kill()
+                process.wait()
+                process = start()
+                await world.flowing("t", "good")
+            code, out = await command("capture", "list")
+            assert code == 0 and out.count("captured") == 2, out
+            stop.set()
+            await writing
+            await world.caught_up()
+        finally:
+            process.kill()
+            process.wait()
+        rows = await world.select("SELECT id, v, x0, x1, x2 FROM t")
+        assert await world.folded("t") == {
+            f'{{"id":{r[0]}}}': dict(zip(("id", "v", "x0", "x1", "x2"), r, strict=True)) for r in rows
+        }
+        assert await world.folded("good") == await plain(world, "good")
+        for table in ("t", "good"):
+            assert_no_position_twice(await world.records(table))
+    await consensus.aclose()
 
-    asyncio.run(scenario())
 
-
-def test_f410_a_key_changed_by_a_transaction_that_is_not_visible_yet_is_found_all_the_same(postgres_dsn: str) -> None:
+async def test_f410_a_key_changed_by_a_transaction_that_is_not_visible_yet_is_found_all_the_same(
+    postgres_dsn: str,
+) -> None:
     """A commit is sent once it is flushed; here its session goes on waiting for a standby that does not exist."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T, f'ALTER DATABASE "{world.name}" SET synchronous_commit = local')
         try:
             async with world.capture(table_poll_s=60, tables=("t", "good")):
@@ -434,5 +416,3 @@ def test_f410_a_key_changed_by_a_transaction_that_is_not_visible_yet_is_found_al
                 assert await world.folded("t", sum(binding.offsets[await world.topic_id("t")])) == expected
         finally:
             await world.sql("ALTER SYSTEM RESET synchronous_standby_names", "SELECT pg_reload_conf()")
-
-    in_world(postgres_dsn, scenario)

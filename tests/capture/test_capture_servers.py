@@ -37,7 +37,7 @@ from support.capture.on_every_server import (
     test_what_doctor_prints_is_all_that_an_administrator_has_to_run as test_rights,
 )
 from support.capture.servers import INSTALLED, SETTINGS
-from support.capture.world import GOOD, World, good_flows, in_world
+from support.capture.world import GOOD, World, good_flows
 from support.postgres import EmbeddedPostgres
 from support.waiting import until
 from tidemill.base.errors import InvalidError
@@ -64,8 +64,8 @@ def postgres_server(
         yield server
 
 
-def test_a_failover_slot_is_refused_before_17(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_failover_slot_is_refused_before_17(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE t (id int PRIMARY KEY)")
         (version,) = (await world.select("SHOW server_version_num"))[0]
         config = world.config(failover=True)
@@ -75,11 +75,9 @@ def test_a_failover_slot_is_refused_before_17(postgres_dsn: str) -> None:
             with pytest.raises(InvalidError, match="no failover slots"):
                 await check_capture(config)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f424_generated_columns_are_not_carried_and_nothing_fails(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f424_generated_columns_are_not_carried_and_nothing_fails(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             *GOOD,
             "CREATE TABLE stored (id int PRIMARY KEY, v int, d int GENERATED ALWAYS AS (v * 2) STORED)",
@@ -99,5 +97,3 @@ def test_f424_generated_columns_are_not_carried_and_nothing_fails(postgres_dsn: 
                 return await world.select("SELECT relreplident FROM pg_class WHERE relname = 'stored'") == [("f",)]
 
             await until(full, "the identity is whole again", 4.0)
-
-    in_world(postgres_dsn, scenario)

@@ -51,17 +51,13 @@ class EndsSlowly(Session):
             await self.may_end.wait()
 
 
-def test_a_session_that_is_cancelled_while_it_ends_by_itself_leaves_no_connection_open() -> None:
+async def test_a_session_that_is_cancelled_while_it_ends_by_itself_leaves_no_connection_open() -> None:
     """Such a connection would hold the slot and the capture's lock against the next session."""
-
-    async def main() -> None:
-        session = EndsSlowly()
-        running = asyncio.ensure_future(session.run())
-        await session.ending.wait()
-        running.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await running
-        assert session.control.closed and session.stream.closed
-        session.may_end.set()
-
-    asyncio.run(main())
+    session = EndsSlowly()
+    running = asyncio.ensure_future(session.run())
+    await session.ending.wait()
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert session.control.closed and session.stream.closed
+    session.may_end.set()

@@ -14,7 +14,7 @@ import psycopg
 import pytest
 
 from support.capture.proxy import Proxy
-from support.capture.world import World, in_world, mark_of
+from support.capture.world import World, mark_of
 from support.waiting import slowness, until
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import UnavailableError
@@ -118,8 +118,8 @@ def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: 
         asyncio.run(main(20))
 
 
-def test_f431_a_server_behind_a_black_hole_is_stuck_and_named_within_its_budget(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f431_a_server_behind_a_black_hole_is_stuck_and_named_within_its_budget(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         async with Proxy(postgres_dsn) as proxy:
             straight, world.dsn = world.dsn, proxy.dsn
@@ -144,14 +144,13 @@ def test_f431_a_server_behind_a_black_hole_is_stuck_and_named_within_its_budget(
                 await until(lambda: mark_of(world, capture)[0].error == "", "it heals")
             world.dsn = straight
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f432_a_walsender_that_is_frozen_is_told_and_heals(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_f432_a_walsender_that_is_frozen_is_told_and_heals(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The control connection answers: only the stream is silent. A real process, stopped."""
     monkeypatch.setattr(server_watch, "ASK_AFTER_S", 1.0)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         async with world.capture(budget_ms=BUDGET_MS) as capture:
             await world.caught_up()
@@ -171,14 +170,11 @@ def test_f432_a_walsender_that_is_frozen_is_told_and_heals(postgres_dsn: str, mo
             await world.sql("INSERT INTO a VALUES (1)")
             await world.caught_up()
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f432_wal_that_is_not_sent_is_named_with_its_server_before_anything_is_overdue(postgres_dsn: str) -> None:
+async def test_f432_wal_that_is_not_sent_is_named_with_its_server_before_anything_is_overdue(postgres_dsn: str) -> None:
     """A mark below its target names its holder at once (M1), and a walsender at work is seen within the budget."""
     assert server_watch.ASK_AFTER_S * 2 * 1000 < FRESHNESS_BUDGET_MS
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         async with world.capture(budget_ms=BUDGET_MS) as capture:
             await world.caught_up()
@@ -194,15 +190,14 @@ def test_f432_wal_that_is_not_sent_is_named_with_its_server_before_anything_is_o
                 os.kill(pid, signal.SIGCONT)
             await world.caught_up()
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f432_a_stream_that_stays_silent_ends_its_session(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_f432_a_stream_that_stays_silent_ends_its_session(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(server_watch, "ASK_AFTER_S", 0.2)
     monkeypatch.setattr(server_watch, "SILENCE_S", 1.0)
     monkeypatch.setattr(server_watch, "SILENCE_OF_TIMEOUT", 0.0)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         async with world.capture() as capture:
             await world.caught_up()
@@ -219,17 +214,14 @@ def test_f432_a_stream_that_stays_silent_ends_its_session(postgres_dsn: str, mon
             await world.sql("INSERT INTO a VALUES (1)")
             await world.caught_up()
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f432_a_walsender_that_works_through_what_nobody_captures_is_not_told_as_silent(
+async def test_f432_a_walsender_that_works_through_what_nobody_captures_is_not_told_as_silent(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It looks at its input once half of wal_sender_timeout has passed, and no sooner."""
     monkeypatch.setattr(server_watch, "ASK_AFTER_S", 0.1)
     monkeypatch.setattr(control_connection, "OVERDUE_AFTER_MS", 0)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE other (id int)")
         async with world.capture(tables=("a",)) as capture:
             await world.caught_up()
@@ -250,11 +242,11 @@ def test_f432_a_walsender_that_works_through_what_nobody_captures_is_not_told_as
             assert f"postgres-pid:{pid}" in seen, "and it is named while it works"
             await until(lambda: mark_of(world, capture)[0].held_by == "", "it holds nothing any more")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f433_whoever_has_the_captures_name_is_named_with_pid_application_client_and_state(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f433_whoever_has_the_captures_name_is_named_with_pid_application_client_and_state(
+    postgres_dsn: str,
+) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         other = await psycopg.AsyncConnection.connect(world.dsn, autocommit=True, application_name="bobs psql")
         await other.execute(f"SELECT pg_advisory_lock({ADVISORY_CLASS}, {advisory_lock_key(world.config())})")
@@ -269,16 +261,13 @@ def test_f433_whoever_has_the_captures_name_is_named_with_pid_application_client
             await until(lambda: capture.streaming, "it goes on when the other ends")
             await world.caught_up()
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.parametrize("table", ["a", "other"])
-def test_f434_a_transaction_that_the_set_up_waits_for_is_named_with_pid_and_query(
+async def test_f434_a_transaction_that_the_set_up_waits_for_is_named_with_pid_and_query(
     postgres_dsn: str, table: str
 ) -> None:
     """Both waits: for the captured table's lock, and for the slot, which waits for whoever has written anything."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE other (id int)")
         writer = await psycopg.AsyncConnection.connect(world.dsn, application_name="nightly job")
         await writer.execute(f"INSERT INTO {table} VALUES (1)")
@@ -297,15 +286,12 @@ def test_f434_a_transaction_that_the_set_up_waits_for_is_named_with_pid_and_quer
             await world.caught_up()
         await writer.close()
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
+async def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes the table between its publication and its snapshot, which runs in a session of its own."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         other = await psycopg.AsyncConnection.connect(world.dsn, application_name="migration")
         real = bootstrap.copy_tables
@@ -328,16 +314,13 @@ def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
             await world.caught_up()
         await other.close()
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_synchronous_standby_that_is_away_holds_neither_set_up_nor_heartbeats(
+async def test_a_synchronous_standby_that_is_away_holds_neither_set_up_nor_heartbeats(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Commits of others wait for it, and are in the stream all the same."""
     monkeypatch.setattr(control_connection, "ANSWER_DEADLINE_S", 1.0)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "SET synchronous_commit = local")
         try:
             await world.sql("ALTER SYSTEM SET synchronous_standby_names = 'nobody'", "SELECT pg_reload_conf()")
@@ -356,5 +339,3 @@ def test_a_synchronous_standby_that_is_away_holds_neither_set_up_nor_heartbeats(
                 assert await world.folded("a") == {'{"id":1}': {"id": 1}}
         finally:
             await world.sql("ALTER SYSTEM RESET synchronous_standby_names", "SELECT pg_reload_conf()")
-
-    in_world(postgres_dsn, scenario)

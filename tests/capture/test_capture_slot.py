@@ -5,7 +5,7 @@ from __future__ import annotations
 import psycopg
 import pytest
 
-from support.capture.world import World, in_world
+from support.capture.world import World
 from support.waiting import until
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.errors import SlotLostError
@@ -53,11 +53,10 @@ def test_a_slot_that_was_idle_for_too_long_is_told_as_that() -> None:
 
 
 @pytest.mark.postgres
-def test_the_open_transaction_that_keeps_wal_is_named(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_open_transaction_that_keeps_wal_is_named(postgres_dsn: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(server_watch, "PIN_BYTES", 1 << 20)
     monkeypatch.setattr(server_watch, "SLOT_POLL_IDLE_S", 0.2)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE t (id int PRIMARY KEY, v text)")
         async with world.capture() as capture, await psycopg.AsyncConnection.connect(postgres_dsn) as idler:
             assert capture.facts()["slot_pinned_by"] == ""
@@ -83,15 +82,11 @@ def test_the_open_transaction_that_keeps_wal_is_named(postgres_dsn: str, monkeyp
 
             await until(let_go, "nobody keeps it any more")
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.postgres
-def test_a_failover_slot_is_made_where_it_is_asked_for(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_failover_slot_is_made_where_it_is_asked_for(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE t (id int PRIMARY KEY)")
         async with world.capture(failover=True):
             mine = f"FROM pg_replication_slots WHERE slot_name = 'tidemill_{world.name}'"
             assert await world.select(f"SELECT failover {mine}") == [(True,)]
-
-    in_world(postgres_dsn, scenario)

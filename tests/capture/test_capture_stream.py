@@ -13,7 +13,7 @@ from support.capture.on_every_server import (
     test_partitions_of_a_table_are_captured_as_their_root,
     test_truncate_is_one_record_without_key_and_empties_the_table,
 )
-from support.capture.world import World, header, in_world, positions
+from support.capture.world import World, header, positions
 from support.waiting import until
 
 __all__ = [
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.postgres
 ORDERS = "CREATE TABLE orders (id int PRIMARY KEY, customer text, amount numeric(12,2), paid bool, at timestamptz)"
 
 
-def test_inserts_updates_and_deletes_arrive_in_order_with_their_headers(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_inserts_updates_and_deletes_arrive_in_order_with_their_headers(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(ORDERS)
         async with world.capture():
             await world.sql(
@@ -53,11 +53,9 @@ def test_inserts_updates_and_deletes_arrive_in_order_with_their_headers(postgres
         assert found == sorted(set(found))
         assert found[0].commit_lsn == found[1].commit_lsn < found[2].commit_lsn
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_awkward_values_survive(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_awkward_values_survive(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             'CREATE TABLE "values" (id bigint PRIMARY KEY, f4 real, f8 float8, t text, b bytea, a int[], j jsonb,'
             " u uuid, i interval, d date, g int GENERATED ALWAYS AS (1) STORED)",
@@ -77,13 +75,10 @@ def test_awkward_values_survive(postgres_dsn: str) -> None:
         }  # fmt: skip
         assert second == {**first, "id": -first["id"], "f8": -1e-300}
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_every_binding_shows_all_tables_at_one_commit(postgres_dsn: str) -> None:
+async def test_every_binding_shows_all_tables_at_one_commit(postgres_dsn: str) -> None:
     """Each transaction adds one row to both tables, so their counts agree at every binding."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE b (id int PRIMARY KEY)")
         async with world.capture(binding_interval_ms=1):
             for i in range(150):
@@ -99,11 +94,9 @@ def test_every_binding_shows_all_tables_at_one_commit(postgres_dsn: str) -> None
         assert last.offsets[a] == last.offsets[b] == (150,)
         assert last.source_time_ms > 0
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_marker_is_bound_exactly_at_its_commit(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_marker_is_bound_exactly_at_its_commit(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         async with world.capture(binding_interval_ms=200):
             for i in range(60):
@@ -115,11 +108,9 @@ def test_a_marker_is_bound_exactly_at_its_commit(postgres_dsn: str) -> None:
             for i in range(60):
                 assert (await world.tagged(f"mark-{i}")).offsets[a] == (i + 1,)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_time_advances_while_nothing_happens_and_the_slot_follows_the_wal(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_time_advances_while_nothing_happens_and_the_slot_follows_the_wal(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE unrelated (id int)")
         async with world.capture(tables=("a",), heartbeat_s=0.5):
             first = await world.caught_up()
@@ -137,11 +128,9 @@ def test_time_advances_while_nothing_happens_and_the_slot_follows_the_wal(postgr
 
             await until(later, "time advances")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_keys_stay_in_order_over_several_partitions_of_a_topic(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_keys_stay_in_order_over_several_partitions_of_a_topic(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE a (id int PRIMARY KEY, v int)", "INSERT INTO a SELECT g, 0 FROM generate_series(1,50) g"
         )
@@ -159,11 +148,9 @@ def test_keys_stay_in_order_over_several_partitions_of_a_topic(postgres_dsn: str
             assert len(offsets) == 3
             assert sum(offsets) == 50 * 6 + 10
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_the_catalogue_row_tells_topics_and_columns_and_own_tables_are_left_out(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_the_catalogue_row_tells_topics_and_columns_and_own_tables_are_left_out(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE a (v numeric(6,2), id bigint PRIMARY KEY)",
             "CREATE SCHEMA tidemill",
@@ -174,5 +161,3 @@ def test_the_catalogue_row_tells_topics_and_columns_and_own_tables_are_left_out(
             assert (row.table, row.topic) == ("public.a", f"{world.name}.public.a")
             columns = [(c.name, c.type_name, c.key_index) for c in row.columns]
             assert columns == [("v", "numeric(6,2)", -1), ("id", "bigint", 0)]
-
-    in_world(postgres_dsn, scenario)

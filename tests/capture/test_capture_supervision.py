@@ -9,7 +9,7 @@ from typing import Any
 import psycopg
 import pytest
 
-from support.capture.world import World, in_world, mark_of
+from support.capture.world import World, mark_of
 from support.postgres import EmbeddedPostgres
 from support.waiting import until
 from tidemill.base.status.status import RESTARTS_MAX, StageState, StatusTracker
@@ -30,12 +30,11 @@ class NobodyListed(BaseException):
     """As native code raises: not even an Exception."""
 
 
-def test_f427_an_error_of_a_type_nobody_listed_ends_the_session_alone_and_its_age_survives(
+async def test_f427_an_error_of_a_type_nobody_listed_ends_the_session_alone_and_its_age_survives(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Dying again and again at one LSN is stuck, with the error of the last try, and heals when it is mended."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         broken = False
         real = session.prepare_session
@@ -66,13 +65,11 @@ def test_f427_an_error_of_a_type_nobody_listed_ends_the_session_alone_and_its_ag
             await until(lambda: mark_of(world, capture)[0].error == "", "it heals when it moves on")
             assert [r.key for r in await world.records("a")] == [b'{"id":1}', b'{"id":2}']
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f428_a_message_that_cannot_be_read_parks_the_capture_and_says_where_and_what(
+async def test_f428_a_message_that_cannot_be_read_parks_the_capture_and_says_where_and_what(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY)")
         readable = poisoned = False
 
@@ -101,13 +98,10 @@ def test_f428_a_message_that_cannot_be_read_parks_the_capture_and_says_where_and
             assert [r.key for r in await world.records("a")] == [b'{"id":1}', b'{"id":2}']
             assert len(await world.records("b")) == 1
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f429_an_unreadable_message_of_one_table_parks_it_and_the_stream_goes_on(postgres_dsn: str) -> None:
+async def test_f429_an_unreadable_message_of_one_table_parks_it_and_the_stream_goes_on(postgres_dsn: str) -> None:
     """A real one: without REPLICA IDENTITY FULL a DELETE comes with its key only."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY)")
         async with world.capture() as capture:
             current = capture._session
@@ -129,15 +123,12 @@ def test_f429_an_unreadable_message_of_one_table_parks_it_and_the_stream_goes_on
             assert dict(found[1].headers)["tm.pos"] == f"{row.paused_lsn}_4".encode()
             assert capture._session is current, "the session went on"
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f429_a_row_too_large_to_be_carried_parks_its_table_without_being_decoded(
+async def test_f429_a_row_too_large_to_be_carried_parks_its_table_without_being_decoded(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replication_stream, "MESSAGE_BYTES", 10_000)
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY)")
         async with world.capture() as capture:
             await world.caught_up()
@@ -149,8 +140,6 @@ def test_f429_a_row_too_large_to_be_carried_parks_its_table_without_being_decode
             assert "too large to be carried" in failure.error
             assert "kind=insert" in failure.error and "size=20" in failure.error
             assert [r.key for r in await world.records("b")] == [b'{"id":1}']
-
-    in_world(postgres_dsn, scenario)
 
 
 def _decode_small(payload: bytes) -> pgoutput.Message:
@@ -194,10 +183,9 @@ def test_f430_a_server_that_is_down_is_named_with_host_and_port(tmp_path_factory
         asyncio.run(scenario())
 
 
-def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(postgres_dsn: str) -> None:
+async def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(postgres_dsn: str) -> None:
     """No LSN can be confirmed for seconds, while rows are copied or the transaction is written."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         rows = "g, repeat('x', 50) FROM generate_series({}, {}) g"
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
         await world.sql("INSERT INTO a SELECT " + rows.format(1, 150_000))
@@ -223,15 +211,12 @@ def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(postgre
         assert StageState.MOVING in seen
         assert StageState.STUCK not in seen, f"stood for {longest_ms} ms"
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_restarts_keep(
+async def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_restarts_keep(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each life makes its own slot, at another LSN, and shows progress: the capture has come nowhere all the same."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
         await world.sql("INSERT INTO a SELECT g, repeat('x', 500) FROM generate_series(1, 3000) g")
         bursts, may_write = 0, asyncio.Event()
@@ -267,11 +252,9 @@ def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_restar
         async with world.capture() as capture:
             await until(lambda: mark_of(world, capture)[0].restarts == 0, "it goes on once a copy ends")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_restart_leaves_a_capture_that_streamed_where_it_stood(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_restart_leaves_a_capture_that_streamed_where_it_stood(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         before = StatusTracker()
         before.set("capture:" + world.name, 77, 90, now_ms=1_000, unit="lsn")
         before.fail("capture:" + world.name, "OSError: away", now_ms=2_000)
@@ -283,15 +266,12 @@ def test_a_restart_leaves_a_capture_that_streamed_where_it_stood(postgres_dsn: s
         mark, state = mark_of(world, capture)
         assert (mark.failing_since_ms, mark.tries, state) == (2_000, 2, StageState.STUCK)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_mark_that_cannot_be_published_ends_the_capture_and_is_told_to_its_owner(
+async def test_a_mark_that_cannot_be_published_ends_the_capture_and_is_told_to_its_owner(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Marks that stand still would say that all is well."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
 
         def broken(_: Capture) -> None:
@@ -302,5 +282,3 @@ def test_a_mark_that_cannot_be_published_ends_the_capture_and_is_told_to_its_own
         with pytest.raises(NobodyListed):
             await asyncio.wait_for(capture.run(), 20)
         await capture.aclose()
-
-    in_world(postgres_dsn, scenario)

@@ -10,7 +10,7 @@ from support.capture.on_every_server import (
     test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now_or_later,
     test_f406_a_table_whose_identity_is_taken_away_gets_it_back,
 )
-from support.capture.world import GOOD, PARTITIONED, World, good_flows, in_world, plain, stuck
+from support.capture.world import GOOD, PARTITIONED, World, good_flows, plain, stuck
 from support.waiting import until
 
 __all__ = [
@@ -22,10 +22,9 @@ pytestmark = pytest.mark.postgres
 
 
 @pytest.mark.parametrize("name", ["a b", "a.b", 'q"uote', "été", "A_x20", "x" * 63, "ü" * 31])
-def test_f401_a_table_is_captured_whatever_its_name(postgres_dsn: str, name: str) -> None:
+async def test_f401_a_table_is_captured_whatever_its_name(postgres_dsn: str, name: str) -> None:
     quoted = '"' + name.replace('"', '""') + '"'
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             f"CREATE TABLE {quoted} (id int PRIMARY KEY, v int)", f"INSERT INTO {quoted} VALUES (1, 1)", *GOOD
         )
@@ -39,13 +38,10 @@ def test_f401_a_table_is_captured_whatever_its_name(postgres_dsn: str, name: str
         async with world.capture():
             await good_flows(world)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f403_generated_columns_never_make_a_statement_of_the_application_fail(postgres_dsn: str) -> None:
+async def test_f403_generated_columns_never_make_a_statement_of_the_application_fail(postgres_dsn: str) -> None:
     """PostgreSQL 18: FULL with an unpublished generated column makes UPDATE and DELETE an error."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             *GOOD,
             "CREATE TABLE stored (id int PRIMARY KEY, v int, d int GENERATED ALWAYS AS (v * 2) STORED)",
@@ -66,11 +62,9 @@ def test_f403_generated_columns_never_make_a_statement_of_the_application_fail(p
             identity = "SELECT relreplident FROM pg_class WHERE relname = 'virtual'"
             assert await world.select(identity) == [("d",)]
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f404_a_virtual_column_added_later_takes_the_table_out_of_the_publication(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f404_a_virtual_column_added_later_takes_the_table_out_of_the_publication(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, "CREATE TABLE t (id int PRIMARY KEY, v int)", "INSERT INTO t VALUES (1, 1)")
         async with world.capture(table_poll_s=30):
             await world.caught_up()
@@ -88,21 +82,17 @@ def test_f404_a_virtual_column_added_later_takes_the_table_out_of_the_publicatio
             assert "generated" in stuck(world, "t")
             await good_flows(world)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f405_a_table_that_inherits_is_not_published_without_an_identity(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f405_a_table_that_inherits_is_not_published_without_an_identity(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, "CREATE TABLE child (extra int) INHERITS (good)", "INSERT INTO child VALUES (9, 9, 9)")
         async with world.capture():
             await world.sql("UPDATE child SET v = 10", "DELETE FROM child")
             await good_flows(world)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f407_an_attached_partition_without_full_parks_its_table_alone(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f407_an_attached_partition_without_full_parks_its_table_alone(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             *GOOD,
             "CREATE TABLE p (id int PRIMARY KEY, v int) PARTITION BY RANGE (id)",
@@ -124,11 +114,9 @@ def test_f407_an_attached_partition_without_full_parks_its_table_alone(postgres_
             await good_flows(world)
             assert "old row" in stuck(world, "p")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f407_partitions_that_begin_empty_flow(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f407_partitions_that_begin_empty_flow(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED)
         async with world.capture(table_poll_s=0.1):
             await world.caught_up()
@@ -148,8 +136,6 @@ def test_f407_partitions_that_begin_empty_flow(postgres_dsn: str) -> None:
             await good_flows(world)
             assert await world.folded("p") == await plain(world, "p")
 
-    in_world(postgres_dsn, scenario)
-
 
 @pytest.mark.parametrize(
     ("changes", "words"),
@@ -163,12 +149,11 @@ def test_f407_partitions_that_begin_empty_flow(postgres_dsn: str) -> None:
         (("DROP TABLE p1",), "a partition is gone"),
     ],
 )  # fmt: skip
-def test_f407_rows_that_come_or_go_with_a_partition_park_the_table(
+async def test_f407_rows_that_come_or_go_with_a_partition_park_the_table(
     postgres_dsn: str, changes: tuple[str, ...], words: str
 ) -> None:
     """No message of the stream tells of them."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED)
         async with world.capture(table_poll_s=0.1):
             await world.caught_up()
@@ -176,13 +161,10 @@ def test_f407_rows_that_come_or_go_with_a_partition_park_the_table(
             await world.paused("p", words)
             await good_flows(world)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f408_a_table_dropped_while_it_is_set_up_stops_nothing(postgres_dsn: str) -> None:
+async def test_f408_a_table_dropped_while_it_is_set_up_stops_nothing(postgres_dsn: str) -> None:
     """It is listed, then dropped before its lock; and dropped again before the copy."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         from tidemill.capture.session import bootstrap
         from tidemill.capture.snapshot import exported_snapshot
 
@@ -210,13 +192,11 @@ def test_f408_a_table_dropped_while_it_is_set_up_stops_nothing(postgres_dsn: str
         async with world.capture():
             await good_flows(world)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f409_a_table_behind_an_open_transaction_names_it_and_keeps_nobody_waiting(postgres_dsn: str) -> None:
+async def test_f409_a_table_behind_an_open_transaction_names_it_and_keeps_nobody_waiting(postgres_dsn: str) -> None:
     import psycopg
 
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD)
         async with world.capture(table_poll_s=0.1):
             await world.sql("CREATE TABLE t (id int PRIMARY KEY, v int)")
@@ -243,5 +223,3 @@ def test_f409_a_table_behind_an_open_transaction_names_it_and_keeps_nobody_waiti
             await world.flowing("t")
             await world.caught_up()
             assert await world.folded("t") == await plain(world, "t")
-
-    in_world(postgres_dsn, scenario)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -76,31 +77,28 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def collecting(taps: TapRegistry, scenario: Callable[[Collector, GatedSink], Awaitable[None]]) -> None:
-    async def run() -> None:
-        sink = GatedSink()
-        collector = Collector([sink], ReplicationStatus(0), ManualClock(), taps=taps)
-        task = asyncio.ensure_future(collector.run())
-        try:
-            await scenario(collector, sink)
-            assert not task.done()
-        finally:
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def running_collector(taps: TapRegistry) -> AsyncIterator[tuple[Collector, GatedSink]]:
+    sink = GatedSink()
+    collector = Collector([sink], ReplicationStatus(0), ManualClock(), taps=taps)
+    task = asyncio.ensure_future(collector.run())
+    try:
+        yield collector, sink
+        assert not task.done()
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
 
 
 @pytest.mark.parametrize(
     "error", [ZeroDivisionError("where"), NobodyListed("panic"), asyncio.CancelledError(), RecursionError()]
 )
-def test_f425_a_tap_that_raises_ends_alone_and_capture_confirms_on(error: BaseException) -> None:
+async def test_f425_a_tap_that_raises_ends_alone_and_capture_confirms_on(error: BaseException) -> None:
     taps = TapRegistry(ManualClock())
     bad, good = SeeingTap(error), SeeingTap()
     taps.add(bad)
     taps.add(good)
-
-    async def scenario(collector: Collector, sink: GatedSink) -> None:
+    async with running_collector(taps) as (collector, sink):
         await collector.put(fragment(5, change(5)))
         await settle()
         assert collector.status.flushed == 5
@@ -113,8 +111,6 @@ def test_f425_a_tap_that_raises_ends_alone_and_capture_confirms_on(error: BaseEx
         await settle()
         assert [f.commit_lsn for f in bad.got] == [7]
         assert collector.status.flushed == 7
-
-    collecting(taps, scenario)
 
 
 def test_a_tap_that_failed_gets_nothing_more_of_that_transaction() -> None:
@@ -150,14 +146,13 @@ def test_er3_a_tap_added_in_the_middle_of_a_transaction_joins_the_next_one() -> 
     assert [f.commit_lsn for f in late.got] == [7]
 
 
-def test_f426_a_tap_removed_while_a_sink_is_awaited_gets_nothing_more() -> None:
+async def test_f426_a_tap_removed_while_a_sink_is_awaited_gets_nothing_more() -> None:
     """K4, ER4: the removal falls into the wait for a sink, in the middle of a transaction."""
     taps = TapRegistry(ManualClock())
     gone, stays = SeeingTap(), SeeingTap()
     taps.add(gone)
     taps.add(stays)
-
-    async def scenario(collector: Collector, sink: GatedSink) -> None:
+    async with running_collector(taps) as (collector, sink):
         sink.gate.clear()
         await collector.put(fragment(5, change(5, 0), commits=False))
         await settle()
@@ -168,8 +163,6 @@ def test_f426_a_tap_removed_while_a_sink_is_awaited_gets_nothing_more() -> None:
         await settle()
         assert len(gone.got) == 1 and len(stays.got) == 2
         assert collector.status.flushed == 5
-
-    collecting(taps, scenario)
 
 
 def test_a_tap_that_removes_another_keeps_it_from_the_fragment_at_hand() -> None:

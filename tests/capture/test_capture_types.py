@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from support.capture.column_types import BUILT_IN, columns, filled, quoted, selected
-from support.capture.world import World, in_world
+from support.capture.world import World
 from tidemill.topics.batch import Record
 
 pytestmark = pytest.mark.postgres
@@ -43,8 +43,8 @@ def as_json(text: str | None, kind: str) -> Any:
     return Number(text) if kind in NUMBERS and text.lstrip("-")[0].isdigit() else text
 
 
-def test_no_type_of_the_server_is_missing_here(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_no_type_of_the_server_is_missing_here(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         here = ", ".join(f"'{kind}'::regtype" for kind in BUILT_IN if kind != '"char"')
         rows = await world.select(
             "SELECT t.typname::text FROM pg_type t WHERE t.typnamespace = 'pg_catalog'::regnamespace"
@@ -52,11 +52,11 @@ def test_no_type_of_the_server_is_missing_here(postgres_dsn: str) -> None:
         )
         assert {name for (name,) in rows} == NO_INPUT | NO_XML | {"char"}
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_every_type_is_in_the_topic_as_select_prints_it_from_the_copy_and_from_the_stream(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_every_type_is_in_the_topic_as_select_prints_it_from_the_copy_and_from_the_stream(
+    postgres_dsn: str,
+) -> None:
+    async with World(postgres_dsn) as world:
         count = await filled(world)
         async with world.capture():
             names = ", ".join(quoted(name) for name, _, _ in columns())
@@ -79,5 +79,3 @@ def test_every_type_is_in_the_topic_as_select_prints_it_from_the_copy_and_from_t
             assert {**found[at], "id": ""} == {**found[at % 100], "id": ""}
             assert at < 100 or {**found[at - 100], "id": ""} == {**found[at], "id": ""}
         assert len(records) == 4 * count
-
-    in_world(postgres_dsn, scenario)

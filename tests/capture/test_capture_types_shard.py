@@ -15,7 +15,7 @@ import pytest
 
 from support.capture.column_types import columns, filled, quoted, selected
 from support.capture.stored_shard import Stored, decoded, schema_of
-from support.capture.world import World, in_world
+from support.capture.world import World
 from tidemill.shapes.shards.pg_text import text_columns
 from tidemill.shards.api import Column
 from tidemill.shards.parts.schema import TIMESTAMPS
@@ -81,8 +81,8 @@ def check_columns(rows: pa.Table, schema: Sequence[Column], wanted: dict[str | N
             assert same(value, expected(wanted[i][n], column)), (column, i, value, wanted[i][n])
 
 
-def test_every_type_is_in_the_shard_what_postgres_says_it_is(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_every_type_is_in_the_shard_what_postgres_says_it_is(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         count = await filled(world)
         async with world.capture():
             names = ", ".join(quoted(name) for name, _, _ in columns())
@@ -116,8 +116,6 @@ def test_every_type_is_in_the_shard_what_postgres_says_it_is(postgres_dsn: str) 
         # The same again changes nothing: every value is equal to itself.
         assert (await stored.step(captured.commands)).num_rows == 0
 
-    in_world(postgres_dsn, scenario)
-
 
 BAD = {
     "price": ("numeric(6,2)", "NaN"),
@@ -128,8 +126,10 @@ BAD = {
 """The last one is the first millisecond beyond 2⁶³ µs."""
 
 
-def test_a_value_that_its_column_cannot_hold_is_a_dead_letter_and_a_good_one_heals_its_row(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_value_that_its_column_cannot_hold_is_a_dead_letter_and_a_good_one_heals_its_row(
+    postgres_dsn: str,
+) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(f"CREATE TABLE t (id int PRIMARY KEY, {', '.join(f'{n} {k}' for n, (k, _) in BAD.items())})")
         async with world.capture():
             await world.sql("INSERT INTO t VALUES (0)")
@@ -156,14 +156,11 @@ def test_a_value_that_its_column_cannot_hold_is_a_dead_letter_and_a_good_one_hea
             range(1, len(BAD) + 1), True
         )
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_minus_zero_is_a_value_of_its_own_and_in_a_key_the_same_as_zero(postgres_dsn: str) -> None:
+async def test_minus_zero_is_a_value_of_its_own_and_in_a_key_the_same_as_zero(postgres_dsn: str) -> None:
     """An update from 0 to -0 is one. As a key PostgreSQL has one of the two, whatever it is printed as: its records are
     in one partition, in their order, and its row is one."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE z (id float8 PRIMARY KEY, f float8, r real)")
         async with world.capture(partitions=8):
             await world.sql("INSERT INTO z SELECT n * 0.5, 0, 0 FROM generate_series(-4, 4) n")
@@ -192,5 +189,3 @@ def test_minus_zero_is_a_value_of_its_own_and_in_a_key_the_same_as_zero(postgres
         wanted = [tuple(row) for row in await selected(world, "SELECT id + 0, f, r FROM z ORDER BY id")]
         assert found == wanted and ("0", "-0", "-0") in found
         assert await selected(world, "SELECT id FROM z WHERE id = 0") == [["-0"]], "which the shard has as 0"
-
-    in_world(postgres_dsn, scenario)

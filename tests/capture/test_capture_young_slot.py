@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 
@@ -58,73 +57,63 @@ async def rewritten_while_the_slot_is_made(world: World, during: Callable[[], Aw
 
 
 @pytest.mark.parametrize("attempts", [1, 5], ids=["found by its failure", "found when it is made"])
-def test_a_slot_that_cannot_be_decoded_is_made_again(
+async def test_a_slot_that_cannot_be_decoded_is_made_again(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, attempts: int
 ) -> None:
     monkeypatch.setattr(server_checks, "SLOT_ATTEMPTS", attempts)
+    async with World(postgres_dsn) as world:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY, v int)", "CREATE TABLE other (id int)")
+        await world.sql("INSERT INTO a VALUES (1, 10)")
+        async with AsyncExitStack() as stack:
 
-    async def main() -> None:
-        async with World(postgres_dsn) as world:
-            await world.sql("CREATE TABLE a (id int PRIMARY KEY, v int)", "CREATE TABLE other (id int)")
-            await world.sql("INSERT INTO a VALUES (1, 10)")
-            async with AsyncExitStack() as stack:
+            async def begin() -> None:
+                await stack.enter_async_context(world.capture(wait=False, tables=("public.a",)))
 
-                async def begin() -> None:
-                    await stack.enter_async_context(world.capture(wait=False, tables=("public.a",)))
+            await rewritten_while_the_slot_is_made(world, begin)
+            await world.sql("INSERT INTO a VALUES (8, 80)")
 
-                await rewritten_while_the_slot_is_made(world, begin)
-                await world.sql("INSERT INTO a VALUES (8, 80)")
+            async def again() -> bool:
+                row = await world.catalogue.get(CaptureRow, world.name)
+                return row is not None and row.snapshot_done and row.generation == (2 if attempts == 1 else 1)
 
-                async def again() -> bool:
-                    row = await world.catalogue.get(CaptureRow, world.name)
-                    return row is not None and row.snapshot_done and row.generation == (2 if attempts == 1 else 1)
-
-                await until(again, "the tables are copied from a good slot")
-                await world.sql("INSERT INTO a VALUES (9, 90)")
-                await world.caught_up()
-                folded = await world.folded("a")
-                assert {row["id"]: row["v"] for row in folded.values()} == {7: 70, 8: 80, 9: 90}
-
-    asyncio.run(main())
+            await until(again, "the tables are copied from a good slot")
+            await world.sql("INSERT INTO a VALUES (9, 90)")
+            await world.caught_up()
+            folded = await world.folded("a")
+            assert {row["id"]: row["v"] for row in folded.values()} == {7: 70, 8: 80, 9: 90}
 
 
-def test_a_capture_that_was_confirmed_does_not_start_over_by_itself_for_a_table_that_was_copied_just_now(
+async def test_a_capture_that_was_confirmed_does_not_start_over_by_itself_for_a_table_that_was_copied_just_now(
     postgres_dsn: str,
 ) -> None:
-    async def main() -> None:
-        async with World(postgres_dsn) as world:
-            await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
-            async with world.capture(tables=("public.a",)):
-                table = await world.catalogue.table(world.name, "public.a")
-                assert table is not None and table.snapshot is not None
-                copied = table.snapshot
-                config, wire = world.config(tables=("public.a",)), await PgConnection.connect(world.dsn, purpose="test")
+    async with World(postgres_dsn) as world:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with world.capture(tables=("public.a",)):
+            table = await world.catalogue.table(world.name, "public.a")
+            assert table is not None and table.snapshot is not None
+            copied = table.snapshot
+            config, wire = world.config(tables=("public.a",)), await PgConnection.connect(world.dsn, purpose="test")
 
-                async def confirmed() -> bool:
-                    await world.sql("INSERT INTO a SELECT coalesce(max(id), 0) + 1 FROM a")
-                    slot = await server_checks.read_slot_state(wire, config.slot)
-                    return slot is not None and slot.confirmed_lsn > copied.lsn
+            async def confirmed() -> bool:
+                await world.sql("INSERT INTO a SELECT coalesce(max(id), 0) + 1 FROM a")
+                slot = await server_checks.read_slot_state(wire, config.slot)
+                return slot is not None and slot.confirmed_lsn > copied.lsn
 
-                await until(confirmed, "the slot is confirmed beyond the copy")
-                young = replace(table, table="public.b", snapshot=replace(copied, lsn=1 << 62))
-                await start_over_undecodable(wire, config, [table, young])
-                await wire.aclose()
-                assert await world.select(f"SELECT FROM pg_publication WHERE pubname = '{config.publication}'")
-
-    asyncio.run(main())
+            await until(confirmed, "the slot is confirmed beyond the copy")
+            young = replace(table, table="public.b", snapshot=replace(copied, lsn=1 << 62))
+            await start_over_undecodable(wire, config, [table, young])
+            await wire.aclose()
+            assert await world.select(f"SELECT FROM pg_publication WHERE pubname = '{config.publication}'")
 
 
-def test_a_frozen_row_of_two_thousand_million_transactions_ago_is_not_young(postgres_dsn: str) -> None:
-    async def main() -> None:
-        async with await psycopg.AsyncConnection.connect(postgres_dsn) as connection:
-            found = await connection.execute("SELECT pg_snapshot_xmax(pg_current_snapshot())::text")
-            (began,) = await found.fetchone() or ("",)
-            young = {}
-            for ago in (-1, 0, 1, 1000, (1 << 31) - 10, (1 << 31) + 10, (1 << 32) - 1000):
-                xid = (int(began) - ago) % (1 << 32)
-                condition = server_checks.xid_condition(f"'{xid}'::xid", began)
-                asked = await connection.execute(f"SELECT {condition}")  # type: ignore[call-overload]
-                young[ago] = (await asked.fetchone() or (None,))[0]
-            assert [ago for ago, is_young in young.items() if is_young] == [0]
-
-    asyncio.run(main())
+async def test_a_frozen_row_of_two_thousand_million_transactions_ago_is_not_young(postgres_dsn: str) -> None:
+    async with await psycopg.AsyncConnection.connect(postgres_dsn) as connection:
+        found = await connection.execute("SELECT pg_snapshot_xmax(pg_current_snapshot())::text")
+        (began,) = await found.fetchone() or ("",)
+        young = {}
+        for ago in (-1, 0, 1, 1000, (1 << 31) - 10, (1 << 31) + 10, (1 << 32) - 1000):
+            xid = (int(began) - ago) % (1 << 32)
+            condition = server_checks.xid_condition(f"'{xid}'::xid", began)
+            asked = await connection.execute(f"SELECT {condition}")  # type: ignore[call-overload]
+            young[ago] = (await asked.fetchone() or (None,))[0]
+        assert [ago for ago, is_young in young.items() if is_young] == [0]

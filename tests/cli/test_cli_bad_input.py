@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -9,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ import pytest
 from support.cli.cluster import create_stores
 from support.ports import free_port
 from support.postgres import EmbeddedPostgres
+from support.waiting import eventually
 from tidemill.base.status.status import StatusReport
 from tidemill.cli.context import open_stores
 from tidemill.consensus.status.board import StatusBoard
@@ -130,13 +131,12 @@ def test_a_scheme_nobody_knows_is_named(tmp_path: Path) -> None:
 
 
 def listening(port: int) -> None:
-    until_s = time.monotonic() + TIMEOUT_S
-    while True:
-        try:
-            return socket.create_connection(("127.0.0.1", port), timeout=1).close()
-        except OSError:
-            assert time.monotonic() < until_s, "the node does not listen"
-            time.sleep(0.05)
+    def connects() -> bool:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+            return True
+        return False
+
+    eventually(connects, "the node does not listen")
 
 
 def warned(path: Path, *named: str) -> str:

@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from support.cli.cluster import create_stores
-from tidemill.base.errors import ConflictError, MissingError, TidemillError
+from support.cli.cluster import Cluster
+from tidemill.base.errors import ConflictError, MissingError
 from tidemill.cli.context import open_consensus_only
-from tidemill.cli.main import app
 from tidemill.kafka.transactions.state import GroupOffset, State, Transaction
 from tidemill.kafka.transactions.store import change, read
 from tidemill.kafka.transactions.transitions import Decision
 
 
-class Cluster:
-    def __init__(self, directory: Path) -> None:
-        self.config = directory / "tidemill.toml"
-        self.config.write_text(f'[node]\ndata = "{directory}/data"\n')
-        (directory / "data").mkdir()
-        create_stores(self.config)
-
-    def command(self, *arguments: str) -> str:
-        """What it printed. Raises what it refused with."""
-        done = CliRunner().invoke(app, ["txn", *arguments, "--config", str(self.config)])
-        if isinstance(done.exception, TidemillError):
-            raise done.exception
-        assert done.exit_code == 0, (done.output, done.exception)
-        return done.stdout
-
-    def json(self, *arguments: str) -> Any:
-        return json.loads(self.command(*arguments, "--json").splitlines()[-1])
+class TransactionCluster(Cluster):
+    group = "txn"
 
     def store(self, transactional_id: str, state: Transaction) -> None:
         with open_consensus_only(self.config, create=True) as opened:
@@ -47,7 +28,7 @@ class Cluster:
 
 
 def test_transactions_are_listed_and_an_open_one_is_aborted_once(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path)
+    cluster = TransactionCluster(tmp_path)
     assert (cluster.command("list"), cluster.json("list")) == ("", [])
     offsets = {"g": {"t": {0: GroupOffset(5)}}}
     cluster.store("odd id/ü", Transaction(7, 3, State.ONGOING, 60_000, {"t": (0, 2)}, offsets, started_ms=1))
@@ -69,7 +50,7 @@ def test_transactions_are_listed_and_an_open_one_is_aborted_once(tmp_path: Path)
 
 
 def test_what_is_not_open_is_not_aborted(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path)
+    cluster = TransactionCluster(tmp_path)
     with pytest.raises(MissingError):
         cluster.command("abort", "--yes", "nobody")
     for state in (State.EMPTY, State.PREPARE_COMMIT, State.COMPLETE_COMMIT, State.COMPLETE_ABORT):

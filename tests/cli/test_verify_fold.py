@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import pyarrow as pa
+import pytest
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.cli.verify import topic_fold
@@ -46,52 +46,45 @@ class Topic:
         return [encode_batch([Record(k, v, (), 0, 0)], base_offset=offset) for (k, v), offset in found]
 
 
-def test_a_topic_folds_to_what_its_shard_should_hold_at_each_time() -> None:
-    topic_fold.BINDINGS_AT_ONCE, kept = 2, topic_fold.BINDINGS_AT_ONCE
+async def test_a_topic_folds_to_what_its_shard_should_hold_at_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(topic_fold, "BINDINGS_AT_ONCE", 2)
+    clock, rand = SystemClock(), Rand()
+    consensus = MemoryConsensus(clock)
+    topic = Topic()
+    remap = await open_remap(consensus, clock, rand, "topic/t")
+    topic.add(0, "a", '{"id": "a", "n": 1}')
+    topic.add(1, "b", '{"id": "b", "n": 2, "x": 0.5}')
+    await remap.mint(Binding(10, topic.ends))
+    topic.add(0, "a", '{"id": "a", "n": 7}')
+    topic.add(0, "a", '{"id": "a", "n": 8}')
+    topic.add(1, "b", None)
+    topic.add(1, "z", '{"id": "z", "n": "malformed"}')
+    await remap.mint(Binding(20, topic.ends))
+    topic.add(1, "b", '{"id": "b", "n": 3}')
+    await remap.mint(Binding(30, topic.ends))
+    feed = TopicFeed("t", "tid", 2, False, SCHEMA)
 
-    async def scenario() -> None:
-        clock, rand = SystemClock(), Rand()
-        consensus = MemoryConsensus(clock)
-        topic = Topic()
-        remap = await open_remap(consensus, clock, rand, "topic/t")
-        topic.add(0, "a", '{"id": "a", "n": 1}')
-        topic.add(1, "b", '{"id": "b", "n": 2, "x": 0.5}')
-        await remap.mint(Binding(10, topic.ends))
-        topic.add(0, "a", '{"id": "a", "n": 7}')
-        topic.add(0, "a", '{"id": "a", "n": 8}')
-        topic.add(1, "b", None)
-        topic.add(1, "z", '{"id": "z", "n": "malformed"}')
-        await remap.mint(Binding(20, topic.ends))
-        topic.add(1, "b", '{"id": "b", "n": 3}')
-        await remap.mint(Binding(30, topic.ends))
-        feed = TopicFeed("t", "tid", 2, False, SCHEMA)
+    shard = await open_shard(consensus, MemoryObjects(clock), clock, rand, "t", SCHEMA)
+    updates = [
+        ("a", 1, None, 10, 1),
+        ("b", 2, 0.5, 10, 1),
+        ("a", 1, None, 20, -1),
+        ("a", 8, None, 20, 1),
+        ("b", 2, 0.5, 20, -1),
+        ("b", 3, None, 30, 1),
+    ]
+    columns = list(zip(*updates, strict=True))
+    rows = pa.table(dict(zip(("id", "n", "x", TIME, DIFF), (pa.array(c) for c in columns), strict=True)))
+    await shard.compare_and_append(0, 31, [await shard.write_part(rows)], "")
 
-        shard = await open_shard(consensus, MemoryObjects(clock), clock, rand, "t", SCHEMA)
-        updates = [
-            ("a", 1, None, 10, 1),
-            ("b", 2, 0.5, 10, 1),
-            ("a", 1, None, 20, -1),
-            ("a", 8, None, 20, 1),
-            ("b", 2, 0.5, 20, -1),
-            ("b", 3, None, 30, 1),
-        ]
-        columns = list(zip(*updates, strict=True))
-        rows = pa.table(dict(zip(("id", "n", "x", TIME, DIFF), (pa.array(c) for c in columns), strict=True)))
-        await shard.compare_and_append(0, 31, [await shard.write_part(rows)], "")
+    counts = {}
+    for time_ms in (9, 10, 20, 25, 30):
+        folded = TopicFold(remap, topic, feed, time_ms)
+        found = await verify_expected(shard, time_ms, folded.rows)
+        assert found.clean, found
+        counts[time_ms] = (found.rows, folded.records, folded.malformed)
+    assert counts == {9: (0, 0, 0), 10: (2, 2, 0), 20: (1, 6, 1), 25: (1, 6, 1), 30: (2, 7, 1)}
 
-        counts = {}
-        for time_ms in (9, 10, 20, 25, 30):
-            folded = TopicFold(remap, topic, feed, time_ms)
-            found = await verify_expected(shard, time_ms, folded.rows)
-            assert found.clean, found
-            counts[time_ms] = (found.rows, folded.records, folded.malformed)
-        assert counts == {9: (0, 0, 0), 10: (2, 2, 0), 20: (1, 6, 1), 25: (1, 6, 1), 30: (2, 7, 1)}
-
-        topic.records[0][2] = (b"a", b'{"id": "a", "n": 9}')
-        wrong = await verify_expected(shard, 30, TopicFold(remap, topic, feed, 30).rows)
-        assert (wrong.rows, wrong.missing, wrong.extra, wrong.different) == (2, 0, 0, 1)
-
-    try:
-        asyncio.run(scenario())
-    finally:
-        topic_fold.BINDINGS_AT_ONCE = kept
+    topic.records[0][2] = (b"a", b'{"id": "a", "n": 9}')
+    wrong = await verify_expected(shard, 30, TopicFold(remap, topic, feed, 30).rows)
+    assert (wrong.rows, wrong.missing, wrong.extra, wrong.different) == (2, 0, 0, 1)

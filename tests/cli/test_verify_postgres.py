@@ -316,26 +316,23 @@ def test_a_shard_that_does_not_reach_the_time_is_named(postgres_dsn: str) -> Non
     run(scenario())
 
 
-def test_expected_rows_from_anywhere_can_be_compared() -> None:
-    async def scenario() -> None:
-        clock, rand = SystemClock(), Rand()
-        schema = ShardSchema((column_for("k", "text"), column_for("n", "bigint")), ("k",))
-        shard = await open_shard(MemoryConsensus(clock), MemoryObjects(clock), clock, rand, "derived", schema)
-        rows = pa.table({"k": ["b", "a"], "n": [2, 1], TIME: [1, 2], DIFF: [1, 1]})
-        await shard.compare_and_append(0, 3, [await shard.write_part(rows)], "")
+async def test_expected_rows_from_anywhere_can_be_compared() -> None:
+    clock, rand = SystemClock(), Rand()
+    schema = ShardSchema((column_for("k", "text"), column_for("n", "bigint")), ("k",))
+    shard = await open_shard(MemoryConsensus(clock), MemoryObjects(clock), clock, rand, "derived", schema)
+    rows = pa.table({"k": ["b", "a"], "n": [2, 1], TIME: [1, 2], DIFF: [1, 1]})
+    await shard.compare_and_append(0, 3, [await shard.write_part(rows)], "")
 
-        async def expected(_: Any) -> Any:
-            yield [("a", 1)]
-            yield [("b", 2)]
+    async def expected(_: Any) -> Any:
+        yield [("a", 1)]
+        yield [("b", 2)]
 
-        assert (await verify_expected(shard, 2, expected)).clean
-        early = await verify_expected(shard, 1, expected)
-        assert (early.rows, early.missing, early.extra, early.different) == (2, 1, 0, 0)
-        with pytest.raises(UnavailableError):
-            await verify_expected(shard, 3, expected, timeout_s=0.01)
-        keyless = ShardSchema(schema.columns, ())
-        other = await open_shard(MemoryConsensus(clock), MemoryObjects(clock), clock, rand, "bag", keyless)
-        with pytest.raises(InvalidError, match="no key"):
-            await verify_expected(other, 0, expected)
-
-    run(scenario())
+    assert (await verify_expected(shard, 2, expected)).clean
+    early = await verify_expected(shard, 1, expected)
+    assert (early.rows, early.missing, early.extra, early.different) == (2, 1, 0, 0)
+    with pytest.raises(UnavailableError):
+        await verify_expected(shard, 3, expected, timeout_s=0.01)
+    keyless = ShardSchema(schema.columns, ())
+    other = await open_shard(MemoryConsensus(clock), MemoryObjects(clock), clock, rand, "bag", keyless)
+    with pytest.raises(InvalidError, match="no key"):
+        await verify_expected(other, 0, expected)

@@ -46,110 +46,89 @@ class Silent(MemoryConsensus):
         await asyncio.Event().wait()
 
 
-def test_f619_a_board_that_is_not_answered_is_unavailable_within_two_seconds() -> None:
-    async def body() -> None:
-        board = StatusBoard(Silent(SystemClock()), Rand(1))
-        before_s = time.monotonic()
-        with pytest.raises(UnavailableError, match="consensus does not answer"):
-            await board.reports_or_raise(lambda: "")
-        assert time.monotonic() - before_s + 0.01 >= READ_TIMEOUT_S
-
-    run(body())
+async def test_f619_a_board_that_is_not_answered_is_unavailable_within_two_seconds() -> None:
+    board = StatusBoard(Silent(SystemClock()), Rand(1))
+    before_s = time.monotonic()
+    with pytest.raises(UnavailableError, match="consensus does not answer"):
+        await board.reports_or_raise(lambda: "")
+    assert time.monotonic() - before_s + 0.01 >= READ_TIMEOUT_S
     assert READ_TIMEOUT_S == 2
 
 
-def test_the_newest_report_of_every_process_is_shown() -> None:
-    async def body() -> None:
-        consensus = MemoryConsensus(SystemClock())
-        one, two, reader = (StatusBoard(consensus, Rand(seed)) for seed in range(3))
-        for at_ms in (1, 2, 3):
-            await one.publish(report("one", at_ms))
-        await two.publish(report("two", 2))
-        assert await reader.reports() == [report("one", 3), report("two", 2)]
-
-    run(body())
+async def test_the_newest_report_of_every_process_is_shown() -> None:
+    consensus = MemoryConsensus(SystemClock())
+    one, two, reader = (StatusBoard(consensus, Rand(seed)) for seed in range(3))
+    for at_ms in (1, 2, 3):
+        await one.publish(report("one", at_ms))
+    await two.publish(report("two", 2))
+    assert await reader.reports() == [report("one", 3), report("two", 2)]
 
 
-def test_a_restarted_process_goes_on_under_its_name() -> None:
-    async def body() -> None:
-        consensus = MemoryConsensus(SystemClock())
-        await StatusBoard(consensus, Rand(1)).publish(report("one", 1))
-        await StatusBoard(consensus, Rand(2)).publish(report("one", 2))
-        assert await StatusBoard(consensus, Rand(3)).reports() == [report("one", 2)]
-
-    run(body())
+async def test_a_restarted_process_goes_on_under_its_name() -> None:
+    consensus = MemoryConsensus(SystemClock())
+    await StatusBoard(consensus, Rand(1)).publish(report("one", 1))
+    await StatusBoard(consensus, Rand(2)).publish(report("one", 2))
+    assert await StatusBoard(consensus, Rand(3)).reports() == [report("one", 2)]
 
 
-def test_a_process_that_was_forgotten_while_it_slept_shows_all_of_its_report_again() -> None:
-    async def body() -> None:
-        consensus = MemoryConsensus(SystemClock())
-        sleeper, other = StatusBoard(consensus, Rand(1)), StatusBoard(consensus, Rand(2))
-        await sleeper.publish(report("one", 1))
-        now_ms = 1 + DROP_SILENT_AFTER_MS + CLEANUP_INTERVAL_MS
-        await other.publish(report("two", now_ms))
-        assert [found.process for found in await other.reports()] == ["two"]
-        again = msgspec.structs.replace(report("one", 1), at_ms=now_ms)  # the very marks of before
-        await sleeper.publish(again)
-        assert again in await other.reports()
-
-    run(body())
+async def test_a_process_that_was_forgotten_while_it_slept_shows_all_of_its_report_again() -> None:
+    consensus = MemoryConsensus(SystemClock())
+    sleeper, other = StatusBoard(consensus, Rand(1)), StatusBoard(consensus, Rand(2))
+    await sleeper.publish(report("one", 1))
+    now_ms = 1 + DROP_SILENT_AFTER_MS + CLEANUP_INTERVAL_MS
+    await other.publish(report("two", now_ms))
+    assert [found.process for found in await other.reports()] == ["two"]
+    again = msgspec.structs.replace(report("one", 1), at_ms=now_ms)  # the very marks of before
+    await sleeper.publish(again)
+    assert again in await other.reports()
 
 
 @pytest.mark.parametrize("fate", ["before", "after"])
-def test_a_lost_acknowledgement_does_not_hide_a_report(fate: str) -> None:
-    async def body() -> None:
-        consensus = Lossy(SystemClock())
-        board = StatusBoard(consensus, Rand(1))
-        await board.publish(report("one", 1))
-        consensus.fates = [fate, fate]
-        await board.publish(report("one", 2))
-        assert await board.reports() == [report("one", 2)]
-        await board.publish(report("one", 3))
-        assert await board.reports() == [report("one", 3)]
-
-    run(body())
+async def test_a_lost_acknowledgement_does_not_hide_a_report(fate: str) -> None:
+    consensus = Lossy(SystemClock())
+    board = StatusBoard(consensus, Rand(1))
+    await board.publish(report("one", 1))
+    consensus.fates = [fate, fate]
+    await board.publish(report("one", 2))
+    assert await board.reports() == [report("one", 2)]
+    await board.publish(report("one", 3))
+    assert await board.reports() == [report("one", 3)]
 
 
-def test_what_a_process_left_is_dropped_an_hour_later_and_it_may_come_back() -> None:
-    async def body() -> None:
-        consensus = MemoryConsensus(SystemClock())
-        gone, here = StatusBoard(consensus, Rand(1)), StatusBoard(consensus, Rand(2))
-        await gone.publish(report("gone", 1))
-        await here.publish(report("here", DROP_SILENT_AFTER_MS))
-        assert [r.process for r in await here.reports()] == ["gone", "here"]
-        await here.publish(report("here", DROP_SILENT_AFTER_MS + 2))
-        assert [r.process for r in await here.reports()] == ["gone", "here"]  # looked at from time to time only
-        await here.publish(report("here", DROP_SILENT_AFTER_MS + CLEANUP_INTERVAL_MS + 1))
-        assert [r.process for r in await here.reports()] == ["here"]
-        assert [key for key in consensus.state.registers if "gone" in key] == []
-        await gone.publish(report("gone", DROP_SILENT_AFTER_MS + 5))
-        assert await here.reports() == [
-            report("gone", DROP_SILENT_AFTER_MS + 5),
-            report("here", DROP_SILENT_AFTER_MS + CLEANUP_INTERVAL_MS + 1),
-        ]
-
-    run(body())
+async def test_what_a_process_left_is_dropped_an_hour_later_and_it_may_come_back() -> None:
+    consensus = MemoryConsensus(SystemClock())
+    gone, here = StatusBoard(consensus, Rand(1)), StatusBoard(consensus, Rand(2))
+    await gone.publish(report("gone", 1))
+    await here.publish(report("here", DROP_SILENT_AFTER_MS))
+    assert [r.process for r in await here.reports()] == ["gone", "here"]
+    await here.publish(report("here", DROP_SILENT_AFTER_MS + 2))
+    assert [r.process for r in await here.reports()] == ["gone", "here"]  # looked at from time to time only
+    await here.publish(report("here", DROP_SILENT_AFTER_MS + CLEANUP_INTERVAL_MS + 1))
+    assert [r.process for r in await here.reports()] == ["here"]
+    assert [key for key in consensus.state.registers if "gone" in key] == []
+    await gone.publish(report("gone", DROP_SILENT_AFTER_MS + 5))
+    assert await here.reports() == [
+        report("gone", DROP_SILENT_AFTER_MS + 5),
+        report("here", DROP_SILENT_AFTER_MS + CLEANUP_INTERVAL_MS + 1),
+    ]
 
 
-def test_a_report_that_cannot_be_read_hides_no_other_and_a_shared_name_is_refused() -> None:
+async def test_a_report_that_cannot_be_read_hides_no_other_and_a_shared_name_is_refused() -> None:
     class Contested(MemoryConsensus):
         async def cas(self, key: str, expected_seq: int, data: bytes, nonce: str) -> Versioned:
             await super().cas(key, expected_seq, b"other", "other")
             return await super().cas(key, expected_seq, data, nonce)
 
-    async def body() -> None:
-        consensus = MemoryConsensus(SystemClock())
-        await consensus.cas("board/broken", 0, b"\xc1", "n")
-        await consensus.cas("board/nobody\x1f000000", 0, b"a page without its head", "n")
-        await StatusBoard(consensus, Rand(1)).publish(report("well", 1))
-        broken, well = await StatusBoard(consensus, Rand(1)).reports()
-        assert (broken.process, broken.at_ms, broken.marks) == ("broken", 0, ())
-        assert "cannot be read" in str(broken.facts)
-        assert well == report("well", 1)
-        with pytest.raises(InvalidError):
-            await StatusBoard(Contested(SystemClock()), Rand(1)).publish(report("one", 1))
-
-    run(body())
+    consensus = MemoryConsensus(SystemClock())
+    await consensus.cas("board/broken", 0, b"\xc1", "n")
+    await consensus.cas("board/nobody\x1f000000", 0, b"a page without its head", "n")
+    await StatusBoard(consensus, Rand(1)).publish(report("well", 1))
+    broken, well = await StatusBoard(consensus, Rand(1)).reports()
+    assert (broken.process, broken.at_ms, broken.marks) == ("broken", 0, ())
+    assert "cannot be read" in str(broken.facts)
+    assert well == report("well", 1)
+    with pytest.raises(InvalidError):
+        await StatusBoard(Contested(SystemClock()), Rand(1)).publish(report("one", 1))
 
 
 def marks(count: int, position: int = 0) -> list[StageStatus]:
@@ -170,39 +149,36 @@ class Counting(MemoryConsensus):
         return await super().cas(key, expected_seq, data, nonce)
 
 
-def test_f514_twenty_thousand_marks_are_published_in_bounded_registers_and_an_idle_one_costs_nothing() -> None:
-    async def body() -> None:
-        consensus = Counting()
-        board, reader = StatusBoard(consensus, Rand(1)), StatusBoard(consensus, Rand(2))
-        all_marks = marks(20_000)
-        await board.publish(StatusReport("node", 1, tuple(all_marks), {"rates": 1}))
-        pages = len(consensus.written) - 1
-        assert pages > 10 and consensus.largest < 2 * PAGE_BYTES + PAGE_ENTRY_BYTES
-        (found,) = await reader.reports()
-        assert sorted(found.marks, key=lambda m: m.name) == all_marks and found.facts == {"rates": 1}
-        # Nothing changed: the head alone, with its time.
-        consensus.written.clear()
-        await board.publish(StatusReport("node", 2, tuple(all_marks), {"rates": 1}))
-        assert consensus.written == ["board/node"]
-        assert (await reader.reports())[0].at_ms == 2
-        # One mark changed: its page and the head.
-        consensus.written.clear()
-        all_marks[777] = StageStatus(all_marks[777].name, 5, 9)
-        await board.publish(StatusReport("node", 3, tuple(all_marks), {"rates": 1}))
-        assert len(consensus.written) == 2
-        assert all_marks[777] in (await reader.reports())[0].marks
-        # What is gone takes its pages with it, also those of an earlier life.
-        await board.publish(StatusReport("node", 4, tuple(all_marks[:10]), {}))
-        assert len(consensus.state.registers) == 2
-        await board.publish(StatusReport("node", 5, tuple(all_marks), {}))
-        await StatusBoard(consensus, Rand(3)).publish(StatusReport("node", 6, tuple(all_marks[:10]), {}))
-        assert len(consensus.state.registers) == 2
-        assert len((await reader.reports())[0].marks) == 10
-
-    run(body())
+async def test_f514_twenty_thousand_marks_are_published_in_bounded_registers_and_an_idle_one_costs_nothing() -> None:
+    consensus = Counting()
+    board, reader = StatusBoard(consensus, Rand(1)), StatusBoard(consensus, Rand(2))
+    all_marks = marks(20_000)
+    await board.publish(StatusReport("node", 1, tuple(all_marks), {"rates": 1}))
+    pages = len(consensus.written) - 1
+    assert pages > 10 and consensus.largest < 2 * PAGE_BYTES + PAGE_ENTRY_BYTES
+    (found,) = await reader.reports()
+    assert sorted(found.marks, key=lambda m: m.name) == all_marks and found.facts == {"rates": 1}
+    # Nothing changed: the head alone, with its time.
+    consensus.written.clear()
+    await board.publish(StatusReport("node", 2, tuple(all_marks), {"rates": 1}))
+    assert consensus.written == ["board/node"]
+    assert (await reader.reports())[0].at_ms == 2
+    # One mark changed: its page and the head.
+    consensus.written.clear()
+    all_marks[777] = StageStatus(all_marks[777].name, 5, 9)
+    await board.publish(StatusReport("node", 3, tuple(all_marks), {"rates": 1}))
+    assert len(consensus.written) == 2
+    assert all_marks[777] in (await reader.reports())[0].marks
+    # What is gone takes its pages with it, also those of an earlier life.
+    await board.publish(StatusReport("node", 4, tuple(all_marks[:10]), {}))
+    assert len(consensus.state.registers) == 2
+    await board.publish(StatusReport("node", 5, tuple(all_marks), {}))
+    await StatusBoard(consensus, Rand(3)).publish(StatusReport("node", 6, tuple(all_marks[:10]), {}))
+    assert len(consensus.state.registers) == 2
+    assert len((await reader.reports())[0].marks) == 10
 
 
-def test_f514_an_oversized_or_odd_fact_is_cut_with_a_note_and_never_an_error() -> None:
+async def test_f514_an_oversized_or_odd_fact_is_cut_with_a_note_and_never_an_error() -> None:
     class Odd:
         def __repr__(self) -> str:
             raise ZeroDivisionError("a bug")
@@ -210,33 +186,29 @@ def test_f514_an_oversized_or_odd_fact_is_cut_with_a_note_and_never_an_error() -
     nested: list[object] = []
     for _ in range(5_000):
         nested = [nested]
-
-    async def body() -> None:
-        consensus = Counting()
-        board = StatusBoard(consensus, Rand(1))
-        facts = {
-            "long": "x" * (5 << 20),
-            "tables": {f"table_{n}": {"rows": n, "state": "captured"} for n in range(20_000)},
-            "odd": {"value": Odd()},
-            "set": {1, 2},
-            "huge": 1 << 200,
-            "nested": nested,
-            "fine": {"a": [1, 2.5, None]},
-            **{f"capture:{n}": {"bytes": "y" * 20_000} for n in range(200)},
-        }
-        long = StageStatus("m" * 2_000, 1, 2, held_by="h" * 5_000, reason="r" * 100_000, error="e" * 1_000_000)
-        await board.publish(StatusReport("node", 1, (long,), facts))
-        (found,) = await board.reports()
-        assert found.facts["fine"] == {"a": [1, 2.5, None]}
-        assert "limit_bytes" in str(found.facts["long"]) and len(str(found.facts["long"])) < 100
-        tables = found.facts["tables"]
-        assert isinstance(tables, dict) and "entries=20000" in tables["cut"] and tables["table_0"]["rows"] == 0
-        assert all("error" in str(found.facts[name]) for name in ("odd", "huge"))
-        assert len([name for name in found.facts if name.startswith("capture:")]) == 200
-        assert found.marks[0].name.startswith("mmm") and len(found.marks[0].error) < 1_000
-        assert consensus.largest < 2 * PAGE_BYTES + PAGE_ENTRY_BYTES
-
-    run(body())
+    consensus = Counting()
+    board = StatusBoard(consensus, Rand(1))
+    facts = {
+        "long": "x" * (5 << 20),
+        "tables": {f"table_{n}": {"rows": n, "state": "captured"} for n in range(20_000)},
+        "odd": {"value": Odd()},
+        "set": {1, 2},
+        "huge": 1 << 200,
+        "nested": nested,
+        "fine": {"a": [1, 2.5, None]},
+        **{f"capture:{n}": {"bytes": "y" * 20_000} for n in range(200)},
+    }
+    long = StageStatus("m" * 2_000, 1, 2, held_by="h" * 5_000, reason="r" * 100_000, error="e" * 1_000_000)
+    await board.publish(StatusReport("node", 1, (long,), facts))
+    (found,) = await board.reports()
+    assert found.facts["fine"] == {"a": [1, 2.5, None]}
+    assert "limit_bytes" in str(found.facts["long"]) and len(str(found.facts["long"])) < 100
+    tables = found.facts["tables"]
+    assert isinstance(tables, dict) and "entries=20000" in tables["cut"] and tables["table_0"]["rows"] == 0
+    assert all("error" in str(found.facts[name]) for name in ("odd", "huge"))
+    assert len([name for name in found.facts if name.startswith("capture:")]) == 200
+    assert found.marks[0].name.startswith("mmm") and len(found.marks[0].error) < 1_000
+    assert consensus.largest < 2 * PAGE_BYTES + PAGE_ENTRY_BYTES
 
 
 def test_cutting_a_report_of_many_marks_does_not_hold_the_loop_up() -> None:

@@ -12,7 +12,6 @@ from urllib.parse import urlsplit
 import pytest
 
 from support.consensus.cutting_proxy import CuttingProxy, How
-from support.waiting import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ConflictError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, resolve_append, resolve_cas
@@ -71,115 +70,97 @@ def setup(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("how", ["before", "after"])
-def test_a_lost_acknowledgement_of_an_append_is_unknown_and_resolves_to_the_truth(setup: Setup, how: How) -> None:
-    async def body() -> None:
-        async with setup() as (behind, other, proxy):
-            await behind.append("log", 0, 0, [b"first"], "n0")
-            proxy.how = how
-            with pytest.raises(UnknownOutcomeError):
-                await behind.append("log", 0, 1, [MARK], "n1")
-            assert proxy.cuts == 1
-            landed = await resolve_append(behind, "log", 1, "n1")
-            assert landed == (how == "after")
-            assert (await other.log_head("log")).next == (2 if landed else 1)
-            # The client works on.
-            await behind.append("log", 0, 2 if landed else 1, [b"next"], "n2")
-
-    run(body())
+async def test_a_lost_acknowledgement_of_an_append_is_unknown_and_resolves_to_the_truth(setup: Setup, how: How) -> None:
+    async with setup() as (behind, other, proxy):
+        await behind.append("log", 0, 0, [b"first"], "n0")
+        proxy.how = how
+        with pytest.raises(UnknownOutcomeError):
+            await behind.append("log", 0, 1, [MARK], "n1")
+        assert proxy.cuts == 1
+        landed = await resolve_append(behind, "log", 1, "n1")
+        assert landed == (how == "after")
+        assert (await other.log_head("log")).next == (2 if landed else 1)
+        # The client works on.
+        await behind.append("log", 0, 2 if landed else 1, [b"next"], "n2")
 
 
 @pytest.mark.parametrize("how", ["before", "after"])
-def test_a_lost_acknowledgement_of_a_register_write_is_unknown_and_resolves_to_the_truth(
+async def test_a_lost_acknowledgement_of_a_register_write_is_unknown_and_resolves_to_the_truth(
     setup: Setup, how: How
 ) -> None:
-    async def body() -> None:
-        async with setup() as (behind, other, proxy):
-            await behind.cas("key", 0, b"first", "n0")
-            proxy.how = how
-            with pytest.raises(UnknownOutcomeError):
-                await behind.cas("key", 1, MARK, "n1")
-            written = await resolve_cas(behind, "key", 1, "n1")
-            assert (written is not None) == (how == "after")
-            current = await other.head("key")
-            assert current is not None and current.nonce == ("n1" if how == "after" else "n0")
-
-    run(body())
+    async with setup() as (behind, other, proxy):
+        await behind.cas("key", 0, b"first", "n0")
+        proxy.how = how
+        with pytest.raises(UnknownOutcomeError):
+            await behind.cas("key", 1, MARK, "n1")
+        written = await resolve_cas(behind, "key", 1, "n1")
+        assert (written is not None) == (how == "after")
+        current = await other.head("key")
+        assert current is not None and current.nonce == ("n1" if how == "after" else "n0")
 
 
-def test_an_attempt_that_was_told_unknown_and_resolved_as_lost_never_lands_later(setup: Setup) -> None:
-    async def body() -> None:
-        async with setup() as (behind, other, proxy):
-            await behind.append("log", 0, 0, [b"first"], "n0")
-            proxy.how = "late"
-            with pytest.raises(UnknownOutcomeError):
-                await behind.append("log", 0, 1, [MARK], "n1")
-            landed = await resolve_append(behind, "log", 1, "n1")
-            await proxy.late_delivered.wait()
-            for _ in range(20):
-                await asyncio.sleep(0.01)
-                assert await resolve_append(other, "log", 1, "n1") == landed
-            assert not landed
-
-    run(body())
+async def test_an_attempt_that_was_told_unknown_and_resolved_as_lost_never_lands_later(setup: Setup) -> None:
+    async with setup() as (behind, other, proxy):
+        await behind.append("log", 0, 0, [b"first"], "n0")
+        proxy.how = "late"
+        with pytest.raises(UnknownOutcomeError):
+            await behind.append("log", 0, 1, [MARK], "n1")
+        landed = await resolve_append(behind, "log", 1, "n1")
+        await proxy.late_delivered.wait()
+        for _ in range(20):
+            await asyncio.sleep(0.01)
+            assert await resolve_append(other, "log", 1, "n1") == landed
+        assert not landed
 
 
-def test_reads_are_asked_again_by_themselves(setup: Setup) -> None:
-    async def body() -> None:
-        async with setup() as (behind, other, proxy):
-            key = MARK.decode()
-            await other.cas(key, 0, b"x", "n")
-            for how in ("before", "after"):
-                proxy.how = how  # type: ignore[assignment]
-                version = await behind.head(key)
-                assert version is not None and version.data == b"x"
-            assert proxy.cuts == 2
-
-    run(body())
+async def test_reads_are_asked_again_by_themselves(setup: Setup) -> None:
+    async with setup() as (behind, other, proxy):
+        key = MARK.decode()
+        await other.cas(key, 0, b"x", "n")
+        for how in ("before", "after"):
+            proxy.how = how  # type: ignore[assignment]
+            version = await behind.head(key)
+            assert version is not None and version.data == b"x"
+        assert proxy.cuts == 2
 
 
-def test_a_wait_survives_a_lost_connection(setup: Setup) -> None:
-    async def body() -> None:
-        async with setup() as (behind, other, proxy):
-            waiting = asyncio.ensure_future(behind.wait("log", 0, 30))
-            await asyncio.sleep(0.05)
-            proxy.how = "before"
-            with pytest.raises(UnknownOutcomeError):
-                await behind.cas("key", 0, MARK, "n")
-            await other.append("log", 0, 0, [b"x"], "n")
-            assert await waiting
-
-    run(body())
+async def test_a_wait_survives_a_lost_connection(setup: Setup) -> None:
+    async with setup() as (behind, other, proxy):
+        waiting = asyncio.ensure_future(behind.wait("log", 0, 30))
+        await asyncio.sleep(0.05)
+        proxy.how = "before"
+        with pytest.raises(UnknownOutcomeError):
+            await behind.cas("key", 0, MARK, "n")
+        await other.append("log", 0, 0, [b"x"], "n")
+        assert await waiting
 
 
 @pytest.mark.postgres
-def test_a_write_that_landed_is_told_so_when_its_neighbours_refusal_cannot_be_explained(
+async def test_a_write_that_landed_is_told_so_when_its_neighbours_refusal_cannot_be_explained(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the commit the client asks why some of it was refused; what befalls the question is not their outcome."""
     from tidemill.consensus.postgres import sql
 
-    async def body() -> None:
-        consensus = await open_consensus(postgres_dsn, SystemClock(), Rand())
-        await consensus.append("taken", 0, 0, [b"x"], "n0")
-        await consensus.cas("held", 0, b"x", "n0")
-        monkeypatch.setattr(sql, "HEADS_BY_ID", "SELECT 1 / 0 WHERE %b::int8[] IS NOT NULL")
-        landed, written, refused, lost = await asyncio.gather(
-            consensus.append("free", 0, 0, [b"y"], "n1"),
-            consensus.cas("new", 0, b"y", "n1"),
-            consensus.append("taken", 0, 0, [b"y"], "n2"),
-            consensus.cas("held", 0, b"y", "n2"),
-            return_exceptions=True,
-        )
-        assert (await consensus.log_head("free")).next == 1
-        assert getattr(landed, "next", landed) == 1 and getattr(written, "seq", written) == 1
-        assert isinstance(refused, UnavailableError) and isinstance(lost, UnavailableError)
-        assert (await consensus.log_head("taken")).next == 1
-        await consensus.aclose()
-
-    run(body())
+    consensus = await open_consensus(postgres_dsn, SystemClock(), Rand())
+    await consensus.append("taken", 0, 0, [b"x"], "n0")
+    await consensus.cas("held", 0, b"x", "n0")
+    monkeypatch.setattr(sql, "HEADS_BY_ID", "SELECT 1 / 0 WHERE %b::int8[] IS NOT NULL")
+    landed, written, refused, lost = await asyncio.gather(
+        consensus.append("free", 0, 0, [b"y"], "n1"),
+        consensus.cas("new", 0, b"y", "n1"),
+        consensus.append("taken", 0, 0, [b"y"], "n2"),
+        consensus.cas("held", 0, b"y", "n2"),
+        return_exceptions=True,
+    )
+    assert (await consensus.log_head("free")).next == 1
+    assert getattr(landed, "next", landed) == 1 and getattr(written, "seq", written) == 1
+    assert isinstance(refused, UnavailableError) and isinstance(lost, UnavailableError)
+    assert (await consensus.log_head("taken")).next == 1
+    await consensus.aclose()
 
 
-def test_a_client_that_is_not_greeted_does_not_knock_without_pause(
+async def test_a_client_that_is_not_greeted_does_not_knock_without_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A sequencer of another version, or one that is going away, closes the connection at once."""
@@ -194,52 +175,46 @@ def test_a_client_that_is_not_greeted_does_not_knock_without_pause(
     def elsewhere(database: Path, *, create: bool) -> Iterator[list[str]]:
         yield [f"{tmp_path}/closes.sock"]
 
-    async def body() -> None:
-        url = f"sqlite://{tmp_path}/consensus.db"
-        other = await open_consensus(url, SystemClock(), Rand())
-        server = await asyncio.start_unix_server(closes, f"{tmp_path}/closes.sock")
-        monkeypatch.setattr(sockets, "socket_paths", elsewhere)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await open_consensus(url, SystemClock(), Rand())
-        server.close()
-        await other.aclose()
-        assert 0 < knocks < 60
-
-    run(body())
+    url = f"sqlite://{tmp_path}/consensus.db"
+    other = await open_consensus(url, SystemClock(), Rand())
+    server = await asyncio.start_unix_server(closes, f"{tmp_path}/closes.sock")
+    monkeypatch.setattr(sockets, "socket_paths", elsewhere)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await open_consensus(url, SystemClock(), Rand())
+    server.close()
+    await other.aclose()
+    assert 0 < knocks < 60
 
 
-def test_a_state_log_counts_every_command_once_through_lost_acknowledgements(setup: Setup) -> None:
+async def test_a_state_log_counts_every_command_once_through_lost_acknowledgements(setup: Setup) -> None:
     def apply(state: list[int], command: bytes, position: int, term: int) -> list[int]:
         number = int(command.split(b" ")[0])
         if number in state:
             raise ConflictError("twice")
         return [*state, number]
 
-    async def body() -> None:
-        async with setup() as (behind, other, proxy):
+    async with setup() as (behind, other, proxy):
 
-            def log_of(consensus: Consensus) -> StateLog[list[int]]:
-                return StateLog(
-                    consensus,
-                    "numbers",
-                    StateMachine(list, apply, lambda s: bytes(s), lambda b: list(b)),
-                    Rand(),
-                )
+        def log_of(consensus: Consensus) -> StateLog[list[int]]:
+            return StateLog(
+                consensus,
+                "numbers",
+                StateMachine(list, apply, lambda s: bytes(s), lambda b: list(b)),
+                Rand(),
+            )
 
-            log = log_of(behind)
-            for number in range(30):
-                if number % 5 == 0:
-                    proxy.how = "after" if number % 2 else "before"
-                await log.propose(b"%d " % number + MARK)
-            assert proxy.cuts == 6
-            assert await log_of(other).load() == list(range(30)) == log.state
-            await log.aclose()
-
-    run(body())
+        log = log_of(behind)
+        for number in range(30):
+            if number % 5 == 0:
+                proxy.how = "after" if number % 2 else "before"
+            await log.propose(b"%d " % number + MARK)
+        assert proxy.cuts == 6
+        assert await log_of(other).load() == list(range(30)) == log.state
+        await log.aclose()
 
 
-def test_a_commit_that_failed_halfway_is_unknown_and_the_database_is_opened_anew(
+async def test_a_commit_that_failed_halfway_is_unknown_and_the_database_is_opened_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from tidemill.consensus.sqlite.engine import CommitOutcomeUnknownError, SqliteEngine
@@ -259,21 +234,17 @@ def test_a_commit_that_failed_halfway_is_unknown_and_the_database_is_opened_anew
 
     monkeypatch.setattr(SqliteEngine, "__init__", counted)
     monkeypatch.setattr(SqliteEngine, "commit", failing)
-
-    async def body() -> None:
-        consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
-        await consensus.append("log", 0, 0, [b"first"], "n0")
-        with pytest.raises(UnknownOutcomeError):
-            await consensus.append("log", 0, 1, [MARK], "n1")
-        assert await resolve_append(consensus, "log", 1, "n1")
-        await consensus.append("log", 0, 2, [b"next"], "n2")
-        assert len(opened) == 2
-        await consensus.aclose()
-
-    run(body())
+    consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
+    await consensus.append("log", 0, 0, [b"first"], "n0")
+    with pytest.raises(UnknownOutcomeError):
+        await consensus.append("log", 0, 1, [MARK], "n1")
+    assert await resolve_append(consensus, "log", 1, "n1")
+    await consensus.append("log", 0, 2, [b"next"], "n2")
+    assert len(opened) == 2
+    await consensus.aclose()
 
 
-def test_a_commit_that_was_refused_is_unavailable_and_nothing_of_it_is_seen(
+async def test_a_commit_that_was_refused_is_unavailable_and_nothing_of_it_is_seen(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import apsw
@@ -289,16 +260,12 @@ def test_a_commit_that_was_refused_is_unavailable_and_nothing_of_it_is_seen(
             raise apsw.FullError("database or disk is full")
 
     monkeypatch.setattr(RecordStorage, "insert", failing)
-
-    async def body() -> None:
-        consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
-        await consensus.append("log", 0, 0, [b"first"], "n0")
-        with pytest.raises(UnavailableError, match="disk is full"):
-            await consensus.append("log", 0, 1, [MARK], "n1")
-        assert (await consensus.log_head("log")).next == 1
-        full[0] = False
-        await consensus.append("log", 0, 1, [MARK], "n2")
-        assert [r.nonce for r in (await consensus.read("log", 0)).records] == ["n0", "n2"]
-        await consensus.aclose()
-
-    run(body())
+    consensus = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
+    await consensus.append("log", 0, 0, [b"first"], "n0")
+    with pytest.raises(UnavailableError, match="disk is full"):
+        await consensus.append("log", 0, 1, [MARK], "n1")
+    assert (await consensus.log_head("log")).next == 1
+    full[0] = False
+    await consensus.append("log", 0, 1, [MARK], "n2")
+    assert [r.nonce for r in (await consensus.read("log", 0)).records] == ["n0", "n2"]
+    await consensus.aclose()

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import asyncio
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -70,34 +68,26 @@ def test_who_goes_on_from_token_to_token_comes_to_know_every_head(
     assert engine.answer("a/", token) == Changes((), token, False)
 
 
-def test_a_log_is_due_until_it_is_done_and_again_with_its_next_change() -> None:
-    async def body() -> None:
-        consensus = MemoryConsensus(SystemClock())
-        logs = ChangedLogs(consensus, "p/")
-        await consensus.append("p/a", 1, 0, [b"x"], "n")
-        await consensus.append("p/b", 1, 0, [b"x"], "n")
-        await consensus.append("q/a", 1, 0, [b"x"], "n")
-        everything = {"a": LogHead(1, 0, 1), "b": LogHead(1, 0, 1)}
-        for _ in range(3):
-            assert await logs.next_changed(everything.__contains__) == everything
-        logs.done(["a"])
-        assert await logs.next_changed(everything.__contains__) == {"b": LogHead(1, 0, 1)}
-        await consensus.append("p/a", 1, 1, [b"x"], "n")
-        assert (await logs.next_changed(everything.__contains__))["a"] == LogHead(1, 0, 2)
-
-    asyncio.run(body())
+async def test_a_log_is_due_until_it_is_done_and_again_with_its_next_change() -> None:
+    consensus = MemoryConsensus(SystemClock())
+    logs = ChangedLogs(consensus, "p/")
+    await consensus.append("p/a", 1, 0, [b"x"], "n")
+    await consensus.append("p/b", 1, 0, [b"x"], "n")
+    await consensus.append("q/a", 1, 0, [b"x"], "n")
+    everything = {"a": LogHead(1, 0, 1), "b": LogHead(1, 0, 1)}
+    for _ in range(3):
+        assert await logs.next_changed(everything.__contains__) == everything
+    logs.done(["a"])
+    assert await logs.next_changed(everything.__contains__) == {"b": LogHead(1, 0, 1)}
+    await consensus.append("p/a", 1, 1, [b"x"], "n")
+    assert (await logs.next_changed(everything.__contains__))["a"] == LogHead(1, 0, 2)
 
 
-def test_a_log_that_is_known_at_no_second_look_is_let_go() -> None:
-    async def body() -> None:
-        consensus = MemoryConsensus(SystemClock())
-        logs = ChangedLogs(consensus, "p/")
-        await consensus.append("p/late", 1, 0, [b"x"], "n")
-        await consensus.append("p/gone", 1, 0, [b"x"], "n")
-        assert await logs.next_changed(lambda _: False) == {}
-        assert await logs.next_changed(lambda name: name == "late") == {"late": LogHead(1, 0, 1)}
-        assert await logs.next_changed(lambda _: True) == {"late": LogHead(1, 0, 1)}, (
-            "it was let go, and has not changed"
-        )
-
-    asyncio.run(body())
+async def test_a_log_that_is_known_at_no_second_look_is_let_go() -> None:
+    consensus = MemoryConsensus(SystemClock())
+    logs = ChangedLogs(consensus, "p/")
+    await consensus.append("p/late", 1, 0, [b"x"], "n")
+    await consensus.append("p/gone", 1, 0, [b"x"], "n")
+    assert await logs.next_changed(lambda _: False) == {}
+    assert await logs.next_changed(lambda name: name == "late") == {"late": LogHead(1, 0, 1)}
+    assert await logs.next_changed(lambda _: True) == {"late": LogHead(1, 0, 1)}, "it was let go, and has not changed"

@@ -40,73 +40,63 @@ async def insist(ask: Callable[[], Awaitable[object]]) -> object:
             await asyncio.sleep(0.1)
 
 
-def test_f518_a_failover_that_lost_commits_ends_every_client_that_had_seen_them_and_no_other(pair: Pair) -> None:
-    async def scenario() -> None:
-        writer, passer_by, reader = [await opened(pair.url) for _ in range(3)]
-        await writer.append("log/a", 1, 0, [b"0", b"1"], "first")
-        await writer.append("log/b", 1, 0, [b"0"], "b")
-        await writer.cas("r", 0, b"v1", "r1")
-        await passer_by.log_head("log/a")
-        pair.caught_up()
-        pair.cut_off()
-        await writer.append("log/a", 1, 2, [b"lost"], "lost")
-        await reader.read("log/a", 0)  # it reads what is lost, and wrote none of it
-        pair.fail_over()
+async def test_f518_a_failover_that_lost_commits_ends_every_client_that_had_seen_them_and_no_other(pair: Pair) -> None:
+    writer, passer_by, reader = [await opened(pair.url) for _ in range(3)]
+    await writer.append("log/a", 1, 0, [b"0", b"1"], "first")
+    await writer.append("log/b", 1, 0, [b"0"], "b")
+    await writer.cas("r", 0, b"v1", "r1")
+    await passer_by.log_head("log/a")
+    pair.caught_up()
+    pair.cut_off()
+    await writer.append("log/a", 1, 2, [b"lost"], "lost")
+    await reader.read("log/a", 0)  # it reads what is lost, and wrote none of it
+    pair.fail_over()
 
-        # One that heard of nothing that is lost goes on, and writes past what the others heard.
-        await insist(lambda: passer_by.log_head("log/b"))
-        assert (await passer_by.append("log/a", 1, 2, [b"x", b"y"], "other")).next == 4
-        for client in (writer, reader):
-            with pytest.raises(StoreRolledBackError) as ended:
-                await insist(lambda client=client: client.log_head("log/b"))  # type: ignore[misc]
-            said = str(ended.value)
-            assert f"consensus=postgresql://postgres@127.0.0.1,127.0.0.1:{pair.primary.port}" in said.replace("'", "")
-            assert "log='log/a' seen=term:1,start:0,next:3 found=term:1,start:0,next:4" in said
-            assert "restart automatically" in said
-            assert "synchronous_standby_names" in said
-            assert client.trouble() in said
-            with pytest.raises(StoreRolledBackError):  # for ever, whatever is asked
-                await client.append("log/b", 9, 1, [b"z"], "n")
-        again = await opened(pair.url)
-        assert [record.data for record in (await again.read("log/a", 0)).records] == [b"0", b"1", b"x", b"y"]
-        for client in (writer, passer_by, reader, again):
-            await client.aclose()
-
-    asyncio.run(asyncio.wait_for(scenario(), 120))
-
-
-def test_a_failover_that_lost_nothing_ends_nobody(pair: Pair) -> None:
-    async def scenario() -> None:
-        client = await opened(pair.url)
-        await client.append("log/a", 1, 0, [b"0"], "n0")
-        await client.truncate("log/a", 1)
-        await client.cas("r", 0, b"v1", "r1")
-        lease = await client.acquire("lease", "holder", 60_000)
-        pair.caught_up()
-        pair.fail_over()
-        assert (await insist(lambda: client.append("log/a", 1, 1, [b"1"], "n1"))) is not None
-        assert (await client.acquire("lease", "holder", 60_000)).term == lease.term
-        assert client.trouble() == ""
+    # One that heard of nothing that is lost goes on, and writes past what the others heard.
+    await insist(lambda: passer_by.log_head("log/b"))
+    assert (await passer_by.append("log/a", 1, 2, [b"x", b"y"], "other")).next == 4
+    for client in (writer, reader):
+        with pytest.raises(StoreRolledBackError) as ended:
+            await insist(lambda client=client: client.log_head("log/b"))  # type: ignore[misc]
+        said = str(ended.value)
+        assert f"consensus=postgresql://postgres@127.0.0.1,127.0.0.1:{pair.primary.port}" in said.replace("'", "")
+        assert "log='log/a' seen=term:1,start:0,next:3 found=term:1,start:0,next:4" in said
+        assert "restart automatically" in said
+        assert "synchronous_standby_names" in said
+        assert client.trouble() in said
+        with pytest.raises(StoreRolledBackError):  # for ever, whatever is asked
+            await client.append("log/b", 9, 1, [b"z"], "n")
+    again = await opened(pair.url)
+    assert [record.data for record in (await again.read("log/a", 0)).records] == [b"0", b"1", b"x", b"y"]
+    for client in (writer, passer_by, reader, again):
         await client.aclose()
 
-    asyncio.run(asyncio.wait_for(scenario(), 120))
+
+async def test_a_failover_that_lost_nothing_ends_nobody(pair: Pair) -> None:
+    client = await opened(pair.url)
+    await client.append("log/a", 1, 0, [b"0"], "n0")
+    await client.truncate("log/a", 1)
+    await client.cas("r", 0, b"v1", "r1")
+    lease = await client.acquire("lease", "holder", 60_000)
+    pair.caught_up()
+    pair.fail_over()
+    assert (await insist(lambda: client.append("log/a", 1, 1, [b"1"], "n1"))) is not None
+    assert (await client.acquire("lease", "holder", 60_000)).term == lease.term
+    assert client.trouble() == ""
+    await client.aclose()
 
 
-def test_a_session_is_never_taken_from_a_standby_whose_answers_are_old(pair: Pair) -> None:
+async def test_a_session_is_never_taken_from_a_standby_whose_answers_are_old(pair: Pair) -> None:
     """Without target_session_attrs the first host that answers is taken: the standby, once the primary's is second."""
-
-    async def scenario() -> None:
-        client = await opened(pair.primary.dsn)
-        await client.append("log/a", 1, 0, [b"0"], "n0")
-        client._reads.lane._url = pair.standby.dsn  # type: ignore[attr-defined]
-        client._reads.lane.request_new_session()  # type: ignore[attr-defined]
-        with pytest.raises(UnavailableError, match="standby"):
-            await client.log_head("log/a")
-        client._reads.lane._url = pair.primary.dsn  # type: ignore[attr-defined]
-        assert (await client.log_head("log/a")).next == 1
-        await client.aclose()
-
-    asyncio.run(asyncio.wait_for(scenario(), 120))
+    client = await opened(pair.primary.dsn)
+    await client.append("log/a", 1, 0, [b"0"], "n0")
+    client._reads.lane._url = pair.standby.dsn  # type: ignore[attr-defined]
+    client._reads.lane.request_new_session()  # type: ignore[attr-defined]
+    with pytest.raises(UnavailableError, match="standby"):
+        await client.log_head("log/a")
+    client._reads.lane._url = pair.primary.dsn  # type: ignore[attr-defined]
+    assert (await client.log_head("log/a")).next == 1
+    await client.aclose()
 
 
 def test_a_register_or_lease_that_another_history_holds_ends_the_client(postgres_dsn: str) -> None:
@@ -144,51 +134,45 @@ def test_a_register_or_lease_that_another_history_holds_ends_the_client(postgres
         (lambda c: c.acquire("lease", "me", 10_000), "lease='lease' seen_term=2"),
     ],
 )
-def test_any_answer_below_one_that_was_heard_ends_the_client(
+async def test_any_answer_below_one_that_was_heard_ends_the_client(
     act: Callable[[Consensus], Awaitable[object]], said: str
 ) -> None:
-    async def scenario() -> None:
-        state = MemoryState()
-        client = MemoryConsensus(SystemClock(), state)
-        await client.append("log", 1, 0, [b"0"], "n0")
-        await client.cas("r", 0, b"v1", "r1")
-        await client.release("lease", "before", (await client.acquire("lease", "before", 10_000)).term)
-        before = deepcopy({name: getattr(state, name) for name in ("registers", "heads", "records", "leases")})
-        await act(client)
-        for name, value in before.items():
-            setattr(state, name, value)
+    state = MemoryState()
+    client = MemoryConsensus(SystemClock(), state)
+    await client.append("log", 1, 0, [b"0"], "n0")
+    await client.cas("r", 0, b"v1", "r1")
+    await client.release("lease", "before", (await client.acquire("lease", "before", 10_000)).term)
+    before = deepcopy({name: getattr(state, name) for name in ("registers", "heads", "records", "leases")})
+    await act(client)
+    for name, value in before.items():
+        setattr(state, name, value)
 
-        async def ask() -> None:
-            await client.log_head("log")
-            await client.head("r")
-            await client.acquire("lease", "me too", 10_000)
+    async def ask() -> None:
+        await client.log_head("log")
+        await client.head("r")
+        await client.acquire("lease", "me too", 10_000)
 
-        with pytest.raises(StoreRolledBackError, match=said):
-            await ask()
-        with pytest.raises(StoreRolledBackError):
-            await client.wait("log", 0, 5.0)
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    with pytest.raises(StoreRolledBackError, match=said):
+        await ask()
+    with pytest.raises(StoreRolledBackError):
+        await client.wait("log", 0, 5.0)
 
 
-def test_an_older_copy_of_the_sqlite_file_ends_the_client(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        file = tmp_path / "consensus.db"
-        url = f"sqlite:///{file}"
-        first = await opened(url)
-        await first.append("log", 1, 0, [b"0"], "n0")
-        await first.aclose()
-        copies = {path: path.read_bytes() for path in file.parent.glob("consensus.db*") if path.suffix != ".lock"}
-        client = await opened(url)
-        await client.append("log", 1, 1, [b"lost"], "lost")
-        # The host ends, an older copy is put there, and another process serves it.
-        client._seat.stop()  # type: ignore[attr-defined]
-        for path in file.parent.glob("consensus.db-*"):
-            path.unlink()
-        for path, data in copies.items():
-            path.write_bytes(data)
-        with pytest.raises(StoreRolledBackError, match=f"consensus=sqlite:{file} log='log'"):
-            await insist(lambda: client.log_head("log"))
-        await client.aclose()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_an_older_copy_of_the_sqlite_file_ends_the_client(tmp_path: Path) -> None:
+    file = tmp_path / "consensus.db"
+    url = f"sqlite:///{file}"
+    first = await opened(url)
+    await first.append("log", 1, 0, [b"0"], "n0")
+    await first.aclose()
+    copies = {path: path.read_bytes() for path in file.parent.glob("consensus.db*") if path.suffix != ".lock"}
+    client = await opened(url)
+    await client.append("log", 1, 1, [b"lost"], "lost")
+    # The host ends, an older copy is put there, and another process serves it.
+    client._seat.stop()  # type: ignore[attr-defined]
+    for path in file.parent.glob("consensus.db-*"):
+        path.unlink()
+    for path, data in copies.items():
+        path.write_bytes(data)
+    with pytest.raises(StoreRolledBackError, match=f"consensus=sqlite:{file} log='log'"):
+        await insist(lambda: client.log_head("log"))
+    await client.aclose()

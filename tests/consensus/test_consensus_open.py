@@ -39,32 +39,26 @@ def test_a_url_that_names_no_engine_is_refused_by_its_key(url: str) -> None:
     assert "consensus.url" in refused(url, InvalidError)
 
 
-def test_a_relative_path_and_missing_directories_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_relative_path_and_missing_directories_are_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-
-    async def body() -> None:
-        consensus = await open_consensus("sqlite:deep/er/consensus.db", SystemClock(), Rand())
-        await consensus.cas("k", 0, b"v", "n")
-        await consensus.aclose()
-
-    run(body())
+    consensus = await open_consensus("sqlite:deep/er/consensus.db", SystemClock(), Rand())
+    await consensus.cas("k", 0, b"v", "n")
+    await consensus.aclose()
     assert (tmp_path / "deep/er/consensus.db").exists()
     assert not (tmp_path / "deep/er/consensus.db.sock").exists()
 
 
-def test_a_path_too_long_for_a_socket_works(tmp_path: Path) -> None:
+async def test_a_path_too_long_for_a_socket_works(tmp_path: Path) -> None:
     deep = tmp_path.joinpath(*["directory-with-a-long-name"] * 8)
-
-    async def body() -> None:
-        url = f"sqlite://{deep}/consensus.db"
-        one = await open_consensus(url, SystemClock(), Rand())
-        two = await open_consensus(url, SystemClock(), Rand())
-        await one.cas("k", 0, b"v", "n")
-        assert await two.head("k") is not None
-        await one.aclose()
-        await two.aclose()
-
-    run(body())
+    url = f"sqlite://{deep}/consensus.db"
+    one = await open_consensus(url, SystemClock(), Rand())
+    two = await open_consensus(url, SystemClock(), Rand())
+    await one.cas("k", 0, b"v", "n")
+    assert await two.head("k") is not None
+    await one.aclose()
+    await two.aclose()
     with sockets.socket_paths(deep / "consensus.db", create=False) as candidates:
         assert all(len(os.fsencode(path)) <= sockets.SUN_PATH_BYTES for path in candidates)
 
@@ -148,13 +142,10 @@ def test_a_role_without_rights_is_told_what_to_grant(postgres_dsn: str) -> None:
 
 
 @pytest.mark.postgres
-def test_many_processes_may_open_an_empty_database_at_once(postgres_dsn: str) -> None:
+async def test_many_processes_may_open_an_empty_database_at_once(postgres_dsn: str) -> None:
     import asyncio
 
-    async def body() -> None:
-        opened = await asyncio.gather(*[open_consensus(postgres_dsn, SystemClock(), Rand()) for _ in range(8)])
-        assert len({id(consensus) for consensus in opened}) == 8
-        for consensus in opened:
-            await consensus.aclose()
-
-    run(body())
+    opened = await asyncio.gather(*[open_consensus(postgres_dsn, SystemClock(), Rand()) for _ in range(8)])
+    assert len({id(consensus) for consensus in opened}) == 8
+    for consensus in opened:
+        await consensus.aclose()

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from support.consensus.urls import url as url
 from support.waiting import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ClosedError, UnknownOutcomeError
@@ -71,15 +70,7 @@ async def everything(consensus: Consensus, log: str) -> list[LogRecord]:
         records.extend(found.records)
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "postgres":
-        dsn: str = request.getfixturevalue("postgres_dsn")
-        return dsn
-    return f"sqlite://{tmp_path}/consensus.db"
-
-
-def test_four_processes_racing_have_one_winner_per_position_and_version(url: str) -> None:
+async def test_four_processes_racing_have_one_winner_per_position_and_version(url: str) -> None:
     with killed_at_end([start("race", url, f"p{i}", "25") for i in range(4)]) as processes:
         reports = [last_line(process) for process in processes]
     positions = sorted(tuple(won) for report in reports for won in report["positions"])
@@ -90,37 +81,29 @@ def test_four_processes_racing_have_one_winner_per_position_and_version(url: str
     seen = {tuple(version) for report in reports for version in report["seen"]}
     assert len(seen) > 20
     assert seen <= {(seq, nonce, nonce) for seq, nonce in versions}
-
-    async def body() -> None:
-        consensus = await opened(url)
-        records = await everything(consensus, "race")
-        assert [(r.position, r.nonce) for r in records] == positions
-        assert [r.data.decode() for r in records] == [nonce for _, nonce in positions]
-        last = await consensus.head("race")
-        assert last is not None and (last.seq, last.nonce) == versions[-1]
-        await consensus.aclose()
-
-    run(body())
+    consensus = await opened(url)
+    records = await everything(consensus, "race")
+    assert [(r.position, r.nonce) for r in records] == positions
+    assert [r.data.decode() for r in records] == [nonce for _, nonce in positions]
+    last = await consensus.head("race")
+    assert last is not None and (last.seq, last.nonce) == versions[-1]
+    await consensus.aclose()
 
 
-def test_a_fenced_term_never_lands_whoever_races(url: str) -> None:
+async def test_a_fenced_term_never_lands_whoever_races(url: str) -> None:
     with killed_at_end([start("lead", url, f"p{i}", "1.5") for i in range(4)]) as processes:
         reports = [last_line(process) for process in processes]
     fences = [tuple(fence) for report in reports for fence in report["fences"]]
     acknowledged = {at: (term, nonce) for report in reports for at, term, nonce in report["acknowledged"]}
     assert len(acknowledged) > 20 and len(fences) > 4
-
-    async def body() -> None:
-        consensus = await opened(url)
-        records = await everything(consensus, "led")
-        terms = [record.term for record in records]
-        assert terms == sorted(terms)
-        assert {r.position: (r.term, r.nonce) for r in records} == acknowledged
-        for term, next_position in fences:
-            assert all(record.term >= term for record in records[next_position:])
-        await consensus.aclose()
-
-    run(body())
+    consensus = await opened(url)
+    records = await everything(consensus, "led")
+    terms = [record.term for record in records]
+    assert terms == sorted(terms)
+    assert {r.position: (r.term, r.nonce) for r in records} == acknowledged
+    for term, next_position in fences:
+        assert all(record.term >= term for record in records[next_position:])
+    await consensus.aclose()
 
 
 def test_everybody_makes_progress_beside_busy_others(url: str) -> None:
@@ -252,21 +235,18 @@ def test_a_forked_child_does_not_keep_the_lock_of_its_killed_parent(tmp_path: Pa
             os.kill(child, signal.SIGKILL)
 
 
-def test_a_forked_child_cannot_use_its_parents_client(tmp_path: Path) -> None:
-    async def body() -> None:
-        consensus = await opened(f"sqlite://{tmp_path}/consensus.db")
-        child = os.fork()
-        if child == 0:
-            status = 1
-            try:
-                await consensus.head("key")
-            except ClosedError:
-                status = 0
-            finally:
-                os._exit(status)
-        _, status = await asyncio.to_thread(os.waitpid, child, 0)
-        assert status == 0
-        await consensus.cas("key", 0, b"x", "n")
-        await consensus.aclose()
-
-    run(body())
+async def test_a_forked_child_cannot_use_its_parents_client(tmp_path: Path) -> None:
+    consensus = await opened(f"sqlite://{tmp_path}/consensus.db")
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            await consensus.head("key")
+        except ClosedError:
+            status = 0
+        finally:
+            os._exit(status)
+    _, status = await asyncio.to_thread(os.waitpid, child, 0)
+    assert status == 0
+    await consensus.cas("key", 0, b"x", "n")
+    await consensus.aclose()

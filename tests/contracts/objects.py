@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import pytest
@@ -19,14 +19,6 @@ OpenStore = Callable[[], AbstractAsyncContextManager[ObjectStore]]
 RACERS = 32
 
 
-def with_store(open_store: OpenStore, body: Callable[[ObjectStore], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with open_store() as store:
-            await body(store)
-
-    asyncio.run(main())
-
-
 async def keys(store: ObjectStore, prefix: str, start_after: str = "") -> list[str]:
     return [meta.key async for meta in store.list(prefix, start_after)]
 
@@ -34,18 +26,16 @@ async def keys(store: ObjectStore, prefix: str, start_after: str = "") -> list[s
 class ObjectsContract:
     """Fixture `open_store` is provided by the subclass's module."""
 
-    def test_what_was_put_is_read_back_whole_and_by_range(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_what_was_put_is_read_back_whole_and_by_range(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             await store.put("a/b/c", b"0123456789")
             assert await store.get("a/b/c") == b"0123456789"
             assert await store.get("a/b/c", 3, 7) == b"3456"
             assert await store.get("a/b/c", 4) == b"456789"
             assert await store.get("a/b/c", 0, 10) == b"0123456789"
 
-        with_store(open_store, body)
-
-    def test_a_sequence_of_buffers_is_written_back_to_back(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_a_sequence_of_buffers_is_written_back_to_back(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             await store.put("x", [b"ab", bytearray(b"cd"), b"", memoryview(b"-ef-")[1:3]])
             await store.put("many", [bytes([i % 256]) for i in range(3000)])
             await store.put("one", memoryview(b"--view--")[2:6])
@@ -53,10 +43,8 @@ class ObjectsContract:
             assert await store.get("many") == bytes(i % 256 for i in range(3000))
             assert await store.get("one") == b"view"
 
-        with_store(open_store, body)
-
-    def test_an_empty_object_exists(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_an_empty_object_exists(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             await store.put("empty", b"")
             await store.put("hollow", [])
             for key in ("empty", "hollow"):
@@ -66,19 +54,15 @@ class ObjectsContract:
                 assert found is not None
                 assert found.size_bytes == 0
 
-        with_store(open_store, body)
-
-    def test_a_large_object_survives(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_a_large_object_survives(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             data = random.Random(1).randbytes(3 << 20)
             await store.put("big", [data[: 1 << 20], data[1 << 20 :]])
             assert await store.get("big") == data
             assert await store.get("big", 1 << 19, 5 << 19) == data[1 << 19 : 5 << 19]
 
-        with_store(open_store, body)
-
-    def test_a_second_put_is_refused_and_changes_nothing(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_a_second_put_is_refused_and_changes_nothing(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             await store.put("once", b"first")
             for other in (b"second", b"first", b""):
                 with pytest.raises(ConflictError, match="once"):
@@ -86,10 +70,8 @@ class ObjectsContract:
             assert await store.get("once") == b"first"
             assert await keys(store, "") == ["once"]
 
-        with_store(open_store, body)
-
-    def test_of_racing_creates_exactly_one_wins(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_of_racing_creates_exactly_one_wins(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             barrier = asyncio.Event()
 
             async def write(writer: int) -> int | None:
@@ -107,10 +89,8 @@ class ObjectsContract:
             assert len(winners) == 1
             assert await store.get("race/key") == f"writer {winners[0]}".encode()
 
-        with_store(open_store, body)
-
-    def test_an_absent_object_is_missing(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_an_absent_object_is_missing(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             await store.put("there/leaf", b"x")
             for key in ("nothing", "there", "there/leaf/below", "deep/er/nothing"):
                 with pytest.raises(MissingError):
@@ -121,11 +101,9 @@ class ObjectsContract:
                     await store.get_ranges(key, [(0, 1), (0, 0)])
                 assert await store.head(key) is None
 
-        with_store(open_store, body)
-
     @pytest.mark.parametrize(("start", "end"), [(0, 11), (11, 11), (11, 12), (11, None), (7, 3), (-1, 3), (9, 100)])
-    def test_a_range_past_the_end_is_invalid(self, open_store: OpenStore, start: int, end: int | None) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_a_range_past_the_end_is_invalid(self, open_store: OpenStore, start: int, end: int | None) -> None:
+        async with open_store() as store:
             await store.put("ten", b"0123456789")
             with pytest.raises(InvalidError, match="ten"):
                 await store.get("ten", start, end)
@@ -133,10 +111,8 @@ class ObjectsContract:
                 with pytest.raises(InvalidError, match="ten"):
                     await store.get_ranges("ten", [(0, 1), (start, end)])
 
-        with_store(open_store, body)
-
-    def test_ranges_at_the_very_end_are_empty_not_errors(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_ranges_at_the_very_end_are_empty_not_errors(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             await store.put("ten", b"0123456789")
             assert await store.get("ten", 10) == b""
             assert await store.get("ten", 10, 10) == b""
@@ -144,10 +120,8 @@ class ObjectsContract:
             assert await store.get_ranges("ten", []) == []
             assert await store.get_ranges("ten", [(10, 10), (3, 4)]) == [b"", b"3"]
 
-        with_store(open_store, body)
-
-    def test_many_ranges_come_back_in_the_order_asked(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_many_ranges_come_back_in_the_order_asked(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             data = random.Random(2).randbytes(600_000)
             await store.put("ranges", data)
             source = random.Random(3)
@@ -158,10 +132,8 @@ class ObjectsContract:
             wanted += [wanted[0], (0, 10), (5, 8)]  # repeated and overlapping
             assert await store.get_ranges("ranges", wanted) == [data[a:b] for a, b in wanted]
 
-        with_store(open_store, body)
-
-    def test_a_listing_is_in_key_order_and_honours_prefix_and_start(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_a_listing_is_in_key_order_and_honours_prefix_and_start(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             names = ["a", "a-b", "a.c/x", "a0", "b/2", "b/1/z", "b/1-/z", "b/10", "bb/1", "c/d/e/f", "c/d/e-"]
             for name in names:
                 await store.put(name, name.encode())
@@ -173,10 +145,8 @@ class ObjectsContract:
                 assert await keys(store, "", after) == [n for n in ordered if n > after], after
                 assert await keys(store, "b/", after) == [n for n in ordered if n > after and n.startswith("b/")], after
 
-        with_store(open_store, body)
-
-    def test_a_listing_and_head_give_sizes(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_a_listing_and_head_give_sizes(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             for size in (0, 1, 1000):
                 await store.put(f"s/{size:04d}", bytes(size))
             found = [meta async for meta in store.list("s/")]
@@ -187,10 +157,8 @@ class ObjectsContract:
                 assert (head.key, head.size_bytes) == (meta.key, meta.size_bytes)
                 assert head.modified_ms > 0
 
-        with_store(open_store, body)
-
-    def test_deleting_is_idempotent_and_frees_the_listing(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_deleting_is_idempotent_and_frees_the_listing(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             await store.put("d/1", b"x")
             await store.put("d/2", b"y")
             await store.delete("d/1")
@@ -201,13 +169,11 @@ class ObjectsContract:
             assert await store.head("d/1") is None
             assert await store.get("d/2") == b"y"
 
-        with_store(open_store, body)
-
     @pytest.mark.parametrize(
         "key", ["", "/a", "a/", "a//b", ".", "..", "a/../b", "a/.hidden", "a b", "é", "a\n", "a%2f", "a\\b", "x" * 901]
     )
-    def test_a_bad_key_is_invalid_everywhere(self, open_store: OpenStore, key: str) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_a_bad_key_is_invalid_everywhere(self, open_store: OpenStore, key: str) -> None:
+        async with open_store() as store:
             for call in (store.put(key, b""), store.get(key), store.head(key), store.delete(key)):
                 with pytest.raises(InvalidError):
                     await call
@@ -215,10 +181,8 @@ class ObjectsContract:
                 await store.get_ranges(key, [(0, 1)])
             assert await keys(store, "") == []
 
-        with_store(open_store, body)
-
-    def test_every_permitted_character_makes_its_own_key(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_every_permitted_character_makes_its_own_key(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             names = [f"k/a{mark}b" for mark in "-_.=+,:@!Zz09"]
             for name in names:
                 await store.put(name, name.encode())
@@ -226,10 +190,8 @@ class ObjectsContract:
             for name in names:
                 assert await store.get(name) == name.encode()
 
-        with_store(open_store, body)
-
-    def test_a_closed_store_says_so(self, open_store: OpenStore) -> None:
-        async def body(store: ObjectStore) -> None:
+    async def test_a_closed_store_says_so(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
             await store.put("k", b"v")
             await store.aclose()
             await store.aclose()
@@ -238,5 +200,3 @@ class ObjectsContract:
                     await call
             with pytest.raises(ClosedError):
                 await keys(store, "")
-
-        with_store(open_store, body)

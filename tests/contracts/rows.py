@@ -21,14 +21,6 @@ OpenDomain = Callable[[], AbstractAsyncContextManager[OpenProcess]]
 A, B, C = b"\x01\x00\x01a\x00\x01", b"\x01\x00\x01b\x00\x01", b"\x02\x00\x01c\x00\x01"
 
 
-def on_domain(open_domain: OpenDomain, body: Callable[[OpenProcess], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with open_domain() as process:
-            await body(process)
-
-    asyncio.run(main())
-
-
 async def read(chunks: AsyncIterator[tuple[list[bytes], list[bytes]]]) -> list[tuple[bytes, bytes]]:
     return [pair async for keys, values in chunks for pair in zip(keys, values, strict=True)]
 
@@ -36,8 +28,8 @@ async def read(chunks: AsyncIterator[tuple[list[bytes], list[bytes]]]) -> list[t
 class RowsContract:
     """Fixture `open_domain` is provided by the subclass's module."""
 
-    def test_what_is_committed_is_read_back(self, open_domain: OpenDomain) -> None:
-        async def body(process: OpenProcess) -> None:
+    async def test_what_is_committed_is_read_back(self, open_domain: OpenDomain) -> None:
+        async with open_domain() as process:
             rows = await process()
             seqno = await rows.commit([(A, b"1"), (B, b"2")])
             await rows.sync()
@@ -48,10 +40,8 @@ class RowsContract:
             assert (found.seqno, found.value) == (seqno, b"1")
             assert await rows.get_row(C) is None
 
-        on_domain(open_domain, body)
-
-    def test_after_sync_another_process_reads_what_was_committed(self, open_domain: OpenDomain) -> None:
-        async def body(process: OpenProcess) -> None:
+    async def test_after_sync_another_process_reads_what_was_committed(self, open_domain: OpenDomain) -> None:
+        async with open_domain() as process:
             one, other = await process(), await process()
             for number in range(5):
                 await one.commit([(A, b"%d" % number)])
@@ -61,10 +51,10 @@ class RowsContract:
             await one.sync()
             assert await one.get(B) == b"theirs"
 
-        on_domain(open_domain, body)
-
-    def test_a_stamp_is_another_one_once_a_row_with_its_first_byte_was_written(self, open_domain: OpenDomain) -> None:
-        async def body(process: OpenProcess) -> None:
+    async def test_a_stamp_is_another_one_once_a_row_with_its_first_byte_was_written(
+        self, open_domain: OpenDomain
+    ) -> None:
+        async with open_domain() as process:
             one, other = await process(), await process()
             await one.commit([(A, b"1"), (C, b"1")])
             for rows in (one, other):
@@ -81,21 +71,17 @@ class RowsContract:
                 await rows.sync()
                 assert await rows.change_stamp(A[:1]) == before, "which is what it is for"
 
-        on_domain(open_domain, body)
-
-    def test_seqnos_grow_with_every_commit_whoever_makes_it(self, open_domain: OpenDomain) -> None:
-        async def body(process: OpenProcess) -> None:
+    async def test_seqnos_grow_with_every_commit_whoever_makes_it(self, open_domain: OpenDomain) -> None:
+        async with open_domain() as process:
             one, other = await process(), await process()
             seqnos = [await rows.commit([(A, b"x")]) for rows in (one, other, one, other)]
             assert seqnos == sorted(set(seqnos))
             assert seqnos[0] > 0
 
-        on_domain(open_domain, body)
-
-    def test_a_commit_whose_expectation_fails_changes_nothing_and_tells_what_is_there(
+    async def test_a_commit_whose_expectation_fails_changes_nothing_and_tells_what_is_there(
         self, open_domain: OpenDomain
     ) -> None:
-        async def body(process: OpenProcess) -> None:
+        async with open_domain() as process:
             one, other = await process(), await process()
             first = await one.commit([(A, b"1")], expects={A: 0})
             second = await one.commit([(A, b"2")], expects={A: first, B: 0})
@@ -111,10 +97,8 @@ class RowsContract:
             await other.sync()
             assert await other.get_many([A, B]) == [b"2", None]
 
-        on_domain(open_domain, body)
-
-    def test_a_deleted_row_is_not_read_but_counts_as_a_change(self, open_domain: OpenDomain) -> None:
-        async def body(process: OpenProcess) -> None:
+    async def test_a_deleted_row_is_not_read_but_counts_as_a_change(self, open_domain: OpenDomain) -> None:
+        async with open_domain() as process:
             rows = await process()
             written = await rows.commit([(A, b"1"), (B, b"2")])
             deleted = await rows.commit([(A, b"")], expects={A: written})
@@ -131,10 +115,8 @@ class RowsContract:
             await rows.commit([(A, b"")])
             await rows.commit([(A, b"again")], expects={A: 0})  # 0 expects no live row
 
-        on_domain(open_domain, body)
-
-    def test_scans_are_ordered_both_ways_and_half_open(self, open_domain: OpenDomain) -> None:
-        async def body(process: OpenProcess) -> None:
+    async def test_scans_are_ordered_both_ways_and_half_open(self, open_domain: OpenDomain) -> None:
+        async with open_domain() as process:
             rows = await process()
             some = [(b"\x01%03d\x00\x01" % number, b"v%d" % number) for number in range(50)]
             await rows.commit([*some[10:], *some[:10], (C, b"c")])
@@ -147,10 +129,8 @@ class RowsContract:
             assert await read(rows.prefix(b"\x0101", reverse=True)) == some[19:9:-1]
             assert await read(rows.prefix(b"\x03")) == []
 
-        on_domain(open_domain, body)
-
-    def test_of_racing_commits_with_one_expectation_exactly_one_wins(self, open_domain: OpenDomain) -> None:
-        async def body(process: OpenProcess) -> None:
+    async def test_of_racing_commits_with_one_expectation_exactly_one_wins(self, open_domain: OpenDomain) -> None:
+        async with open_domain() as process:
             processes = [await process() for _ in range(3)]
 
             async def try_it(rows: DomainRows, number: int) -> bool:
@@ -165,19 +145,13 @@ class RowsContract:
             await processes[0].sync()
             assert await processes[0].get(A) == b"%d" % won.index(True)
 
-        on_domain(open_domain, body)
-
-    def test_a_commit_without_rows_is_invalid(self, open_domain: OpenDomain) -> None:
-        async def body(process: OpenProcess) -> None:
+    async def test_a_commit_without_rows_is_invalid(self, open_domain: OpenDomain) -> None:
+        async with open_domain() as process:
             with pytest.raises(InvalidError):
                 await (await process()).commit([])
 
-        on_domain(open_domain, body)
-
-    def test_a_flush_persists_what_was_committed(self, open_domain: OpenDomain) -> None:
-        async def body(process: OpenProcess) -> None:
+    async def test_a_flush_persists_what_was_committed(self, open_domain: OpenDomain) -> None:
+        async with open_domain() as process:
             rows = await process()
             seqno = await rows.commit([(A, b"1")])
             assert await rows.flush(10.0) >= seqno
-
-        on_domain(open_domain, body)

@@ -7,12 +7,13 @@ import json
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from support.waiting import eventually
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -119,10 +120,7 @@ def test_a_run_that_is_told_to_end_leaves_nothing_behind() -> None:
 
 
 def ends(pid: int) -> None:
-    until_s = time.monotonic() + 30
-    while runs(pid):
-        assert time.monotonic() < until_s, "it still runs"
-        time.sleep(0.02)
+    eventually(lambda: not runs(pid), "it still runs")
 
 
 def runs(pid: int) -> bool:

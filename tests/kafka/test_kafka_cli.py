@@ -6,7 +6,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -17,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.kafka.harness import RealBroker
+from support.waiting import eventually
 from tidemill.base.errors import InvalidError
 from tidemill.cli.topic.line_format import JsonLineParser, TextLineParser, format_json_line, format_text_line
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, PipelineRow, TopicRow
@@ -169,9 +169,7 @@ def test_ctrl_c_ends_a_follower_and_a_reader_that_has_enough_ends_it_too(world: 
         assert typing.stdin is not None
         typing.stdin.write(b"one\ntwo\n")
         typing.stdin.flush()
-        deadline = time.monotonic() + TIMEOUT_S
-        while world.run("consume", "live").split() != ["now", "one", "two"]:
-            assert time.monotonic() < deadline
+        eventually(lambda: world.run("consume", "live").split() == ["now", "one", "two"])
         typing.send_signal(signal.SIGINT)
         typing.stdin.close()
         assert typing.wait(TIMEOUT_S) == 130

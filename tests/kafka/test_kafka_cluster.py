@@ -223,7 +223,5 @@ def test_a_session_is_told_that_a_partition_moved_and_goes_on_where_it_moved_to(
             well.update(at for at, each in reported.items() if not each.code)
             return well >= {("t", p) for p in others}
 
-        until = time.monotonic() + 40
-        while not moved():
-            assert time.monotonic() < until
+        eventually(moved)
         assert reader.fetch({}, session_id=first.session_id, epoch=epoch + 1).reported == {}

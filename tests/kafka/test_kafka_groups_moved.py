@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from support.kafka.groups.moved import World, ask, run, stable
+from support.kafka.groups.moved import World, ask, stable
+from support.waiting import until
 from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import METASTORE_BATCH_BYTES
 from tidemill.kafka import error_codes
@@ -44,8 +45,8 @@ async def nothing() -> None:
     """No transaction holds offsets."""
 
 
-def test_the_next_coordinator_finds_the_generation_its_members_and_their_assignment() -> None:
-    async def body(world: World) -> None:
+async def test_the_next_coordinator_finds_the_generation_its_members_and_their_assignment() -> None:
+    async with World() as world:
         member = await stable(await world.node().get("g"))
         found = await world.node().get("g")
         assert (found.group.phase, found.group.generation, found.group.leader) == (Phase.STABLE, 1, member)
@@ -55,11 +56,9 @@ def test_the_next_coordinator_finds_the_generation_its_members_and_their_assignm
         assert head is not None
         assert (head.members, head.protocol, head.kind) == (1, "range", "classic")
 
-    run(body)
 
-
-def test_a_coordinator_that_was_replaced_writes_nothing_more() -> None:
-    async def body(world: World) -> None:
+async def test_a_coordinator_that_was_replaced_writes_nothing_more() -> None:
+    async with World() as world:
         old = await world.node().get("g")
         assert await old.write(committed(5)) == 0
         new = await world.node().get("g")
@@ -68,13 +67,9 @@ def test_a_coordinator_that_was_replaced_writes_nothing_more() -> None:
         assert old.is_closed
         assert await world.offsets() == [7]
 
-    run(body)
 
-
-def test_the_next_coordinator_finds_the_members_of_the_consumer_protocol_and_the_old_one_tells_nobody_anything() -> (
-    None
-):
-    async def body(world: World) -> None:
+async def test_the_next_coordinator_finds_the_members_of_the_consumer_protocol_and_the_old_one_tells_nothing() -> None:
+    async with World() as world:
         seen, old = OneTopic(), await world.node().get("g")
         reported = await old.consumer_heartbeat(joins("m1"), seen)
         assert (reported.epoch, reported.assignment) == (1, {"t": frozenset({0, 1})})
@@ -101,15 +96,12 @@ def test_the_next_coordinator_finds_the_members_of_the_consumer_protocol_and_the
         assert head is not None and (head.kind, head.generation) == ("classic", 3)
         assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == [member]
 
-    run(body)
 
-
-def test_f231_a_group_of_the_consumer_protocol_that_cannot_be_written_tells_what_is_durable(
+async def test_f231_a_group_of_the_consumer_protocol_that_cannot_be_written_tells_what_is_durable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(group_writer, "WRITE_BUDGET_S", 0.3)
-
-    async def body(world: World) -> None:
+    async with World() as world:
         node, seen = world.node(), OneTopic()
         led = await node.get("g")
         await led.consumer_heartbeat(joins("m1"), seen)
@@ -126,11 +118,9 @@ def test_f231_a_group_of_the_consumer_protocol_that_cannot_be_written_tells_what
             assert again is not led and list(again.group.members) == ["m1"]
             assert (await again.consumer_heartbeat(HeartbeatRequest("m1", 1), seen)).error == 0
 
-    run(body)
 
-
-def test_an_assignment_of_a_coordinator_that_was_replaced_reaches_nobody() -> None:
-    async def body(world: World) -> None:
+async def test_an_assignment_of_a_coordinator_that_was_replaced_reaches_nobody() -> None:
+    async with World() as world:
         old = await world.node().get("g")
         answer = await old.join(ask())
         new = await world.node().get("g")
@@ -138,8 +128,6 @@ def test_an_assignment_of_a_coordinator_that_was_replaced_reaches_nobody() -> No
         reported = await old.sync(SyncRequest(answer.member_id, None, answer.generation, assignments=(("m1", b"all"),)))
         assert reported.error == error_codes.NOT_COORDINATOR
         assert [row.member_id for row in await world.metastore.rows(GROUP_MEMBERS, "g")] == ["m2"]
-
-    run(body)
 
 
 class Unsure:
@@ -175,8 +163,8 @@ class Unsure:
 
 @pytest.mark.parametrize("how", ["done", "late", "never", "away"])
 @pytest.mark.parametrize("renewed", ["", "done", "late", "never"])
-def test_a_write_of_unknown_outcome_is_made_once_and_never_later(how: str, renewed: str) -> None:
-    async def body(world: World) -> None:
+async def test_a_write_of_unknown_outcome_is_made_once_and_never_later(how: str, renewed: str) -> None:
+    async with World() as world:
         led = await world.node().get("g")
         unsure = Unsure(world.metastore)
         unsure.next = [how, *([renewed] if renewed and how != "away" else [])]
@@ -191,13 +179,12 @@ def test_a_write_of_unknown_outcome_is_made_once_and_never_later(how: str, renew
         assert led.heartbeat(member, None, 2) == 0
         assert await world.offsets() == [7]
 
-    run(body)
 
-
-def test_f231_a_group_that_cannot_be_written_ends_here_and_nothing_else_does(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_f231_a_group_that_cannot_be_written_ends_here_and_nothing_else_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(group_writer, "WRITE_BUDGET_S", 0.3)
-
-    async def body(world: World) -> None:
+    async with World() as world:
         node = world.node()
         broken, other = await node.get("g"), await node.get("other")
         member = await stable(broken)
@@ -215,8 +202,6 @@ def test_f231_a_group_that_cannot_be_written_ends_here_and_nothing_else_does(mon
             again = await node.get("g")
             assert again.heartbeat(member, None, 1) == 0, "what was durable goes on"
 
-    run(body)
-
 
 def noted(partition: int, count: int, letters: int = 4_096) -> list[tuple[bytes, bytes]]:
     """Offsets with long metadata."""
@@ -232,8 +217,8 @@ async def syncing(led: GroupRunner) -> asyncio.Future[SyncAnswer]:
     )
 
 
-def test_commits_that_come_together_are_no_more_than_one_write_may_hold_and_each_is_taken() -> None:
-    async def body(world: World) -> None:
+async def test_commits_that_come_together_are_no_more_than_one_write_may_hold_and_each_is_taken() -> None:
+    async with World() as world:
         led = await world.node().get("g")
         commit, sizes = world.metastore.commit, []
 
@@ -250,11 +235,9 @@ def test_commits_that_come_together_are_no_more_than_one_write_may_hold_and_each
         assert len(sizes) < 10, "what fits is written together"
         assert len(await world.offsets()) == 2_000
 
-    run(body)
 
-
-def test_a_commit_that_is_refused_is_refused_alone() -> None:
-    async def body(world: World) -> None:
+async def test_a_commit_that_is_refused_is_refused_alone() -> None:
+    async with World() as world:
         led = await world.node().get("g")
         synced = await syncing(led)
         parts = [noted(0, 1), noted(1, 1, 300 << 10), noted(2, 1)]
@@ -264,13 +247,10 @@ def test_a_commit_that_is_refused_is_refused_alone() -> None:
         assert await world.offsets() == [5, 5]
         assert await led.write(committed(7)) == 0, "the group goes on"
 
-    run(body)
 
-
-def test_a_membership_that_keeps_changing_does_not_keep_offsets_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_membership_that_keeps_changing_does_not_keep_offsets_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_writer, "WRITE_BYTES", 0)
-
-    async def body(world: World) -> None:
+    async with World() as world:
         led = await world.node().get("g")
         commit, written = world.metastore.commit, []
 
@@ -285,11 +265,9 @@ def test_a_membership_that_keeps_changing_does_not_keep_offsets_waiting(monkeypa
         assert len(written) <= 3 and True in written
         assert (await synced).error == 0
 
-    run(body)
 
-
-def test_a_group_moves_when_nodes_come_and_go_and_members_are_missed_without_being_asked() -> None:
-    async def body(world: World) -> None:
+async def test_a_group_moves_when_nodes_come_and_go_and_members_are_missed_without_being_asked() -> None:
+    async with World() as world:
         owns = {"a": True}
         first = world.node(lambda _: owns["a"])
         second = world.node(lambda _: not owns["a"])
@@ -304,30 +282,23 @@ def test_a_group_moves_when_nodes_come_and_go_and_members_are_missed_without_bei
             await first.get("g")
         assert refused.value.code == error_codes.NOT_COORDINATOR
         second.apply_ownership()
-        while second.loaded_group("g") is None:
-            await asyncio.sleep(0.01)
+        await until(lambda: second.loaded_group("g") is not None)
         found = second.loaded_group("g")
         assert found is not None and found.group.phase is Phase.STABLE
 
-    run(body)
 
-
-def test_groups_that_hold_only_offsets_leave_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_groups_that_hold_only_offsets_leave_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(group_runner, "IDLE_S", 0.05)
-
-    async def body(world: World) -> None:
+    async with World() as world:
         node = world.node()
         assert await (await node.get("g")).write(committed(5)) == 0
-        while node.loaded_group("g") is not None:
-            await asyncio.sleep(0.01)
+        await until(lambda: node.loaded_group("g") is None)
         assert await (await node.get("g")).write(committed(6)) == 0
         assert await world.offsets() == [6]
 
-    run(body)
 
-
-def test_f232_more_groups_or_bytes_than_the_node_holds_are_refused_and_those_there_go_on() -> None:
-    async def body(world: World) -> None:
+async def test_f232_more_groups_or_bytes_than_the_node_holds_are_refused_and_those_there_go_on() -> None:
+    async with World() as world:
         node = world.node(groups_max=1, bytes_max=10)
         led = await node.get("g")
         with pytest.raises(GroupUnavailableError) as refused:
@@ -343,11 +314,9 @@ def test_f232_more_groups_or_bytes_than_the_node_holds_are_refused_and_those_the
                 await node.get(name)
             assert refused.value.code == error_codes.INVALID_GROUP_ID
 
-    run(body)
 
-
-def test_a_deletion_ends_with_an_error_if_its_group_moves_away_meanwhile() -> None:
-    async def body(world: World) -> None:
+async def test_a_deletion_ends_with_an_error_if_its_group_moves_away_meanwhile() -> None:
+    async with World() as world:
         led = await world.node().get("g")
 
         async def move_away() -> None:
@@ -355,11 +324,9 @@ def test_a_deletion_ends_with_an_error_if_its_group_moves_away_meanwhile() -> No
 
         assert await led.delete(move_away) == error_codes.NOT_COORDINATOR
 
-    run(body)
 
-
-def test_a_group_is_deleted_with_everything_and_begins_anew() -> None:
-    async def body(world: World) -> None:
+async def test_a_group_is_deleted_with_everything_and_begins_anew() -> None:
+    async with World() as world:
         node = world.node()
         led = await node.get("g")
         member = await stable(led)
@@ -374,5 +341,3 @@ def test_a_group_is_deleted_with_everything_and_begins_anew() -> None:
         again = await node.get("g")
         assert again is not led
         assert (await again.join(ask())).generation == 1
-
-    run(body)

@@ -617,7 +617,7 @@ def test_a_hundred_requests_for_all_topics_share_a_few_readings_of_the_catalogue
     assert readings < 20
 
 
-def test_a_reading_of_the_catalogue_that_failed_fails_all_who_shared_it() -> None:
+async def test_a_reading_of_the_catalogue_that_failed_fails_all_who_shared_it() -> None:
     class Down:
         readings = 0
 
@@ -626,17 +626,14 @@ def test_a_reading_of_the_catalogue_that_failed_fails_all_who_shared_it() -> Non
             await asyncio.sleep(0.01)
             raise UnavailableError("away.")
 
-    async def scenario() -> None:
-        catalogue = Down()
-        cache = TopicCache(catalogue, SystemClock())  # type: ignore[arg-type]
-        found = await asyncio.gather(*(cache.refresh() for _ in range(20)), return_exceptions=True)
-        assert all(isinstance(each, UnavailableError) for each in found)
-        assert catalogue.readings <= 2
-
-    asyncio.run(scenario())
+    catalogue = Down()
+    cache = TopicCache(catalogue, SystemClock())  # type: ignore[arg-type]
+    found = await asyncio.gather(*(cache.refresh() for _ in range(20)), return_exceptions=True)
+    assert all(isinstance(each, UnavailableError) for each in found)
+    assert catalogue.readings <= 2
 
 
-def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_wait_and_keeps_nothing(
+async def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_wait_and_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Once ValueError, so UNKNOWN_SERVER_ERROR: the refresh under way had taken the waiting futures away."""
@@ -654,23 +651,20 @@ def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_w
                 raise self.error
             return []
 
-    async def scenario() -> None:
-        catalogue = Slow()
-        cache = TopicCache(catalogue, SystemClock())  # type: ignore[arg-type]
-        refreshing = asyncio.create_task(cache.run(1000.0))
-        await cache.settle_topics([("orders", 0)], is_id=False)
-        assert cache.resolve("orders", is_id=False) == error_codes.NOT_LEADER_OR_FOLLOWER, "nobody has looked yet"
-        left = asyncio.create_task(cache.await_refresh())
-        await asyncio.sleep(0)
-        left.cancel()  # its client is gone
-        catalogue.error = UnavailableError("away.")
-        catalogue.answer.set()
-        await asyncio.sleep(0.1)
-        assert not [future for future in cache._looking if not future.done()], "nobody waits"
-        catalogue.error = None
-        await cache.settle_topics([("orders", 0)], is_id=False)
-        await cache.next_refresh()
-        assert cache.resolve("orders", is_id=False) == error_codes.UNKNOWN_TOPIC_OR_PARTITION
-        refreshing.cancel()
-
-    asyncio.run(scenario())
+    catalogue = Slow()
+    cache = TopicCache(catalogue, SystemClock())  # type: ignore[arg-type]
+    refreshing = asyncio.create_task(cache.run(1000.0))
+    await cache.settle_topics([("orders", 0)], is_id=False)
+    assert cache.resolve("orders", is_id=False) == error_codes.NOT_LEADER_OR_FOLLOWER, "nobody has looked yet"
+    left = asyncio.create_task(cache.await_refresh())
+    await asyncio.sleep(0)
+    left.cancel()  # its client is gone
+    catalogue.error = UnavailableError("away.")
+    catalogue.answer.set()
+    await asyncio.sleep(0.1)
+    assert not [future for future in cache._looking if not future.done()], "nobody waits"
+    catalogue.error = None
+    await cache.settle_topics([("orders", 0)], is_id=False)
+    await cache.next_refresh()
+    assert cache.resolve("orders", is_id=False) == error_codes.UNKNOWN_TOPIC_OR_PARTITION
+    refreshing.cancel()

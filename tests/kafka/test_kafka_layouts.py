@@ -48,18 +48,13 @@ def test_what_is_kept_is_what_would_be_written(version: int, leaders: tuple[int,
         assert encode_response(3, version, answer(kept)) == encode_response(3, version, answer(plain))
 
 
-def test_topics_with_equal_leaders_share_one_and_what_is_kept_has_a_bound() -> None:
-    async def scenario() -> None:
-        layouts = EncodedPartitions(bytes_max=4_000)
-        assert await layouts.partitions(12, (1, 1)) is await layouts.partitions(12, (1, 1))
-        for number in range(100):
-            await layouts.partitions(12, (number,) * 10)
-            assert layouts.used_bytes <= 4_000
-        many = await layouts.partitions(12, (1,) * (LARGE_PARTITIONS + 1))
-        assert many is await layouts.partitions(12, (1,) * (LARGE_PARTITIONS + 1)), (
-            "the last one is kept, however large"
-        )
-        await layouts.partitions(12, (1,))
+async def test_topics_with_equal_leaders_share_one_and_what_is_kept_has_a_bound() -> None:
+    layouts = EncodedPartitions(bytes_max=4_000)
+    assert await layouts.partitions(12, (1, 1)) is await layouts.partitions(12, (1, 1))
+    for number in range(100):
+        await layouts.partitions(12, (number,) * 10)
         assert layouts.used_bytes <= 4_000
-
-    asyncio.run(scenario())
+    many = await layouts.partitions(12, (1,) * (LARGE_PARTITIONS + 1))
+    assert many is await layouts.partitions(12, (1,) * (LARGE_PARTITIONS + 1)), "the last one is kept, however large"
+    await layouts.partitions(12, (1,))
+    assert layouts.used_bytes <= 4_000

@@ -31,7 +31,7 @@ from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import request_frame
 from support.kafka.security import PASSWORD, Authority, add, confluent, gate, plainly, token
-from support.waiting import eventually, run
+from support.waiting import eventually
 from tidemill.base.clock import Rand
 from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings
@@ -115,25 +115,23 @@ def test_kafka_python_comes_in_by_every_mechanism(secure: tuple[RealBroker, Auth
 
 
 @pytest.mark.parametrize("mechanism", MECHANISMS)
-def test_aiokafka_comes_in_by_every_mechanism(secure: tuple[RealBroker, Authority | None], mechanism: str) -> None:
+async def test_aiokafka_comes_in_by_every_mechanism(
+    secure: tuple[RealBroker, Authority | None], mechanism: str
+) -> None:
     broker, authority = secure
+    config = python_config(broker, authority, mechanism, AioProvider())
+    if authority:
+        from support.kafka.security import trusting
 
-    async def scenario() -> None:
-        config = python_config(broker, authority, mechanism, AioProvider())
-        if authority:
-            from support.kafka.security import trusting
-
-            config["ssl_context"] = trusting(authority)
-        client = AIOKafkaProducer(**config)
-        await client.start()
-        await client.send_and_wait("t", mechanism.encode())
-        await client.stop()
-        reader = AIOKafkaConsumer("t", **config, enable_auto_commit=False, auto_offset_reset="earliest")
-        await reader.start()
-        assert (await reader.getone()).value == mechanism.encode()
-        await reader.stop()
-
-    run(scenario())
+        config["ssl_context"] = trusting(authority)
+    client = AIOKafkaProducer(**config)
+    await client.start()
+    await client.send_and_wait("t", mechanism.encode())
+    await client.stop()
+    reader = AIOKafkaConsumer("t", **config, enable_auto_commit=False, auto_offset_reset="earliest")
+    await reader.start()
+    assert (await reader.getone()).value == mechanism.encode()
+    await reader.stop()
 
 
 @pytest.mark.parametrize("mechanism", CLASSIC)
@@ -555,36 +553,32 @@ def test_whatever_is_said_nobody_comes_in(
     client.close()
 
 
-def test_the_authenticator_takes_turns_with_passwords() -> None:
+async def test_the_authenticator_takes_turns_with_passwords() -> None:
     """Deriving a password costs milliseconds of a processor: two at once, however many ask."""
     users = Users.__new__(Users)
+    authenticator = Authenticator(users, Rand())
+    running = peak = 0
 
-    async def scenario() -> None:
-        authenticator = Authenticator(users, Rand())
-        running = peak = 0
+    async def credential(user: str, mechanism: int) -> None:
+        return None
 
-        async def credential(user: str, mechanism: int) -> None:
-            return None
+    users.credential = credential  # type: ignore[method-assign,assignment]
+    real = asyncio.to_thread
 
-        users.credential = credential  # type: ignore[method-assign,assignment]
-        real = asyncio.to_thread
+    async def counted(*arguments: Any) -> Any:
+        nonlocal running, peak
+        running += 1
+        peak = max(peak, running)
+        try:
+            return await real(*arguments)
+        finally:
+            running -= 1
 
-        async def counted(*arguments: Any) -> Any:
-            nonlocal running, peak
-            running += 1
-            peak = max(peak, running)
-            try:
-                return await real(*arguments)
-            finally:
-                running -= 1
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tidemill.security.sasl.asyncio.to_thread", counted)
-            results = await asyncio.gather(
-                *(authenticator.verify_password("u", "p") for _ in range(10)), return_exceptions=True
-            )
-        assert all(isinstance(result, Exception) for result in results)
-        assert peak == 2
-
-    asyncio.run(scenario())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tidemill.security.sasl.asyncio.to_thread", counted)
+        results = await asyncio.gather(
+            *(authenticator.verify_password("u", "p") for _ in range(10)), return_exceptions=True
+        )
+    assert all(isinstance(result, Exception) for result in results)
+    assert peak == 2
     assert ScramServer(SCRAM_SHA_256, "n").read_client_first(b"n,,n=u,r=x") == "u"

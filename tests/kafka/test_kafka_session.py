@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.kafka.fake_topics import FakeTopicLog
 from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import RawClient, batch, decode, example, fetch_body, produce_body, request_frame
-from support.waiting import eventually, run
+from support.waiting import eventually
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.errors import InvalidError
@@ -79,25 +79,21 @@ def test_reads_that_run_together_have_room_together(connection_bytes_max: int, t
         broker.close()
 
 
-def test_produce_reserves_every_batch_in_order_before_any_await() -> None:
+async def test_produce_reserves_every_batch_in_order_before_any_await() -> None:
     """K1, seed 000: `begin` alone, without one turn of the loop, has made every reservation of the request."""
-
-    async def scenario() -> None:
-        topics = FakeTopicLog()
-        cache = TopicCache(None, None)  # type: ignore[arg-type]
-        cache.add(TopicRow("t", "id", 3))
-        # The clock stands still: a long request may otherwise rest between two batches on a busy machine.
-        parts = {"topics": topics, "cache": cache, "pace": CoopBudget(ManualClock())}
-        context: Any = type("Context", (), {**parts, "access": RequestAuthorizer(None, Audit(SystemClock()))})()
-        before = len(asyncio.all_tasks())
-        for first in (0, 3):
-            parts = [(p, sequence(first + p)) for p in range(3)]
-            frame = memoryview(request_frame(0, 3, 1, produce_body("t", parts)))[4:]
-            k00_produce.begin_produce(context, read_request(frame, 0, 3, 1))
-        assert topics.calls == [("id", 0, 0), ("id", 1, 1), ("id", 2, 2), ("id", 0, 3), ("id", 1, 4), ("id", 2, 5)]
-        assert len(asyncio.all_tasks()) == before
-
-    run(scenario())
+    topics = FakeTopicLog()
+    cache = TopicCache(None, None)  # type: ignore[arg-type]
+    cache.add(TopicRow("t", "id", 3))
+    # The clock stands still: a long request may otherwise rest between two batches on a busy machine.
+    parts = {"topics": topics, "cache": cache, "pace": CoopBudget(ManualClock())}
+    context: Any = type("Context", (), {**parts, "access": RequestAuthorizer(None, Audit(SystemClock()))})()
+    before = len(asyncio.all_tasks())
+    for first in (0, 3):
+        parts = [(p, sequence(first + p)) for p in range(3)]
+        frame = memoryview(request_frame(0, 3, 1, produce_body("t", parts)))[4:]
+        k00_produce.begin_produce(context, read_request(frame, 0, 3, 1))
+    assert topics.calls == [("id", 0, 0), ("id", 1, 1), ("id", 2, 2), ("id", 0, 3), ("id", 1, 4), ("id", 2, 5)]
+    assert len(asyncio.all_tasks()) == before
 
 
 def test_pipelined_produces_are_reserved_in_request_order(fake_broker: FakeBroker) -> None:

@@ -18,7 +18,7 @@ from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import request_frame
 from support.kafka.security import Authority, trusting
-from support.waiting import eventually, run
+from support.waiting import eventually
 from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.errors import InvalidError
 from tidemill.kafka import KafkaSettings
@@ -113,24 +113,21 @@ def test_kafka_python_produces_and_consumes(secure: RealBroker, authority: Autho
     reader.close()
 
 
-def test_aiokafka_produces_and_consumes(secure: RealBroker, authority: Authority) -> None:
-    async def scenario() -> None:
-        config: dict[str, Any] = {
-            "bootstrap_servers": secure.address,
-            "security_protocol": "SSL",
-            "ssl_context": trusting(authority),
-        }
-        client = AIOKafkaProducer(**config, max_request_size=10_000_000)
-        await client.start()
-        for value in VALUES:
-            await client.send_and_wait("t", value)
-        await client.stop()
-        reader = AIOKafkaConsumer("t", **config, enable_auto_commit=False, auto_offset_reset="earliest")
-        await reader.start()
-        assert [(await reader.getone()).value for _ in VALUES] == VALUES
-        await reader.stop()
-
-    run(scenario())
+async def test_aiokafka_produces_and_consumes(secure: RealBroker, authority: Authority) -> None:
+    config: dict[str, Any] = {
+        "bootstrap_servers": secure.address,
+        "security_protocol": "SSL",
+        "ssl_context": trusting(authority),
+    }
+    client = AIOKafkaProducer(**config, max_request_size=10_000_000)
+    await client.start()
+    for value in VALUES:
+        await client.send_and_wait("t", value)
+    await client.stop()
+    reader = AIOKafkaConsumer("t", **config, enable_auto_commit=False, auto_offset_reset="earliest")
+    await reader.start()
+    assert [(await reader.getone()).value for _ in VALUES] == VALUES
+    await reader.stop()
 
 
 def test_a_client_that_reads_slowly_gets_every_byte(secure: RealBroker, authority: Authority) -> None:
@@ -317,7 +314,7 @@ def test_a_gate_in_clear_text_lets_everybody_in_as_nobody(fake_broker: FakeBroke
     assert ListenerSecurity().tls is None
 
 
-def test_many_clients_at_once_shake_hands(authority: Authority) -> None:
+async def test_many_clients_at_once_shake_hands(authority: Authority) -> None:
     broker = FakeBroker(gate=authority.gate())
 
     async def one(context: ssl.SSLContext, number: int) -> None:
@@ -329,9 +326,6 @@ def test_many_clients_at_once_shake_hands(authority: Authority) -> None:
         assert int.from_bytes((await reader.readexactly(size))[:4], "big") == number
         writer.close()
 
-    async def scenario() -> None:
-        context = trusting(authority)
-        await asyncio.gather(*(one(context, i) for i in range(100)))
-
-    run(scenario())
+    context = trusting(authority)
+    await asyncio.gather(*(one(context, i) for i in range(100)))
     broker.close()

@@ -300,33 +300,29 @@ def test_an_operators_abort_is_carried_out_by_the_nodes_that_run() -> None:
         cluster.close()
 
 
-def test_aiokafkas_producer_and_consumer(broker: RealBroker) -> None:
+async def test_aiokafkas_producer_and_consumer(broker: RealBroker) -> None:
     from aiokafka import AIOKafkaConsumer, AIOKafkaProducer, TopicPartition
 
     broker.create_topic("t", 1)
-
-    async def body() -> None:
-        client = AIOKafkaProducer(bootstrap_servers=broker.address, transactional_id="aio")
-        await client.start()
-        for value, commit in ((b"a", True), (b"b", False), (b"c", True)):
-            await client.begin_transaction()
-            await client.send_and_wait("t", value, partition=0)
-            if commit:
-                await client.send_offsets_to_transaction({TopicPartition("t", 0): 7}, "aio-group")
-                await client.commit_transaction()
-            else:
-                await client.abort_transaction()
-        await client.stop()
-        reader = AIOKafkaConsumer(
-            bootstrap_servers=broker.address, isolation_level="read_committed", auto_offset_reset="earliest"
-        )
-        await reader.start()
-        reader.assign([TopicPartition("t", 0)])
-        async with asyncio.timeout(DEADLINE_S):
-            assert [(await reader.getone()).value for _ in range(2)] == [b"a", b"c"]
-        await reader.stop()
-
-    asyncio.run(body())
+    client = AIOKafkaProducer(bootstrap_servers=broker.address, transactional_id="aio")
+    await client.start()
+    for value, commit in ((b"a", True), (b"b", False), (b"c", True)):
+        await client.begin_transaction()
+        await client.send_and_wait("t", value, partition=0)
+        if commit:
+            await client.send_offsets_to_transaction({TopicPartition("t", 0): 7}, "aio-group")
+            await client.commit_transaction()
+        else:
+            await client.abort_transaction()
+    await client.stop()
+    reader = AIOKafkaConsumer(
+        bootstrap_servers=broker.address, isolation_level="read_committed", auto_offset_reset="earliest"
+    )
+    await reader.start()
+    reader.assign([TopicPartition("t", 0)])
+    async with asyncio.timeout(DEADLINE_S):
+        assert [(await reader.getone()).value for _ in range(2)] == [b"a", b"c"]
+    await reader.stop()
 
 
 def test_admin_lists_and_describes_transactions_and_producers(broker: RealBroker) -> None:

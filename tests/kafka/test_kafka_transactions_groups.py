@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from kio.index import load_request_schema
 
-from support.kafka.groups.moved import World, run, stable
+from support.kafka.groups.moved import World, stable
 from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, encode, fields, nested
 from support.waiting import eventually
@@ -45,10 +45,9 @@ def wanting(offset: int) -> Callable[[], Awaitable[Offsets]]:
     return wanted
 
 
-def test_who_comes_late_with_a_transactions_offsets_puts_nothing_back() -> None:
+async def test_who_comes_late_with_a_transactions_offsets_puts_nothing_back() -> None:
     """Two nodes carry one transaction to its end; the slow one reads that it is prepared, and is overtaken."""
-
-    async def body(world: World) -> None:
+    async with World() as world:
         slow, fast = (CoordinatedOffsets(world.node(), lambda _: "", world.clock) for _ in range(2))
         asked, go_on = asyncio.Event(), asyncio.Event()
 
@@ -72,11 +71,9 @@ def test_who_comes_late_with_a_transactions_offsets_puts_nothing_back() -> None:
         await slow.commit("g", completed)
         assert await world.offsets() == [9]
 
-    run(body)
 
-
-def test_offsets_of_one_group_take_turns() -> None:
-    async def body(world: World) -> None:
+async def test_offsets_of_one_group_take_turns() -> None:
+    async with World() as world:
         store = CoordinatedOffsets(world.node(), lambda _: "", world.clock)
         asked, go_on = asyncio.Event(), asyncio.Event()
 
@@ -94,11 +91,9 @@ def test_offsets_of_one_group_take_turns() -> None:
         await asyncio.gather(first, second)
         assert await world.offsets() == [9]
 
-    run(body)
 
-
-def test_offsets_wait_for_their_groups_coordinator_and_those_of_no_group_are_refused() -> None:
-    async def body(world: World) -> None:
+async def test_offsets_wait_for_their_groups_coordinator_and_those_of_no_group_are_refused() -> None:
+    async with World() as world:
         elsewhere = CoordinatedOffsets(world.node(lambda _: False), lambda _: "n2", world.clock)
         with pytest.raises(UnavailableError):
             await elsewhere.commit("g", wanting(1))
@@ -107,19 +102,15 @@ def test_offsets_wait_for_their_groups_coordinator_and_those_of_no_group_are_ref
             await CoordinatedOffsets(world.node(), lambda _: "", world.clock).commit("", wanting(1))
         assert await world.offsets() == []
 
-    run(body)
 
-
-def test_a_group_that_was_taken_over_says_so_and_takes_nothing() -> None:
-    async def body(world: World) -> None:
+async def test_a_group_that_was_taken_over_says_so_and_takes_nothing() -> None:
+    async with World() as world:
         led = await world.node().get("g")
         await stable(led)
         assert await led.check_leadership()
         await world.node().get("g")
         assert not await led.check_leadership()
         assert await led.write([]) == error_codes.NOT_COORDINATOR
-
-    run(body)
 
 
 class Kept:
@@ -129,10 +120,9 @@ class Kept:
         return 0
 
 
-def test_a_group_that_was_taken_over_and_given_up_unnoticed_takes_offsets_again() -> None:
+async def test_a_group_that_was_taken_over_and_given_up_unnoticed_takes_offsets_again() -> None:
     """Two nodes were of two minds about who owns it, and its members have said nothing since but that they live."""
-
-    async def body(world: World) -> None:
+    async with World() as world:
         owns = {"other": True}
         mine, other = world.node(), world.node(lambda _: owns["other"])
         member = await stable(await mine.get("g"))
@@ -148,11 +138,9 @@ def test_a_group_that_was_taken_over_and_given_up_unnoticed_takes_offsets_again(
         assert await kept() == 0
         assert (await mine.get("g")).heartbeat(member, None, 1) == 0
 
-    run(body)
 
-
-def test_a_group_forgets_ids_that_do_not_hold_it_in_two_steps() -> None:
-    async def body(world: World) -> None:
+async def test_a_group_forgets_ids_that_do_not_hold_it_in_two_steps() -> None:
+    async with World() as world:
         consensus, rand = world.consensus, world.rand
 
         async def hold(transactional_id: str, *groups: str) -> None:
@@ -182,8 +170,6 @@ def test_a_group_forgets_ids_that_do_not_hold_it_in_two_steps() -> None:
         await hold("b")
         await forget(3 * LEAVE_MS)
         assert await forget(4 * LEAVE_MS) == []
-
-    run(body)
 
 
 # on the wire --------------------------------------------------------------------------------------

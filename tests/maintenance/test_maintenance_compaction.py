@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -123,14 +123,6 @@ class World(L1World):
         return sorted({key: (offset, key, value) for offset, key, value in rows}.values())
 
 
-def run(body: Callable[[World], Awaitable[None]], **config: str) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(60), World(**config) as world:
-            await body(world)
-
-    asyncio.run(main())
-
-
 async def fill(world: World, rounds: int = 6) -> None:
     """Some keys that come again and again in extents of two batches; last a batch of its own that stays."""
     codecs = ["none", "gzip", "snappy", "lz4", "zstd"]
@@ -145,8 +137,8 @@ async def fill(world: World, rounds: int = 6) -> None:
     await world.move()
 
 
-def test_of_each_key_the_newest_record_stays_and_what_was_replaced_is_collected() -> None:
-    async def body(world: World) -> None:
+async def test_of_each_key_the_newest_record_stays_and_what_was_replaced_is_collected() -> None:
+    async with World() as world:
         await fill(world)
         await world.compact()
         assert await world.read() == world.newest()
@@ -161,11 +153,9 @@ def test_of_each_key_the_newest_record_stays_and_what_was_replaced_is_collected(
             pass
         assert await world.read() == world.newest() and await world.problems() == []
 
-    run(body)
 
-
-def test_what_is_clean_is_not_rewritten_and_what_comes_later_is_compacted_again() -> None:
-    async def body(world: World) -> None:
+async def test_what_is_clean_is_not_rewritten_and_what_comes_later_is_compacted_again() -> None:
+    async with World() as world:
         await fill(world)
         await world.compact()
         passes = world.job.facts()["passes"]
@@ -178,23 +168,19 @@ def test_what_is_clean_is_not_rewritten_and_what_comes_later_is_compacted_again(
         assert [row for row in await world.read() if row[1] != b"last"] == rows
         assert (world.job.facts()["passes"], await world.problems()) == (2, [])
 
-    run(body)
-
 
 @pytest.mark.parametrize("room", [1, 2, 3])
-def test_more_keys_than_the_map_holds_take_several_passes(room: int) -> None:
-    async def body(world: World) -> None:
+async def test_more_keys_than_the_map_holds_take_several_passes(room: int) -> None:
+    async with World() as world:
         await fill(world)
         job = world.compactor(room, target_bytes=300)
         await world.compact(job)
         assert await world.read() == world.newest() and await world.problems() == []
         assert job.facts()["passes"] > 1  # type: ignore[operator]
 
-    run(body)
 
-
-def test_a_tombstone_outlives_what_it_deletes_by_its_delay() -> None:
-    async def body(world: World) -> None:
+async def test_a_tombstone_outlives_what_it_deletes_by_its_delay() -> None:
+    async with World() as world:
         await world.send(("a", "1"), ("b", "1"))
         await world.move()
         await world.send(("a", None))
@@ -212,11 +198,9 @@ def test_a_tombstone_outlives_what_it_deletes_by_its_delay() -> None:
         assert await world.read() == [(1, b"b", b"1"), (3, b"c", b"1")]
         assert [row.tombstones for row in await world.metastore.rows(L1_CLEANED)] == [()]
 
-    run(body)
 
-
-def test_what_is_young_or_not_read_yet_stays() -> None:
-    async def body(world: World) -> None:
+async def test_what_is_young_or_not_read_yet_stays() -> None:
+    async with World(min_compaction_lag_ms="3600000") as world:
         now_ms = world.clock.now_ms()
         for at_ms in (1_000, 1_001, now_ms, 1_002):
             await world.send(("a", str(at_ms)), at_ms=at_ms)
@@ -238,8 +222,6 @@ def test_what_is_young_or_not_read_yet_stays() -> None:
             "what is younger than an hour stays, and what follows"
         )
 
-    run(body, min_compaction_lag_ms="3600000")
-
 
 def again(world: World) -> TopicCompaction:
     """The job as another node begins it."""
@@ -252,10 +234,10 @@ def again(world: World) -> TopicCompaction:
     ("config", "compacted"),
     [({}, False), ({"min.cleanable.dirty.ratio": "0.4"}, True), ({"max.compaction.lag.ms": "1"}, True)],
 )
-def test_a_partition_is_compacted_when_enough_is_dirty_or_something_is_old(
+async def test_a_partition_is_compacted_when_enough_is_dirty_or_something_is_old(
     config: dict[str, str], compacted: bool
 ) -> None:
-    async def body(world: World) -> None:
+    async with World() as world:
         await fill(world)
         await world.compact()
         full = {"cleanup.policy": "compact", "min.cleanable.dirty.ratio": "0.9", **config}
@@ -266,11 +248,9 @@ def test_a_partition_is_compacted_when_enough_is_dirty_or_something_is_old(
         await world.compact()
         assert world.job.facts()["passes"] == 1 + compacted
 
-    run(body)
 
-
-def test_a_topic_that_only_forgets_is_not_compacted_and_one_that_only_compacts_does_not_forget() -> None:
-    async def body(world: World) -> None:
+async def test_a_topic_that_only_forgets_is_not_compacted_and_one_that_only_compacts_does_not_forget() -> None:
+    async with World(cleanup_policy="delete") as world:
         for policy, kept in (("delete", 5), ("compact", 5)):
             config = {"cleanup.policy": policy, "retention.bytes": "1" if policy == "compact" else "-1"}
             await world.catalogue.change_topic(
@@ -286,12 +266,10 @@ def test_a_topic_that_only_forgets_is_not_compacted_and_one_that_only_compacts_d
             await world.topics._commits.drain(30)
             assert len(await world.read()) == kept
 
-    run(body, cleanup_policy="delete")
-
 
 @pytest.mark.parametrize("policy", ["compact,delete", "delete, compact"])
-def test_a_topic_may_do_both(policy: str) -> None:
-    async def body(world: World) -> None:
+async def test_a_topic_may_do_both(policy: str) -> None:
+    async with World(cleanup_policy=policy, retention_bytes="1") as world:
         await fill(world)
         await world.compact()
         await world.topics.refresh()
@@ -306,11 +284,9 @@ def test_a_topic_may_do_both(policy: str) -> None:
         await world.compact()
         assert await world.problems() == []
 
-    run(body, cleanup_policy=policy, retention_bytes="1")
 
-
-def test_aborted_records_and_markers_of_commits_go_and_readers_of_what_is_committed_see_the_rest() -> None:
-    async def body(world: World) -> None:
+async def test_aborted_records_and_markers_of_commits_go_and_readers_of_what_is_committed_see_the_rest() -> None:
+    async with World() as world:
         kept = [await world.transaction(7, "a", "1", commit=True)]
         await world.transaction(7, "a", "aborted", commit=False)
         await world.transaction(8, "b", "aborted", commit=False)
@@ -326,14 +302,12 @@ def test_aborted_records_and_markers_of_commits_go_and_readers_of_what_is_commit
             assert await world.read(start, committed=True) == [row for row in expected if row[0] >= start]
         assert await world.problems() == []
 
-    run(body)
-
 
 @pytest.mark.parametrize("collect_after_s", [0, 3600])
-def test_what_was_aborted_is_forgotten_once_compaction_took_it_and_nobody_reads_what_was_there(
+async def test_what_was_aborted_is_forgotten_once_compaction_took_it_and_nobody_reads_what_was_there(
     collect_after_s: int,
 ) -> None:
-    async def body(world: World) -> None:
+    async with World() as world:
         context = msgspec.structs.replace(world.levels._g, retention=Retention(collect_after_s=collect_after_s))
         job = TopicCompaction(context, world.holds)
         kept: dict[str, Row] = {}
@@ -370,12 +344,10 @@ def test_what_was_aborted_is_forgotten_once_compaction_took_it_and_nobody_reads_
             assert all(not (value or b"").startswith(b"ab") for _, _, value in await world.read(start, committed=True))
         assert await world.problems() == []
 
-    run(body)
-
 
 @pytest.mark.parametrize("compression", ["none", "gzip"])
-def test_a_record_without_a_key_is_refused_also_while_its_partition_opens(compression: str) -> None:
-    async def body(world: World) -> None:
+async def test_a_record_without_a_key_is_refused_also_while_its_partition_opens(compression: str) -> None:
+    async with World() as world:
         good = encode_batch([Record(b"k", b"v", timestamp_ms=1)] * 3, compression=compression)
         bad = encode_batch([Record(b"k", b"v"), Record(None, b"v")], compression=compression)
         for _ in range(2):
@@ -385,11 +357,9 @@ def test_a_record_without_a_key_is_refused_also_while_its_partition_opens(compre
             assert not isinstance(results[0], BaseException) and not isinstance(results[2], BaseException)
         assert len(await world.read()) == 12
 
-    run(body)
 
-
-def test_two_nodes_that_compact_at_once_and_one_that_levels_harm_nothing() -> None:
-    async def body(world: World) -> None:
+async def test_two_nodes_that_compact_at_once_and_one_that_levels_harm_nothing() -> None:
+    async with World() as world:
         for _ in range(3):
             await fill(world, 4)
 
@@ -410,11 +380,9 @@ def test_two_nodes_that_compact_at_once_and_one_that_levels_harm_nothing() -> No
             ]
             assert await world.problems() == []
 
-    run(body)
 
-
-def test_retention_in_the_middle_of_a_pass_takes_its_extents_from_it() -> None:
-    async def body(world: World) -> None:
+async def test_retention_in_the_middle_of_a_pass_takes_its_extents_from_it() -> None:
+    async with World() as world:
         await fill(world)
         job, real = world.compactor(target_bytes=500), world.rows.register
         assert job is not None
@@ -430,13 +398,11 @@ def test_retention_in_the_middle_of_a_pass_takes_its_extents_from_it() -> None:
         await world.compact(job)
         assert await world.read(15) == [row for row in world.newest() if row[0] >= 15]
 
-    run(body)
-
 
 @pytest.mark.parametrize("nth", range(1, 7))
 @pytest.mark.parametrize("landed", [True, False])
-def test_a_pass_cut_off_at_any_commit_is_made_again(nth: int, landed: bool) -> None:
-    async def body(world: World) -> None:
+async def test_a_pass_cut_off_at_any_commit_is_made_again(nth: int, landed: bool) -> None:
+    async with World() as world:
         await fill(world, 3)
         real, seen = world.metastore.commit, 0
 
@@ -459,11 +425,9 @@ def test_a_pass_cut_off_at_any_commit_is_made_again(nth: int, landed: bool) -> N
         await world.collect()
         assert await world.read() == world.newest()
 
-    run(body)
 
-
-def test_a_partition_whose_object_is_gone_is_told_and_keeps_no_other_waiting() -> None:
-    async def body(world: World) -> None:
+async def test_a_partition_whose_object_is_gone_is_told_and_keeps_no_other_waiting() -> None:
+    async with World() as world:
         for i in range(4):
             await world.send(("a", str(i)), partition=0)
             await world.move()
@@ -476,16 +440,14 @@ def test_a_partition_whose_object_is_gone_is_told_and_keeps_no_other_waiting() -
                 await world.compact()
         assert [row[0] for row in await world.read(partition=1)] == [2, 3]
 
-    run(body)
 
-
-def test_t8_a_truncate_of_a_captured_table_takes_what_was_before_it_and_goes_as_a_tombstone_does() -> None:
+async def test_t8_a_truncate_of_a_captured_table_takes_what_was_before_it_and_goes_as_a_tombstone_does() -> None:
     async def truncate(world: World) -> None:
         record = Record(None, None, (("tm.op", b"truncate"),), timestamp_ms=1_000)
         result = await world.topics.produce_nowait(world.topic.topic_id, 0, bytearray(encode_batch([record])))
         world.sent.append((result.base_offset, None, None))
 
-    async def body(world: World) -> None:
+    async with World() as world:
         world.topic = await world.catalogue.create_topic("shop.t", 2, kind="capture", config=world.config)
         await world.send(("a", "1"), ("b", "1"))
         await world.move()
@@ -502,5 +464,3 @@ def test_t8_a_truncate_of_a_captured_table_takes_what_was_before_it_and_goes_as_
         await world.compact()
         assert await world.read() == [(3, b"c", b"1"), (4, b"a", b"2"), (5, b"last", b"x")]
         assert await world.problems() == []
-
-    run(body)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
+from typing import Self
 
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.consensus.memory import MemoryConsensus
@@ -26,6 +25,12 @@ class World:
         self.catalogue = Catalogue(self.metastore, self.clock, rand)
         self.job = GroupOffsetsExpiry(JobContext(consensus, objects, self.metastore, self.clock, rand, Retention()))
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.metastore.aclose()
+
     async def put(self, *rows: GroupOffsetRow | GroupRow) -> None:
         for row in rows:
             encoded = GROUPS.encode(row) if isinstance(row, GroupRow) else GROUP_OFFSETS.encode(row)
@@ -39,20 +44,8 @@ class World:
         return [(row.group, row.topic_id, row.offset) for row in await self.metastore.rows(GROUP_OFFSETS)]
 
 
-def run(body: Callable[[World], Awaitable[None]]) -> None:
-    async def main() -> None:
-        world = World()
-        try:
-            async with asyncio.timeout(30):
-                await body(world)
-        finally:
-            await world.metastore.aclose()
-
-    asyncio.run(main())
-
-
-def test_offsets_committed_to_a_deleted_topic_leave_their_group() -> None:
-    async def body(world: World) -> None:
+async def test_offsets_committed_to_a_deleted_topic_leave_their_group() -> None:
+    async with World() as world:
         gone, stays = [await world.catalogue.create_topic(name, 1) for name in ("gone", "stays")]
         now = world.clock.now_ms()
         await world.put(GroupRow("g", members=1), GroupRow("only", since_ms=now))
@@ -65,11 +58,9 @@ def test_offsets_committed_to_a_deleted_topic_leave_their_group() -> None:
         assert await world.offsets() == [("g", stays.topic_id, 5)]
         assert len(await world.metastore.rows(GROUPS)) == 2, "a group that is empty since a moment"
 
-    run(body)
 
-
-def test_offsets_of_a_group_that_nobody_is_in_expire_and_then_the_group() -> None:
-    async def body(world: World) -> None:
+async def test_offsets_of_a_group_that_nobody_is_in_expire_and_then_the_group() -> None:
+    async with World() as world:
         topic = (await world.catalogue.create_topic("t", 9)).topic_id
         now = world.clock.now_ms()
         await world.put(GroupRow("empty", since_ms=now), GroupRow("full", members=1, since_ms=now))
@@ -88,11 +79,9 @@ def test_offsets_of_a_group_that_nobody_is_in_expire_and_then_the_group() -> Non
         assert [row.group for row in await world.metastore.rows(GROUPS)] == ["full"]
         assert EMPTY_GROUP_MS < DAY_MS
 
-    run(body)
 
-
-def test_whoever_comes_meanwhile_wins() -> None:
-    async def body(world: World) -> None:
+async def test_whoever_comes_meanwhile_wins() -> None:
+    async with World() as world:
         topic = (await world.catalogue.create_topic("t", 9)).topic_id
         now = world.clock.now_ms()
         old = GroupOffsetRow("g", topic, 0, 1, commit_ms=now)
@@ -111,5 +100,3 @@ def test_whoever_comes_meanwhile_wins() -> None:
         assert await world.offsets() == [("g", topic, 7)]
         await world.work()
         assert await world.offsets() == [("g", topic, 7)]
-
-    run(body)

@@ -45,73 +45,65 @@ def jobs_on(state: MemoryState, holder: str, tracker: StatusTracker, *jobs: Job)
     return JobRunner(jobs, MemoryConsensus(clock, state), clock, holder=holder, tracker=tracker)
 
 
-def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_f701_a_job_that_raises_ends_its_own_step_is_told_and_heals(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tasks, "FIRST_PAUSE_S", 0.01)
+    tracker = StatusTracker()
+    faults: list[BaseException] = [RecursionError("too deep"), Panic("native code"), ValueError("nobody listed me")]
+    steps = {"bad": 0, "good": 0}
+    reported: list[str] = []
 
-    async def scenario() -> None:
-        tracker = StatusTracker()
-        faults: list[BaseException] = [RecursionError("too deep"), Panic("native code"), ValueError("nobody listed me")]
-        steps = {"bad": 0, "good": 0}
-        reported: list[str] = []
+    async def bad(budget: StepBudget) -> bool:
+        failure = tracker.failure("keeper:bad")
+        reported.append(failure.error if failure is not None else "")
+        if faults:
+            raise faults.pop(0)
+        if steps["good"] <= 10:
+            raise ValueError("the other job has not gone on")
+        steps["bad"] += 1
+        return False
 
-        async def bad(budget: StepBudget) -> bool:
-            failure = tracker.failure("keeper:bad")
-            reported.append(failure.error if failure is not None else "")
-            if faults:
-                raise faults.pop(0)
-            if steps["good"] <= 10:
-                raise ValueError("the other job has not gone on")
-            steps["bad"] += 1
-            return False
+    async def good(budget: StepBudget) -> bool:
+        steps["good"] += 1
+        return False
 
-        async def good(budget: StepBudget) -> bool:
-            steps["good"] += 1
-            return False
-
-        jobs = jobs_on(MemoryState(), "a", tracker, Job("bad", 0.01, Steps(bad)), Job("good", 0.01, Steps(good)))
-        running = asyncio.create_task(jobs.run())
-        await until(lambda: steps["bad"] > 1)
-        assert reported[:4] == [
-            "", "RecursionError: too deep", "Panic: native code", "ValueError: nobody listed me",
-        ]  # fmt: skip
-        assert tracker.failure("keeper:bad") is None
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-
-    asyncio.run(scenario())
+    jobs = jobs_on(MemoryState(), "a", tracker, Job("bad", 0.01, Steps(bad)), Job("good", 0.01, Steps(good)))
+    running = asyncio.create_task(jobs.run())
+    await until(lambda: steps["bad"] > 1)
+    assert reported[:4] == [
+        "", "RecursionError: too deep", "Panic: native code", "ValueError: nobody listed me",
+    ]  # fmt: skip
+    assert tracker.failure("keeper:bad") is None
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
 
 
-def test_one_node_at_a_time_runs_a_job_and_another_takes_over_with_a_newer_term(
+async def test_one_node_at_a_time_runs_a_job_and_another_takes_over_with_a_newer_term(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(scheduler, "LeaseRequest", partial(LeaseRequest, ttl_ms=1500))
+    state, terms, at_once = MemoryState(), [], [0, 0]
 
-    async def scenario() -> None:
-        state, terms, at_once = MemoryState(), [], [0, 0]
+    def job() -> Job:
+        async def run(budget: StepBudget) -> bool:
+            terms.append(budget.term)
+            at_once[0] += 1
+            at_once[1] = max(at_once)
+            try:
+                await asyncio.sleep(0.002)
+            finally:
+                at_once[0] -= 1
+            return True
 
-        def job() -> Job:
-            async def run(budget: StepBudget) -> bool:
-                terms.append(budget.term)
-                at_once[0] += 1
-                at_once[1] = max(at_once)
-                try:
-                    await asyncio.sleep(0.002)
-                finally:
-                    at_once[0] -= 1
-                return True
+        return Job("job", 0.01, Steps(run))
 
-            return Job("job", 0.01, Steps(run))
-
-        nodes = [asyncio.create_task(jobs_on(state, holder, StatusTracker(), job()).run()) for holder in "ab"]
-        await until(lambda: len(terms) > 3)
-        first = next(i for i, lease in enumerate("ab") if state.leases["keeper"].holder == lease)
-        nodes[first].cancel()
-        await until(lambda: terms[-1] > terms[0])
-        assert at_once[1] == 1
-        nodes[1 - first].cancel()
-        await asyncio.gather(*nodes, return_exceptions=True)
-
-    asyncio.run(scenario())
+    nodes = [asyncio.create_task(jobs_on(state, holder, StatusTracker(), job()).run()) for holder in "ab"]
+    await until(lambda: len(terms) > 3)
+    first = next(i for i, lease in enumerate("ab") if state.leases["keeper"].holder == lease)
+    nodes[first].cancel()
+    await until(lambda: terms[-1] > terms[0])
+    assert at_once[1] == 1
+    nodes[1 - first].cancel()
+    await asyncio.gather(*nodes, return_exceptions=True)
 
 
 def test_however_many_units_fail_only_a_few_dozen_are_told_and_all_are_counted() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from support.waiting import run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
@@ -78,35 +77,29 @@ class World:
         return {family.name: len(await self.metastore.rows(family)) for family in families}
 
 
-def test_an_object_goes_with_the_last_extent_in_it_after_the_grace() -> None:
-    async def scenario() -> None:
-        async with World() as world:
-            await world.add("a", (0, 0, 9), (1, 0, 9))
-            await world.add("b", (0, 10, 19))
-            await world.starts(0, 10)
-            await world.keep(200)
-            assert await world.stored() == ["a", "b"], "the other partition's extent lives"
-            await world.starts(1, 15)
-            await world.keep(50)
-            assert await world.stored() == ["a", "b"]
-            await world.keep(100)
-            assert await world.stored() == ["b"]
-            assert [row.object_id for row in await world.metastore.rows(L1_OBJECTS)] == ["b"]
-
-    run(scenario())
+async def test_an_object_goes_with_the_last_extent_in_it_after_the_grace() -> None:
+    async with World() as world:
+        await world.add("a", (0, 0, 9), (1, 0, 9))
+        await world.add("b", (0, 10, 19))
+        await world.starts(0, 10)
+        await world.keep(200)
+        assert await world.stored() == ["a", "b"], "the other partition's extent lives"
+        await world.starts(1, 15)
+        await world.keep(50)
+        assert await world.stored() == ["a", "b"]
+        await world.keep(100)
+        assert await world.stored() == ["b"]
+        assert [row.object_id for row in await world.metastore.rows(L1_OBJECTS)] == ["b"]
 
 
-def test_extents_stay_until_the_checkpoint_says_that_their_log_begins_behind_them() -> None:
-    async def scenario() -> None:
-        async with World() as world:
-            await world.add("a", (0, 0, 9))
-            await world.keep(200)
-            assert len(await world.metastore.rows(L1_EXTENTS)) == 1
-            await world.starts(0, 9)
-            await world.keep(200)
-            assert await world.stored() == ["a"]
-
-    run(scenario())
+async def test_extents_stay_until_the_checkpoint_says_that_their_log_begins_behind_them() -> None:
+    async with World() as world:
+        await world.add("a", (0, 0, 9))
+        await world.keep(200)
+        assert len(await world.metastore.rows(L1_EXTENTS)) == 1
+        await world.starts(0, 9)
+        await world.keep(200)
+        assert await world.stored() == ["a"]
 
 
 def test_what_is_in_no_manifest_yet_keeps_its_object(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,73 +125,60 @@ def test_what_is_in_no_manifest_yet_keeps_its_object(monkeypatch: pytest.MonkeyP
     assert asyncio.run(scenario()) == [], "the fault that this test is for"
 
 
-def test_a_registration_that_nobody_uses_expires_and_its_object_goes() -> None:
-    async def scenario() -> None:
-        async with World() as world:
-            await world.rows.register(world.topic.topic_id, "a")
-            await world.put("a")
-            await world.keep(3000)
-            [row] = await world.metastore.rows(L1_OBJECTS)
-            assert not row.registered
-            await world.keep(1500)
-            assert await world.stored() == [] and await world.metastore.rows(L1_OBJECTS) == []
-
-    run(scenario())
+async def test_a_registration_that_nobody_uses_expires_and_its_object_goes() -> None:
+    async with World() as world:
+        await world.rows.register(world.topic.topic_id, "a")
+        await world.put("a")
+        await world.keep(3000)
+        [row] = await world.metastore.rows(L1_OBJECTS)
+        assert not row.registered
+        await world.keep(1500)
+        assert await world.stored() == [] and await world.metastore.rows(L1_OBJECTS) == []
 
 
-def test_an_object_without_a_row_is_swept_when_it_is_old() -> None:
-    async def scenario() -> None:
-        async with World() as world:
-            await world.put("a")
-            await world.keep(5000)
-            assert await world.stored() == ["a"]
-            await world.keep(2000)
-            assert await world.stored() == []
-
-    run(scenario())
+async def test_an_object_without_a_row_is_swept_when_it_is_old() -> None:
+    async with World() as world:
+        await world.put("a")
+        await world.keep(5000)
+        assert await world.stored() == ["a"]
+        await world.keep(2000)
+        assert await world.stored() == []
 
 
-def test_of_a_deleted_topic_nothing_stays() -> None:
-    async def scenario() -> None:
-        async with World() as world:
-            await world.add("a", (0, 0, 9), (1, 0, 9))
-            await world.add("b", (0, 10, 19))
-            await world.catalogue.delete(TopicRow, "t")
-            await world.keep(50)
-            assert await world.left() == {"l1 partition": 2, "l1 extent": 3, "l1 term": 2, "l1 object": 2}
-            await world.keep(300)
-            assert await world.stored() == []
-            assert not any((await world.left()).values())
-
-    run(scenario())
+async def test_of_a_deleted_topic_nothing_stays() -> None:
+    async with World() as world:
+        await world.add("a", (0, 0, 9), (1, 0, 9))
+        await world.add("b", (0, 10, 19))
+        await world.catalogue.delete(TopicRow, "t")
+        await world.keep(50)
+        assert await world.left() == {"l1 partition": 2, "l1 extent": 3, "l1 term": 2, "l1 object": 2}
+        await world.keep(300)
+        assert await world.stored() == []
+        assert not any((await world.left()).values())
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["alone", "with a late add"])
-def test_of_a_deleted_topic_whose_objects_went_before_no_leader_epoch_stays(again: bool) -> None:
+async def test_of_a_deleted_topic_whose_objects_went_before_no_leader_epoch_stays(again: bool) -> None:
     """Retention took all of its objects: the rows of its partitions alone tell of the topic. A reconciler that has not
     heard of the deletion adds to L1, epochs included, between any two steps of the removal."""
+    async with World() as world:
+        await world.add("a", (0, 0, 9), (1, 0, 9))
+        await world.starts(0, 10)
+        await world.starts(1, 10)
+        await world.keep(200)
+        assert await world.left() == {"l1 partition": 2, "l1 extent": 0, "l1 term": 2, "l1 object": 0}
+        await world.catalogue.delete(TopicRow, "t")
+        late = iter(range(10, 15)) if again else iter(())
+        commit = world.metastore.commit
 
-    async def scenario() -> None:
-        async with World() as world:
-            await world.add("a", (0, 0, 9), (1, 0, 9))
-            await world.starts(0, 10)
-            await world.starts(1, 10)
-            await world.keep(200)
-            assert await world.left() == {"l1 partition": 2, "l1 extent": 0, "l1 term": 2, "l1 object": 0}
-            await world.catalogue.delete(TopicRow, "t")
-            late = iter(range(10, 15)) if again else iter(())
-            commit = world.metastore.commit
+        async def after_an_add(rows: Any, **options: Any) -> Any:
+            base = next(late, None) if all(not value for _, value in rows) else None
+            if base is not None:
+                await world.add(f"late-{base}", (0, base, base))
+            return await commit(rows, **options)
 
-            async def after_an_add(rows: Any, **options: Any) -> Any:
-                base = next(late, None) if all(not value for _, value in rows) else None
-                if base is not None:
-                    await world.add(f"late-{base}", (0, base, base))
-                return await commit(rows, **options)
-
-            world.metastore.commit = after_an_add  # type: ignore[method-assign]
-            await world.keep(1000)
-            assert next(late, None) is None, "every late add had its turn"
-            assert not any((await world.left()).values())
-            assert await world.stored() == []
-
-    run(scenario())
+        world.metastore.commit = after_an_add  # type: ignore[method-assign]
+        await world.keep(1000)
+        assert next(late, None) is None, "every late add had its turn"
+        assert not any((await world.left()).values())
+        assert await world.stored() == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -14,16 +13,8 @@ from tidemill.maintenance.scheduler import StepBudget
 from tidemill.metastore.rows import L1_EXTENTS, L1_OBJECTS
 
 
-def run(body: Callable[[L1World], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(60), L1World() as world:
-            await body(world)
-
-    asyncio.run(main())
-
-
-def test_small_extents_become_one_and_their_objects_go() -> None:
-    async def body(world: L1World) -> None:
+async def test_small_extents_become_one_and_their_objects_go() -> None:
+    async with L1World() as world:
         await world.fill(9)
         before = await world.everything()
         assert len(await world.metastore.rows(L1_EXTENTS)) == 18
@@ -40,11 +31,9 @@ def test_small_extents_become_one_and_their_objects_go() -> None:
         facts = world.levels.facts()
         assert (facts["objects"], facts["merged_extents"], facts["left_out"]) == (1, 18, 0)
 
-    run(body)
 
-
-def test_nothing_is_rewritten_that_did_not_grow() -> None:
-    async def body(world: L1World) -> None:
+async def test_nothing_is_rewritten_that_did_not_grow() -> None:
+    async with L1World() as world:
         await world.fill(7)
         for _ in range(3):
             assert not await world.levels.run(StepBudget(world.clock, 1))
@@ -54,11 +43,9 @@ def test_nothing_is_rewritten_that_did_not_grow() -> None:
         assert not await world.levels.run(StepBudget(world.clock, 1))
         assert world.levels.facts()["objects"] == 1
 
-    run(body)
 
-
-def test_a_partition_that_lost_its_start_meanwhile_is_left_out() -> None:
-    async def body(world: L1World) -> None:
+async def test_a_partition_that_lost_its_start_meanwhile_is_left_out() -> None:
+    async with L1World() as world:
         await world.fill(8)
         real = world.levels._rows.register
 
@@ -74,11 +61,9 @@ def test_a_partition_that_lost_its_start_meanwhile_is_left_out() -> None:
         [merged] = [row for row in await world.metastore.rows(L1_OBJECTS) if row.removed_bytes < row.total_bytes][-1:]
         assert merged.removed_bytes > 0
 
-    run(body)
 
-
-def test_two_nodes_that_level_at_once_replace_each_extent_once() -> None:
-    async def body(world: L1World) -> None:
+async def test_two_nodes_that_level_at_once_replace_each_extent_once() -> None:
+    async with L1World() as world:
         await world.fill(8)
         before = await world.everything()
         await asyncio.gather(*(each.run(StepBudget(world.clock, 1)) for each in (world.levels, world.other_levels)))
@@ -87,12 +72,10 @@ def test_two_nodes_that_level_at_once_replace_each_extent_once() -> None:
         await world.collect()
         assert len(await world.stored()) == 1
 
-    run(body)
-
 
 @pytest.mark.parametrize("landed", [True, False])
-def test_a_replacement_whose_answer_was_lost_takes_place_once(landed: bool) -> None:
-    async def body(world: L1World) -> None:
+async def test_a_replacement_whose_answer_was_lost_takes_place_once(landed: bool) -> None:
+    async with L1World() as world:
         await world.fill(8)
         before = await world.everything()
         real, lost = world.metastore.commit, 0
@@ -110,5 +93,3 @@ def test_a_replacement_whose_answer_was_lost_takes_place_once(landed: bool) -> N
         await world.levels.run(StepBudget(world.clock, 1))
         assert lost == 1 and len(await world.metastore.rows(L1_EXTENTS)) == 2
         assert await world.everything() == before and await world.problems() == []
-
-    run(body)

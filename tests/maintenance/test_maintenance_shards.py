@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 import pytest
 
 from support.maintenance.world import KEYS, World, contents
-from support.waiting import run
 from tidemill.base.errors import CorruptError, MissingError, UnavailableError
 from tidemill.maintenance.scheduler import Retention, StepBudget
 from tidemill.maintenance.shards.drop import drop_shard
@@ -19,44 +18,40 @@ from tidemill.shards.state.restore import restore_shard
 from tidemill.shards.state.state import check_invariants
 
 
-def test_ten_minutes_of_updates_leave_twice_what_lives_and_the_window() -> None:
+async def test_ten_minutes_of_updates_leave_twice_what_lives_and_the_window() -> None:
     """100 keys of 300 random bytes, all updated once a second: 61 kB a second, 30 kB live, 36 MB in all."""
-
-    async def scenario() -> None:
-        world = World()
-        shard = await world.open()
-        most, written_bytes = 0, 0
-        for second in range(600):
-            world.clock.advance(1000)
-            await world.write(shard, KEYS)
-            written_bytes += shard.state.batches[-1].parts[0].size_bytes
-            if second % 5 == 4:
-                await world.tend()
-                await shard.frontiers()
-                if second > 300:
-                    most = max(most, sum(world.stored().values()))
-        since, upper = await shard.frontiers()
-        now_ms = world.clock.now_ms()
-        assert 60_000 <= now_ms - since <= 60_000 + 15_000 + 5_000
-        check_invariants(shard.state)
-        assert len(shard.state.batches) < 60
-        for as_of in (since, (since + upper) // 2, upper - 1):
-            assert contents(await shard.snapshot(as_of)) == world.at(as_of)
-        live_bytes = len(KEYS) * 300
-        rate = written_bytes / 600
-        window_s = 60 + 15 + 120 + 5
-        # What the window keeps may have been rewritten by one level of merges before it was deleted.
-        assert most <= 2 * live_bytes + 2 * rate * window_s, (most, live_bytes, rate)
-        # And idle for a while: the window closes over it.
-        await world.tend_for(300)
-        await shard.frontiers()
-        assert sum(world.stored().values()) <= 2 * live_bytes + 64_000
-        assert contents(await shard.snapshot(upper - 1)) == world.at(upper - 1)
-        version = world.upkeep._tended[shard.shard_id].shard.state.version
-        await world.tend_for(600)
-        assert world.upkeep._tended[shard.shard_id].shard.state.version == version, "an idle shard costs no write"
-
-    run(scenario())
+    world = World()
+    shard = await world.open()
+    most, written_bytes = 0, 0
+    for second in range(600):
+        world.clock.advance(1000)
+        await world.write(shard, KEYS)
+        written_bytes += shard.state.batches[-1].parts[0].size_bytes
+        if second % 5 == 4:
+            await world.tend()
+            await shard.frontiers()
+            if second > 300:
+                most = max(most, sum(world.stored().values()))
+    since, upper = await shard.frontiers()
+    now_ms = world.clock.now_ms()
+    assert 60_000 <= now_ms - since <= 60_000 + 15_000 + 5_000
+    check_invariants(shard.state)
+    assert len(shard.state.batches) < 60
+    for as_of in (since, (since + upper) // 2, upper - 1):
+        assert contents(await shard.snapshot(as_of)) == world.at(as_of)
+    live_bytes = len(KEYS) * 300
+    rate = written_bytes / 600
+    window_s = 60 + 15 + 120 + 5
+    # What the window keeps may have been rewritten by one level of merges before it was deleted.
+    assert most <= 2 * live_bytes + 2 * rate * window_s, (most, live_bytes, rate)
+    # And idle for a while: the window closes over it.
+    await world.tend_for(300)
+    await shard.frontiers()
+    assert sum(world.stored().values()) <= 2 * live_bytes + 64_000
+    assert contents(await shard.snapshot(upper - 1)) == world.at(upper - 1)
+    version = world.upkeep._tended[shard.shard_id].shard.state.version
+    await world.tend_for(600)
+    assert world.upkeep._tended[shard.shard_id].shard.state.version == version, "an idle shard costs no write"
 
 
 async def replaced(world: World) -> None:
@@ -74,260 +69,229 @@ async def no_hold(*_: object, **__: object):  # type: ignore[no-untyped-def]
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_what_a_reader_chose_under_its_hold_stays_readable_and_without_it_history_is_lost(held: bool) -> None:
-    async def scenario() -> None:
-        world = World()
-        shard = await world.open()
-        for _ in range(5):
-            world.clock.advance(1000)
-            await world.write(shard, KEYS)
-        await world.tend()
-        as_of = shard.state.upper - 1
-        model = world.at(as_of)
-        taking = hold_during if held else no_hold
-        async with taking(shard, "verify/1", as_of, ttl_ms=10**9):
-            chosen = await shard.batches_until(as_of)
-            await replaced(world)
-            if held:
-                assert contents(await shard.snapshot(as_of)) == model
-                found = await shard.reader.read_batches(chosen, 0, as_of + 1)
-                assert found.num_rows == 900
-            else:
-                with pytest.raises(HistoryLostError, match="merged and deleted"):
-                    await shard.read_batch(chosen[0], 0, as_of + 1)
-                with pytest.raises(HistoryLostError):
-                    await shard.snapshot(as_of)
-        await world.tend_for(200)
-        with pytest.raises(HistoryLostError):
-            await shard.snapshot(as_of)
-        assert not {part.object_key for batch in chosen for part in batch.parts} & world.stored().keys()
-
-    run(scenario())
-
-
-def test_a_hold_whose_owner_died_lapses() -> None:
-    async def scenario() -> None:
-        world = World()
-        shard = await world.open()
+async def test_what_a_reader_chose_under_its_hold_stays_readable_and_without_it_history_is_lost(held: bool) -> None:
+    world = World()
+    shard = await world.open()
+    for _ in range(5):
         world.clock.advance(1000)
         await world.write(shard, KEYS)
-        await shard.set_hold("dead/1", shard.state.upper - 1, 300_000)
-        since = shard.state.upper - 1
+    await world.tend()
+    as_of = shard.state.upper - 1
+    model = world.at(as_of)
+    taking = hold_during if held else no_hold
+    async with taking(shard, "verify/1", as_of, ttl_ms=10**9):
+        chosen = await shard.batches_until(as_of)
         await replaced(world)
-        await shard.frontiers()
-        assert shard.state.since > since + 600_000
-        assert [hold.reader for hold in shard.state.holds] == ["retention"]
-
-    run(scenario())
-
-
-def test_nothing_goes_before_a_restore_can_do_without_it() -> None:
-    async def scenario() -> None:
-        world = World(Retention(history_s=1, collect_after_s=1))
-        shard = await world.open()
-        await world.tend()
-        for _ in range(40):
-            world.clock.advance(10_000)
-            await world.write(shard, KEYS)
-            await world.tend(persisted=False)
-        await shard.frontiers()
-        kept = {key for garbage in shard.state.garbage for key in garbage.objects}
-        assert len(kept) > 30 and kept < world.stored().keys()
-        await world.tend()
-        await shard.frontiers()
-        assert not kept & world.stored().keys()
-        named = {part.object_key for batch in shard.state.batches for part in batch.parts if part.object_key}
-        assert named <= world.stored().keys()
-
-    run(scenario())
+        if held:
+            assert contents(await shard.snapshot(as_of)) == model
+            found = await shard.reader.read_batches(chosen, 0, as_of + 1)
+            assert found.num_rows == 900
+        else:
+            with pytest.raises(HistoryLostError, match="merged and deleted"):
+                await shard.read_batch(chosen[0], 0, as_of + 1)
+            with pytest.raises(HistoryLostError):
+                await shard.snapshot(as_of)
+    await world.tend_for(200)
+    with pytest.raises(HistoryLostError):
+        await shard.snapshot(as_of)
+    assert not {part.object_key for batch in chosen for part in batch.parts} & world.stored().keys()
 
 
-def test_a_collection_that_was_cut_off_is_done_again() -> None:
-    async def scenario() -> None:
-        world = World(Retention(history_s=1, collect_after_s=1))
-        shard = await world.open()
-        for _ in range(12):
-            world.clock.advance(1000)
-            await world.write(shard, KEYS)
-        await world.tend()
-        tended = world.upkeep._tended[shard.shard_id].shard
+async def test_a_hold_whose_owner_died_lapses() -> None:
+    world = World()
+    shard = await world.open()
+    world.clock.advance(1000)
+    await world.write(shard, KEYS)
+    await shard.set_hold("dead/1", shard.state.upper - 1, 300_000)
+    since = shard.state.upper - 1
+    await replaced(world)
+    await shard.frontiers()
+    assert shard.state.since > since + 600_000
+    assert [hold.reader for hold in shard.state.holds] == ["retention"]
+
+
+async def test_nothing_goes_before_a_restore_can_do_without_it() -> None:
+    world = World(Retention(history_s=1, collect_after_s=1))
+    shard = await world.open()
+    await world.tend()
+    for _ in range(40):
         world.clock.advance(10_000)
-
-        async def dies(version: int) -> None:
-            raise RuntimeError("killed between the deletion and its record")
-
-        collected, tended.mark_collected = tended.mark_collected, dies  # type: ignore[method-assign]
-        await world.tend()
-        assert "killed" in world.tracker.failure("keeper:shards:t").error  # type: ignore[union-attr]
-        assert world.upkeep._tended == {}, "the handle may be what is broken"
-        await world.tend()
-        await world.tend()
-        await shard.frontiers()
-        assert shard.state.garbage == ()
-        assert world.tracker.failure("keeper:shards:t") is None
-        assert contents(await shard.snapshot(shard.state.upper - 1)) == world.at(shard.state.upper - 1)
-        del collected
-
-    run(scenario())
+        await world.write(shard, KEYS)
+        await world.tend(persisted=False)
+    await shard.frontiers()
+    kept = {key for garbage in shard.state.garbage for key in garbage.objects}
+    assert len(kept) > 30 and kept < world.stored().keys()
+    await world.tend()
+    await shard.frontiers()
+    assert not kept & world.stored().keys()
+    named = {part.object_key for batch in shard.state.batches for part in batch.parts if part.object_key}
+    assert named <= world.stored().keys()
 
 
-def test_f702_a_shard_that_cannot_be_read_stops_its_own_upkeep_only() -> None:
-    async def scenario() -> None:
-        world = World(Retention(history_s=1, collect_after_s=1))
-        good, bad = await world.open("good"), await world.open("bad")
+async def test_a_collection_that_was_cut_off_is_done_again() -> None:
+    world = World(Retention(history_s=1, collect_after_s=1))
+    shard = await world.open()
+    for _ in range(12):
         world.clock.advance(1000)
-        await world.consensus().append(f"shard/{bad.shard_id}", 0, 1, [b"\x07garbage"], "n")
-        for _ in range(20):
-            world.clock.advance(10_000)
-            await world.write(good, KEYS)
-            await world.tend()
-        failure = world.tracker.failure("keeper:shards:bad")
-        assert failure is not None and failure.parked and "unknown kind" in failure.error
-        await good.frontiers()
-        assert good.state.since > 0 and len(good.state.batches) < 10
-        assert world.tracker.failure("keeper:shards:good") is None
+        await world.write(shard, KEYS)
+    await world.tend()
+    tended = world.upkeep._tended[shard.shard_id].shard
+    world.clock.advance(10_000)
 
-    run(scenario())
+    async def dies(version: int) -> None:
+        raise RuntimeError("killed between the deletion and its record")
+
+    collected, tended.mark_collected = tended.mark_collected, dies  # type: ignore[method-assign]
+    await world.tend()
+    assert "killed" in world.tracker.failure("keeper:shards:t").error  # type: ignore[union-attr]
+    assert world.upkeep._tended == {}, "the handle may be what is broken"
+    await world.tend()
+    await world.tend()
+    await shard.frontiers()
+    assert shard.state.garbage == ()
+    assert world.tracker.failure("keeper:shards:t") is None
+    assert contents(await shard.snapshot(shard.state.upper - 1)) == world.at(shard.state.upper - 1)
+    del collected
 
 
-def test_f331_a_damaged_part_stops_the_merges_of_its_table_only_and_its_mark_names_the_object() -> None:
-    async def scenario() -> None:
-        world = World(Retention(history_s=1, collect_after_s=1))
-        good, bad = await world.open("good"), await world.open("bad")
-        world.clock.advance(1000)
-        await world.write(bad, KEYS)
-        (part,) = bad.state.batches[-1].parts
-        data = bytearray(await world.objects.get(part.object_key))
-        data[len(data) // 3] ^= 1
-        await world.objects.delete(part.object_key)
-        await world.objects.put(part.object_key, bytes(data))
-        for _ in range(20):
-            world.clock.advance(10_000)
-            await world.write(good, KEYS)
-            await world.write(bad, range(200, 300))
-            await world.tend()
-        failure = world.tracker.failure("keeper:shards:bad")
-        assert failure is not None and part.object_key in failure.error and "damaged" in failure.error
-        with pytest.raises(CorruptError, match=part.object_key):
-            await bad.snapshot(bad.state.upper - 1)
-        await good.frontiers()
-        assert len(good.state.batches) < 10 and world.tracker.failure("keeper:shards:good") is None
+async def test_f702_a_shard_that_cannot_be_read_stops_its_own_upkeep_only() -> None:
+    world = World(Retention(history_s=1, collect_after_s=1))
+    good, bad = await world.open("good"), await world.open("bad")
+    world.clock.advance(1000)
+    await world.consensus().append(f"shard/{bad.shard_id}", 0, 1, [b"\x07garbage"], "n")
+    for _ in range(20):
+        world.clock.advance(10_000)
+        await world.write(good, KEYS)
+        await world.tend()
+    failure = world.tracker.failure("keeper:shards:bad")
+    assert failure is not None and failure.parked and "unknown kind" in failure.error
+    await good.frontiers()
+    assert good.state.since > 0 and len(good.state.batches) < 10
+    assert world.tracker.failure("keeper:shards:good") is None
 
-    run(scenario())
+
+async def test_f331_a_damaged_part_stops_the_merges_of_its_table_only_and_its_mark_names_the_object() -> None:
+    world = World(Retention(history_s=1, collect_after_s=1))
+    good, bad = await world.open("good"), await world.open("bad")
+    world.clock.advance(1000)
+    await world.write(bad, KEYS)
+    (part,) = bad.state.batches[-1].parts
+    data = bytearray(await world.objects.get(part.object_key))
+    data[len(data) // 3] ^= 1
+    await world.objects.delete(part.object_key)
+    await world.objects.put(part.object_key, bytes(data))
+    for _ in range(20):
+        world.clock.advance(10_000)
+        await world.write(good, KEYS)
+        await world.write(bad, range(200, 300))
+        await world.tend()
+    failure = world.tracker.failure("keeper:shards:bad")
+    assert failure is not None and part.object_key in failure.error and "damaged" in failure.error
+    with pytest.raises(CorruptError, match=part.object_key):
+        await bad.snapshot(bad.state.upper - 1)
+    await good.frontiers()
+    assert len(good.state.batches) < 10 and world.tracker.failure("keeper:shards:good") is None
 
 
 # orphans ------------------------------------------------------------------------------------------------
 
 
-def test_orphans_go_by_age_and_a_writer_that_was_paused_meanwhile_writes_its_part_again() -> None:
-    async def scenario() -> None:
-        world = World(Retention(orphans_after_s=3600))
-        shard = await world.open()
-        world.clock.advance(1000)
-        await world.write(shard, KEYS)
-        paused = await world.open()
-        part = await paused.write_part(world.change(range(100, 200), world.clock.now_ms() + 1))
-        assert part.object_key
+async def test_orphans_go_by_age_and_a_writer_that_was_paused_meanwhile_writes_its_part_again() -> None:
+    world = World(Retention(orphans_after_s=3600))
+    shard = await world.open()
+    world.clock.advance(1000)
+    await world.write(shard, KEYS)
+    paused = await world.open()
+    part = await paused.write_part(world.change(range(100, 200), world.clock.now_ms() + 1))
+    assert part.object_key
+    await world.orphans.run(StepBudget(world.clock, 1))
+    assert part.object_key in world.stored()
+    world.clock.advance(3_700_000)
+    young = await shard.write_part(world.change(range(200, 300), world.clock.now_ms()))
+    await world.orphans.run(StepBudget(world.clock, 1))
+    assert part.object_key not in world.stored() and young.object_key in world.stored()
+    _, upper = await paused.frontiers()
+    with pytest.raises(UnavailableError, match="too old"):
+        await paused.compare_and_append(upper, upper + 10, [part], "")
+    assert (await shard.snapshot(upper - 1)).num_rows == len(KEYS)
+    await shard.compare_and_append(upper, world.clock.now_ms() + 1, [young], "")
+
+
+async def test_what_was_staged_for_a_write_that_came_to_nothing_goes_by_age_and_not_before() -> None:
+    world = World(Retention(orphans_after_s=3600))
+    world.clock.advance(1000)
+    staged = staged_key("job", world.clock.now_ms(), "1")
+    await world.objects.put(staged, b"x")
+    for _ in range(5):  # a job may take long, and its shard need not be there yet
+        world.clock.advance(600_000)
         await world.orphans.run(StepBudget(world.clock, 1))
-        assert part.object_key in world.stored()
-        world.clock.advance(3_700_000)
-        young = await shard.write_part(world.change(range(200, 300), world.clock.now_ms()))
+        assert staged in world.stored()
+    world.clock.advance(700_000)
+    await world.orphans.run(StepBudget(world.clock, 1))
+    assert staged not in world.stored()
+
+
+async def test_an_object_without_a_time_in_its_key_is_kept_however_old_it_is_and_counted() -> None:
+    world = World(Retention(orphans_after_s=3600))
+    shard = await world.open()
+    old = f"shards/{shard.shard_id}/0000-of-a-writer-of-an-older-version"
+    await world.objects.put(old, b"x")
+    for _ in range(3):
+        world.clock.advance(30 * 86_400_000)
         await world.orphans.run(StepBudget(world.clock, 1))
-        assert part.object_key not in world.stored() and young.object_key in world.stored()
-        _, upper = await paused.frontiers()
-        with pytest.raises(UnavailableError, match="too old"):
-            await paused.compare_and_append(upper, upper + 10, [part], "")
-        assert (await shard.snapshot(upper - 1)).num_rows == len(KEYS)
-        await shard.compare_and_append(upper, world.clock.now_ms() + 1, [young], "")
-
-    run(scenario())
-
-
-def test_what_was_staged_for_a_write_that_came_to_nothing_goes_by_age_and_not_before() -> None:
-    async def scenario() -> None:
-        world = World(Retention(orphans_after_s=3600))
-        world.clock.advance(1000)
-        staged = staged_key("job", world.clock.now_ms(), "1")
-        await world.objects.put(staged, b"x")
-        for _ in range(5):  # a job may take long, and its shard need not be there yet
-            world.clock.advance(600_000)
-            await world.orphans.run(StepBudget(world.clock, 1))
-            assert staged in world.stored()
-        world.clock.advance(700_000)
+    assert old in world.stored()
+    assert world.orphans.facts()["kept_unstamped"] == 1
+    world.rows.versions.clear()
+    await drop_shard(world.consensus(), world.objects, _NoPipelines(world), world.clock, world.rand, "t")  # type: ignore[arg-type]
+    for _ in range(2):
         await world.orphans.run(StepBudget(world.clock, 1))
-        assert staged not in world.stored()
-
-    run(scenario())
-
-
-def test_an_object_without_a_time_in_its_key_is_kept_however_old_it_is_and_counted() -> None:
-    async def scenario() -> None:
-        world = World(Retention(orphans_after_s=3600))
-        shard = await world.open()
-        old = f"shards/{shard.shard_id}/0000-of-a-writer-of-an-older-version"
-        await world.objects.put(old, b"x")
-        for _ in range(3):
-            world.clock.advance(30 * 86_400_000)
-            await world.orphans.run(StepBudget(world.clock, 1))
-        assert old in world.stored()
-        assert world.orphans.facts()["kept_unstamped"] == 1
-        world.rows.versions.clear()
-        await drop_shard(world.consensus(), world.objects, _NoPipelines(world), world.clock, world.rand, "t")  # type: ignore[arg-type]
-        for _ in range(2):
-            await world.orphans.run(StepBudget(world.clock, 1))
-            world.clock.advance(200_000)
-        assert not world.stored(), "it goes with its shard"
-        assert world.orphans.facts()["kept_unstamped"] == 0
-
-    run(scenario())
+        world.clock.advance(200_000)
+    assert not world.stored(), "it goes with its shard"
+    assert world.orphans.facts()["kept_unstamped"] == 0
 
 
 @pytest.mark.parametrize("jump_ms", [86_400_000, -86_400_000])
-def test_a_wall_clock_that_is_set_neither_shortens_nor_lengthens_the_wait_for_a_dropped_shard(jump_ms: int) -> None:
-    async def scenario() -> None:
-        world = World()
-        shard = await world.open()
+async def test_a_wall_clock_that_is_set_neither_shortens_nor_lengthens_the_wait_for_a_dropped_shard(
+    jump_ms: int,
+) -> None:
+    world = World()
+    shard = await world.open()
+    world.clock.advance(1000)
+    await world.write(shard, KEYS)
+    await drop_shard(world.consensus(), world.objects, _NoPipelines(world), world.clock, world.rand, "t")  # type: ignore[arg-type]
+    await world.orphans.run(StepBudget(world.clock, 1))
+    world.clock.jump(jump_ms)
+    world.clock.advance(100_000)
+    await world.orphans.run(StepBudget(world.clock, 1))
+    assert world.stored()
+    world.clock.advance(21_000)
+    await world.orphans.run(StepBudget(world.clock, 1))
+    assert not world.stored()
+
+
+async def test_m4405_objects_of_a_dropped_shard_go_when_no_row_mentions_it() -> None:
+    world = World()
+    shard, other = await world.open(), await world.open("other")
+    for each in (shard, other):
         world.clock.advance(1000)
-        await world.write(shard, KEYS)
-        await drop_shard(world.consensus(), world.objects, _NoPipelines(world), world.clock, world.rand, "t")  # type: ignore[arg-type]
+        world.live.clear()
+        await world.write(each, KEYS)
+    await world.tend()
+    world.rows.versions["t"] = (shard.shard_id, 5)
+    await drop_shard(world.consensus(), world.objects, _NoPipelines(world), world.clock, world.rand, "t")  # type: ignore[arg-type]
+    for _ in range(3):
         await world.orphans.run(StepBudget(world.clock, 1))
-        world.clock.jump(jump_ms)
-        world.clock.advance(100_000)
-        await world.orphans.run(StepBudget(world.clock, 1))
-        assert world.stored()
-        world.clock.advance(21_000)
-        await world.orphans.run(StepBudget(world.clock, 1))
-        assert not world.stored()
-
-    run(scenario())
-
-
-def test_m4405_objects_of_a_dropped_shard_go_when_no_row_mentions_it() -> None:
-    async def scenario() -> None:
-        world = World()
-        shard, other = await world.open(), await world.open("other")
-        for each in (shard, other):
-            world.clock.advance(1000)
-            world.live.clear()
-            await world.write(each, KEYS)
-        await world.tend()
-        world.rows.versions["t"] = (shard.shard_id, 5)
-        await drop_shard(world.consensus(), world.objects, _NoPipelines(world), world.clock, world.rand, "t")  # type: ignore[arg-type]
-        for _ in range(3):
-            await world.orphans.run(StepBudget(world.clock, 1))
-            world.clock.advance(200_000)
-        assert world.stored(f"shards/{shard.shard_id}/"), "a row of the checkpoint still speaks of it"
-        del world.rows.versions["t"]
-        await world.orphans.run(StepBudget(world.clock, 1))
-        assert world.stored(f"shards/{shard.shard_id}/"), "not before the collection's delay"
         world.clock.advance(200_000)
-        await world.orphans.run(StepBudget(world.clock, 1))
-        assert not world.stored(f"shards/{shard.shard_id}/")
-        assert world.stored(f"shards/{other.shard_id}/")
-        with pytest.raises(MissingError):
-            await shard.frontiers()
-
-    run(scenario())
+    assert world.stored(f"shards/{shard.shard_id}/"), "a row of the checkpoint still speaks of it"
+    del world.rows.versions["t"]
+    await world.orphans.run(StepBudget(world.clock, 1))
+    assert world.stored(f"shards/{shard.shard_id}/"), "not before the collection's delay"
+    world.clock.advance(200_000)
+    await world.orphans.run(StepBudget(world.clock, 1))
+    assert not world.stored(f"shards/{shard.shard_id}/")
+    assert world.stored(f"shards/{other.shard_id}/")
+    with pytest.raises(MissingError):
+        await shard.frontiers()
 
 
 class _NoPipelines:
@@ -338,17 +302,14 @@ class _NoPipelines:
         return []
 
 
-def test_an_object_that_is_lost_is_no_forgotten_history() -> None:
-    async def scenario() -> None:
-        world = World()
-        shard = await world.open()
-        world.clock.advance(1000)
-        await world.write(shard, KEYS)
-        await world.objects.delete(next(iter(world.stored())))
-        with pytest.raises(CorruptError, match="is missing"):
-            await shard.snapshot(shard.state.upper - 1)
-
-    run(scenario())
+async def test_an_object_that_is_lost_is_no_forgotten_history() -> None:
+    world = World()
+    shard = await world.open()
+    world.clock.advance(1000)
+    await world.write(shard, KEYS)
+    await world.objects.delete(next(iter(world.stored())))
+    with pytest.raises(CorruptError, match="is missing"):
+        await shard.snapshot(shard.state.upper - 1)
 
 
 async def restored_elsewhere(world: World, shard: LogShard) -> tuple[World, LogShard]:
@@ -361,51 +322,44 @@ async def restored_elsewhere(world: World, shard: LogShard) -> tuple[World, LogS
     return fresh, await fresh.open()
 
 
-def test_a_checkpoint_row_does_not_grow_with_what_waits_for_deletion() -> None:
+async def test_a_checkpoint_row_does_not_grow_with_what_waits_for_deletion() -> None:
     """A row that did not fit would keep the checkpoint back, and that the deletion: for ever."""
-
-    async def scenario() -> None:
-        world = World()
-        shard = await world.open()
-        await world.tend()
-        for _ in range(60):
-            world.clock.advance(5_000)
-            await world.write(shard, KEYS)
-            await world.tend(persisted=False)
-        await shard.frontiers()
-        waiting = [key for garbage in shard.state.garbage for key in garbage.objects]
-        assert len(waiting) > 60
-        assert len(encode_header(shard.state)) < 1000
-        # A restored shard has another id: what the old one left is nobody's, and goes as such.
-        fresh, again = await restored_elsewhere(world, shard)
-        assert again.state.garbage == () and again.shard_id != shard.shard_id
-        for _ in range(2):
-            await fresh.orphans.run(StepBudget(fresh.clock, 1))
-            fresh.clock.advance(200_000)
-        assert not set(waiting) & fresh.stored().keys()
-        assert contents(await again.snapshot(again.state.upper - 1)) == world.at(again.state.upper - 1)
-
-    run(scenario())
+    world = World()
+    shard = await world.open()
+    await world.tend()
+    for _ in range(60):
+        world.clock.advance(5_000)
+        await world.write(shard, KEYS)
+        await world.tend(persisted=False)
+    await shard.frontiers()
+    waiting = [key for garbage in shard.state.garbage for key in garbage.objects]
+    assert len(waiting) > 60
+    assert len(encode_header(shard.state)) < 1000
+    # A restored shard has another id: what the old one left is nobody's, and goes as such.
+    fresh, again = await restored_elsewhere(world, shard)
+    assert again.state.garbage == () and again.shard_id != shard.shard_id
+    for _ in range(2):
+        await fresh.orphans.run(StepBudget(fresh.clock, 1))
+        fresh.clock.advance(200_000)
+    assert not set(waiting) & fresh.stored().keys()
+    assert contents(await again.snapshot(again.state.upper - 1)) == world.at(again.state.upper - 1)
 
 
-def test_a_restored_shard_is_tended_though_its_keeper_s_lease_begins_at_the_first_term_again() -> None:
-    async def scenario() -> None:
-        world = World()
-        shard = await world.open()
-        for term in (1, 57):
-            for _ in range(20):
-                world.clock.advance(10_000)
-                await world.write(shard, KEYS)
-                await world.upkeep.run(StepBudget(world.clock, term))
-        await shard.frontiers()
-        assert {hold.epoch for hold in shard.state.holds} == {57}
-        fresh, again = await restored_elsewhere(world, shard)
+async def test_a_restored_shard_is_tended_though_its_keeper_s_lease_begins_at_the_first_term_again() -> None:
+    world = World()
+    shard = await world.open()
+    for term in (1, 57):
         for _ in range(20):
-            fresh.clock.advance(10_000)
-            await fresh.write(again, KEYS)
-            await fresh.upkeep.run(StepBudget(fresh.clock, 1))
-        await again.frontiers()
-        assert again.state.since > shard.state.since + 100_000
-        assert fresh.upkeep.facts()["failing"] == 0
-
-    run(scenario())
+            world.clock.advance(10_000)
+            await world.write(shard, KEYS)
+            await world.upkeep.run(StepBudget(world.clock, term))
+    await shard.frontiers()
+    assert {hold.epoch for hold in shard.state.holds} == {57}
+    fresh, again = await restored_elsewhere(world, shard)
+    for _ in range(20):
+        fresh.clock.advance(10_000)
+        await fresh.write(again, KEYS)
+        await fresh.upkeep.run(StepBudget(fresh.clock, 1))
+    await again.frontiers()
+    assert again.state.since > shard.state.since + 100_000
+    assert fresh.upkeep.facts()["failing"] == 0

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from support.maintenance.topics import World
-from support.waiting import run
 from tidemill.base.errors import UnavailableError
 from tidemill.maintenance.scheduler import StepBudget
 from tidemill.maintenance.topics import l0_garbage
@@ -29,88 +28,76 @@ async def garbage_of(world: World, count: int) -> set[str]:
     return world.stored() - before
 
 
-def test_when_the_last_topic_is_deleted_every_object_goes() -> None:
+async def test_when_the_last_topic_is_deleted_every_object_goes() -> None:
     """F13: an empty catalogue keeps nothing."""
-
-    async def scenario() -> None:
-        world = World()
-        row = await world.catalogue.create_topic("only", 2)
-        node = world.node()
-        for _ in range(3):
-            await world.send(node, row, 0, 1)
-        await world.catalogue.delete(TopicRow, "only")
-        await node.refresh()
-        await world.keep(300)
-        assert world.stored() == set()
-        await world.aclose()
-
-    run(scenario())
+    world = World()
+    row = await world.catalogue.create_topic("only", 2)
+    node = world.node()
+    for _ in range(3):
+        await world.send(node, row, 0, 1)
+    await world.catalogue.delete(TopicRow, "only")
+    await node.refresh()
+    await world.keep(300)
+    assert world.stored() == set()
+    await world.aclose()
 
 
-def test_an_idle_partition_holds_no_object_of_busy_ones() -> None:
+async def test_an_idle_partition_holds_no_object_of_busy_ones() -> None:
     """F14: it shared an object once, its leader is gone, and nobody writes to it or asks for it."""
-
-    async def scenario() -> None:
-        world = World()
-        row = await world.catalogue.create_topic("t", 2)
-        first = world.node()
-        await world.send(first, row, 0)
-        await world.send(first, row, 1)
-        await world.send(first, row, 0, 1)
-        await world.forget(first, row, 1)
-        await first.aclose()
-        node = world.node()
-        for _ in range(3):
-            await world.send(node, row, 0)
-        await world.forget(node, row, 0)
-        before = world.stored()
+    world = World()
+    row = await world.catalogue.create_topic("t", 2)
+    first = world.node()
+    await world.send(first, row, 0)
+    await world.send(first, row, 1)
+    await world.send(first, row, 0, 1)
+    await world.forget(first, row, 1)
+    await first.aclose()
+    node = world.node()
+    for _ in range(3):
         await world.send(node, row, 0)
-        await world.keep(400)
-        assert world.stored() == world.stored() - before
-        assert (row.topic_id, 1) not in node._led
-        await world.aclose()
+    await world.forget(node, row, 0)
+    before = world.stored()
+    await world.send(node, row, 0)
+    await world.keep(400)
+    assert world.stored() == world.stored() - before
+    assert (row.topic_id, 1) not in node._led
+    await world.aclose()
 
-    run(scenario())
 
-
-def test_without_a_word_of_its_partition_no_object_goes() -> None:
+async def test_without_a_word_of_its_partition_no_object_goes() -> None:
     """No epoch, no deletion: the log says nothing of the writer's objects, and nobody may ask it to."""
+    world = World()
+    stays = await garbage_of(world, 3)
+    settle, asked = l0_garbage.settle_partition, 0
 
-    async def scenario() -> None:
-        world = World()
-        stays = await garbage_of(world, 3)
-        settle, asked = l0_garbage.settle_partition, 0
+    async def refused(*_: Any) -> None:
+        nonlocal asked
+        asked += 1
+        raise UnavailableError("not now.")
 
-        async def refused(*_: Any) -> None:
-            nonlocal asked
-            asked += 1
-            raise UnavailableError("not now.")
-
-        (node,) = world.nodes
-        (led,) = node._led.values()
-        led.intake._enqueue_for_commit = lambda pending: None  # type: ignore[method-assign]
-        sending = asyncio.ensure_future(world.send(node, await _row(world), 0))
-        while len(world.stored()) < 5:
-            await asyncio.sleep(0)
-        (never,) = world.stored() - stays - set(led.state.live_objects()) - await _older(world, led)
-        l0_garbage.settle_partition = refused  # type: ignore[assignment]
-        try:
-            for _ in range(40):
-                world.clock.advance(10_000)
-                await world.metastore.flush()
-                try:
-                    await world.collector.run(StepBudget(world.clock, 1))
-                except UnavailableError:
-                    continue
-        finally:
-            l0_garbage.settle_partition = settle
-        assert asked and never in world.stored()
-        sending.cancel()
-        await world.keep(300)
-        assert world.stored() == stays
-        await world.aclose()
-
-    run(scenario())
+    (node,) = world.nodes
+    (led,) = node._led.values()
+    led.intake._enqueue_for_commit = lambda pending: None  # type: ignore[method-assign]
+    sending = asyncio.ensure_future(world.send(node, await _row(world), 0))
+    while len(world.stored()) < 5:
+        await asyncio.sleep(0)
+    (never,) = world.stored() - stays - set(led.state.live_objects()) - await _older(world, led)
+    l0_garbage.settle_partition = refused  # type: ignore[assignment]
+    try:
+        for _ in range(40):
+            world.clock.advance(10_000)
+            await world.metastore.flush()
+            try:
+                await world.collector.run(StepBudget(world.clock, 1))
+            except UnavailableError:
+                continue
+    finally:
+        l0_garbage.settle_partition = settle
+    assert asked and never in world.stored()
+    sending.cancel()
+    await world.keep(300)
+    assert world.stored() == stays
+    await world.aclose()
 
 
 async def _row(world: World) -> TopicRow:
@@ -123,108 +110,89 @@ async def _older(world: World, led: Any) -> set[str]:
     return {key for key in world.stored() if key < min(led.state.live_objects())}
 
 
-def test_a_bucket_of_many_pages_is_collected_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_bucket_of_many_pages_is_collected_page_by_page(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(l0_garbage, "LISTING_BATCH", 3)
     monkeypatch.setattr(l0_garbage, "FOOTERS_MIN", 1)
-
-    async def scenario() -> None:
-        world = World()
-        stays = await garbage_of(world, 11)
-        for _ in range(80):
-            world.clock.advance(10_000)
-            await world.metastore.flush()
-            while await world.collector.run(StepBudget(world.clock, 0)):
-                pass
-        assert world.stored() == stays
-        assert world.collector.facts()["deleted_objects"] == 11
-        await world.aclose()
-
-    run(scenario())
+    world = World()
+    stays = await garbage_of(world, 11)
+    for _ in range(80):
+        world.clock.advance(10_000)
+        await world.metastore.flush()
+        while await world.collector.run(StepBudget(world.clock, 0)):
+            pass
+    assert world.stored() == stays
+    assert world.collector.facts()["deleted_objects"] == 11
+    await world.aclose()
 
 
 @pytest.mark.parametrize("rounds", [0, 1, 4, 7])
-def test_a_reset_at_any_time_loses_nothing_and_collection_begins_anew(rounds: int) -> None:
+async def test_a_reset_at_any_time_loses_nothing_and_collection_begins_anew(rounds: int) -> None:
     """The job moves to another node before it starts, while it waits, while it runs: what it knew is in no memory."""
-
-    async def scenario() -> None:
-        world = World()
-        stays = await garbage_of(world, 4)
-        await world.keep(rounds * 10)
-        world.collector = L0GarbageCollector(world.collector._g, quiet_s=0)
-        assert world.stored() >= stays
-        await world.keep(200)
-        assert world.stored() == stays
-        await world.aclose()
-
-    run(scenario())
+    world = World()
+    stays = await garbage_of(world, 4)
+    await world.keep(rounds * 10)
+    world.collector = L0GarbageCollector(world.collector._g, quiet_s=0)
+    assert world.stored() >= stays
+    await world.keep(200)
+    assert world.stored() == stays
+    await world.aclose()
 
 
-def test_two_that_collect_at_once_delete_the_same_and_nothing_more() -> None:
+async def test_two_that_collect_at_once_delete_the_same_and_nothing_more() -> None:
     """A node that was paused and believes that the job is still its own."""
-
-    async def scenario() -> None:
-        world = World()
-        stays = await garbage_of(world, 6)
-        other = L0GarbageCollector(world.collector._g, quiet_s=0)
-        for _ in range(25):
-            world.clock.advance(10_000)
-            await world.metastore.flush()
-            await asyncio.gather(*(each.run(StepBudget(world.clock, 1)) for each in (world.collector, other)))
-        assert world.stored() == stays
-        await world.aclose()
-
-    run(scenario())
+    world = World()
+    stays = await garbage_of(world, 6)
+    other = L0GarbageCollector(world.collector._g, quiet_s=0)
+    for _ in range(25):
+        world.clock.advance(10_000)
+        await world.metastore.flush()
+        await asyncio.gather(*(each.run(StepBudget(world.clock, 1)) for each in (world.collector, other)))
+    assert world.stored() == stays
+    await world.aclose()
 
 
-def test_collection_that_is_cut_off_in_the_middle_goes_on_where_it_was() -> None:
+async def test_collection_that_is_cut_off_in_the_middle_goes_on_where_it_was() -> None:
     """A clean shutdown, or a store that is away after any deletion: what went is gone, and the rest goes next time."""
+    world = World()
+    stays = await garbage_of(world, 5)
+    delete, failures = world.objects.delete, 0
 
-    async def scenario() -> None:
-        world = World()
-        stays = await garbage_of(world, 5)
-        delete, failures = world.objects.delete, 0
+    async def cut(key: str) -> None:
+        nonlocal failures
+        failures += 1
+        if failures % 2:
+            raise asyncio.CancelledError if failures % 3 else UnavailableError("the store is away.")
+        await delete(key)
 
-        async def cut(key: str) -> None:
-            nonlocal failures
-            failures += 1
-            if failures % 2:
-                raise asyncio.CancelledError if failures % 3 else UnavailableError("the store is away.")
-            await delete(key)
-
-        world.objects.delete = cut  # type: ignore[method-assign]
-        for _ in range(40):
-            world.clock.advance(10_000)
-            await world.metastore.flush()
-            try:
-                await world.collector.run(StepBudget(world.clock, 1))
-            except (UnavailableError, asyncio.CancelledError):
-                continue
-        assert failures >= 9
-        assert world.stored() == stays
-        await world.aclose()
-
-    run(scenario())
+    world.objects.delete = cut  # type: ignore[method-assign]
+    for _ in range(40):
+        world.clock.advance(10_000)
+        await world.metastore.flush()
+        try:
+            await world.collector.run(StepBudget(world.clock, 1))
+        except (UnavailableError, asyncio.CancelledError):
+            continue
+    assert failures >= 9
+    assert world.stored() == stays
+    await world.aclose()
 
 
-def test_young_garbage_goes_as_soon_as_the_grace_is_over_and_not_before() -> None:
-    async def scenario() -> None:
-        world = World()
-        stays = await garbage_of(world, 2)
-        while not any(garbage.ready_s is not None for garbage in world.collector._garbage.values()):
-            await world.keep(10)
-        (ready_s,) = {garbage.ready_s for garbage in world.collector._garbage.values()}
-        assert ready_s is not None
-        grace_s = world.collector._g.retention.collect_after_s
-        while not await world.collector._persisted.is_persisted_up_to(
-            next(iter(world.collector._garbage.values())).horizon
-        ):
-            await asyncio.sleep(0.01)
-        world.clock.advance(int((ready_s + grace_s - world.clock.monotonic_s()) * 1000) - 1)
-        await world.collector.run(StepBudget(world.clock, 1))
-        assert len(world.stored()) == 3
-        world.clock.advance(1)
-        await world.collector.run(StepBudget(world.clock, 1))
-        assert world.stored() == stays
-        await world.aclose()
-
-    run(scenario())
+async def test_young_garbage_goes_as_soon_as_the_grace_is_over_and_not_before() -> None:
+    world = World()
+    stays = await garbage_of(world, 2)
+    while not any(garbage.ready_s is not None for garbage in world.collector._garbage.values()):
+        await world.keep(10)
+    (ready_s,) = {garbage.ready_s for garbage in world.collector._garbage.values()}
+    assert ready_s is not None
+    grace_s = world.collector._g.retention.collect_after_s
+    while not await world.collector._persisted.is_persisted_up_to(
+        next(iter(world.collector._garbage.values())).horizon
+    ):
+        await asyncio.sleep(0.01)
+    world.clock.advance(int((ready_s + grace_s - world.clock.monotonic_s()) * 1000) - 1)
+    await world.collector.run(StepBudget(world.clock, 1))
+    assert len(world.stored()) == 3
+    world.clock.advance(1)
+    await world.collector.run(StepBudget(world.clock, 1))
+    assert world.stored() == stays
+    await world.aclose()

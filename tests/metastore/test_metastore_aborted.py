@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 import pytest
 
 from support.metastore.checkpoint_world import Rows, family_rows
-from support.waiting import run
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.memory import MemoryConsensus
@@ -92,43 +91,35 @@ def ended(state: PartitionState) -> list[int]:
 
 
 @pytest.mark.parametrize("cut", [0, 1, 2, None])
-def test_what_one_restore_aborted_the_next_one_aborts_too(cut: int | None) -> None:
+async def test_what_one_restore_aborted_the_next_one_aborts_too(cut: int | None) -> None:
     """`cut`: groups of the first checkpoint after the first restore that the second restore finds; None: all."""
-
-    async def scenario() -> None:
-        world = World()
-        await world.place((7, TRANSACTIONAL), (8, TRANSACTIONAL), (9, TRANSACTIONAL), (9, ABORT))
-        world.write(await world.gathered())
-        first = await world.restore()
-        assert hidden(first) == [(7,), (7, 8), (7, 8, 9), (7, 8, 9)], "of 7 and 8 that they ended where 9 did"
-        await world.place((1, PLAIN))
-        world.write((await world.gathered())[:cut])
-        again = await world.restore()
-        assert (hidden(again)[:4], ended(again)) == (hidden(first), [7, 8, 9])
-        assert again.last_stable == again.high_watermark
-        world.write(await world.gathered())
-        assert restored(world.rows).aborted == again.aborted
-
-    run(scenario())
+    world = World()
+    await world.place((7, TRANSACTIONAL), (8, TRANSACTIONAL), (9, TRANSACTIONAL), (9, ABORT))
+    world.write(await world.gathered())
+    first = await world.restore()
+    assert hidden(first) == [(7,), (7, 8), (7, 8, 9), (7, 8, 9)], "of 7 and 8 that they ended where 9 did"
+    await world.place((1, PLAIN))
+    world.write((await world.gathered())[:cut])
+    again = await world.restore()
+    assert (hidden(again)[:4], ended(again)) == (hidden(first), [7, 8, 9])
+    assert again.last_stable == again.high_watermark
+    world.write(await world.gathered())
+    assert restored(world.rows).aborted == again.aborted
 
 
-def test_what_a_lost_life_aborted_past_the_rows_does_not_hide_what_the_restored_one_writes() -> None:
+async def test_what_a_lost_life_aborted_past_the_rows_does_not_hide_what_the_restored_one_writes() -> None:
     """A manifest held the aborted transaction of a large unit, and not the partition row that counts it."""
-
-    async def scenario() -> None:
-        world = World()
-        await world.place((1, PLAIN))
-        world.write(await world.gathered())
-        await world.place((7, TRANSACTIONAL), (7, TRANSACTIONAL), (7, ABORT))
-        world.write((await world.gathered())[:-1])
-        assert [row.last_offset for row in family_rows(ABORTED, world.rows)] == [3]
-        await world.restore()
-        await world.place(*[(7, PLAIN)] * 3)
-        world.write(await world.gathered())
-        assert hidden(restored(world.rows)) == [()] * 4
-        assert family_rows(ABORTED, world.rows) == []
-
-    run(scenario())
+    world = World()
+    await world.place((1, PLAIN))
+    world.write(await world.gathered())
+    await world.place((7, TRANSACTIONAL), (7, TRANSACTIONAL), (7, ABORT))
+    world.write((await world.gathered())[:-1])
+    assert [row.last_offset for row in family_rows(ABORTED, world.rows)] == [3]
+    await world.restore()
+    await world.place(*[(7, PLAIN)] * 3)
+    world.write(await world.gathered())
+    assert hidden(restored(world.rows)) == [()] * 4
+    assert family_rows(ABORTED, world.rows) == []
 
 
 def test_a_row_that_was_written_before_several_ended_at_one_offset_is_read() -> None:

@@ -14,7 +14,6 @@ import pytest
 
 from support.metastore.lsm_world import PREFIX, UUID, World, collect, expected, numbered
 from support.metastore.lsm_world import objects as objects  # the fixture
-from support.waiting import run
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
 from tidemill.base.limits import METASTORE_BATCH_ROWS
 from tidemill.metastore.lsm.database import Database, DatabaseContext
@@ -147,40 +146,34 @@ async def reported(hurt: Hurt, name: str) -> TidemillError:
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_each_bad_input_has_its_error_and_nothing_else_is_affected(name: str, objects: ObjectStore) -> None:
-    async def body() -> None:
+async def test_each_bad_input_has_its_error_and_nothing_else_is_affected(name: str, objects: ObjectStore) -> None:
+    hurt = await hurt_database(objects)
+    world, database = hurt.world, hurt.database
+    error = await reported(hurt, name)
+    assert re.search(BAD[name][2], error.message), error.message
+    # One sentence with its data at the end, and what to do.
+    assert re.search(r": ([a-z0-9_]+=.*)+\.$", error.message) and error.fix.endswith("."), str(error)
+
+    assert database.max_applied_seqno == world.seqno == 3
+    assert await database.get_many([b"row/000007", b"memory"]) == [b"v7", b"1"]
+    assert await collect(database.scan(upper=b"row/000500")) == expected(world.rows, upper=b"row/000500")
+    world.put(database, {b"row/000001": b"", b"row/000200": b"new"})
+    assert await database.flush() == 4
+    if name not in SPOILS_A_FILE:
+        assert await collect(database.scan()) == expected(world.rows)
+    await database.aclose()
+    database = await world.open()
+    assert await database.get_many([b"row/000001", b"row/000200", b"memory"]) == [None, b"new", b"1"]
+    assert await collect(database.scan(upper=b"row/000500")) == expected(world.rows, upper=b"row/000500")
+    assert PREFIX in database.files.prefix and database.versions.pins == 0
+
+
+async def test_no_two_bad_inputs_are_told_alike(objects: ObjectStore) -> None:
+    said = {}
+    for name in BAD:
         hurt = await hurt_database(objects)
-        world, database = hurt.world, hurt.database
-        error = await reported(hurt, name)
-        assert re.search(BAD[name][2], error.message), error.message
-        # One sentence with its data at the end, and what to do.
-        assert re.search(r": ([a-z0-9_]+=.*)+\.$", error.message) and error.fix.endswith("."), str(error)
-
-        assert database.max_applied_seqno == world.seqno == 3
-        assert await database.get_many([b"row/000007", b"memory"]) == [b"v7", b"1"]
-        assert await collect(database.scan(upper=b"row/000500")) == expected(world.rows, upper=b"row/000500")
-        world.put(database, {b"row/000001": b"", b"row/000200": b"new"})
-        assert await database.flush() == 4
-        if name not in SPOILS_A_FILE:
-            assert await collect(database.scan()) == expected(world.rows)
-        await database.aclose()
-        database = await world.open()
-        assert await database.get_many([b"row/000001", b"row/000200", b"memory"]) == [None, b"new", b"1"]
-        assert await collect(database.scan(upper=b"row/000500")) == expected(world.rows, upper=b"row/000500")
-        assert PREFIX in database.files.prefix and database.versions.pins == 0
-
-    run(body())
-
-
-def test_no_two_bad_inputs_are_told_alike(objects: ObjectStore) -> None:
-    async def body() -> None:
-        said = {}
-        for name in BAD:
-            hurt = await hurt_database(objects)
-            said[name] = (await reported(hurt, name)).message.partition(":")[0]
-            await hurt.database.aclose()
-            async for found in objects.list(""):
-                await objects.delete(found.key)
-        assert len(set(said.values())) == len(BAD), said
-
-    run(body())
+        said[name] = (await reported(hurt, name)).message.partition(":")[0]
+        await hurt.database.aclose()
+        async for found in objects.list(""):
+            await objects.delete(found.key)
+    assert len(set(said.values())) == len(BAD), said

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -36,15 +35,6 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import DIFF, TIME
 
 
-def run(body: Callable[[World], Awaitable[None]], **world: Any) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(60):
-            async with World(real=True, **world) as opened:
-                await body(opened)
-
-    asyncio.run(main())
-
-
 async def check(world: World, consensus: Any = None) -> DeepCheckResult:
     return await deep_check(consensus or world.consensus, world.objects, world.clock, world.rand)
 
@@ -67,8 +57,8 @@ async def large_part(world: World) -> str:
 
 
 @pytest.mark.parametrize("domains", [1, 2])
-def test_a_whole_cluster_has_no_findings(domains: int) -> None:
-    async def body(world: World) -> None:
+async def test_a_whole_cluster_has_no_findings(domains: int) -> None:
+    async with World(real=True, domains=domains) as world:
         await large_part(world)
         await persisted(world, 10)
         await world.compact(world.table)
@@ -89,11 +79,9 @@ def test_a_whole_cluster_has_no_findings(domains: int) -> None:
             assert walked[kind] > 0, kind
         assert found.checkpoint_age_ms is not None and found.checkpoint_age_ms < 60_000
 
-    run(body, domains=domains)
 
-
-def test_it_works_while_the_cluster_moves_on() -> None:
-    async def body(world: World) -> None:
+async def test_it_works_while_the_cluster_moves_on() -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         moving = asyncio.ensure_future(world.move_on())
         checkpointer = world.checkpointer()
@@ -111,14 +99,12 @@ def test_it_works_while_the_cluster_moves_on() -> None:
             task.cancel()
         await asyncio.gather(moving, keeping, return_exceptions=True)
 
-    run(body)
-
 
 @pytest.mark.parametrize("moves_on", [True, False])
-def test_rows_are_walked_again_when_a_file_was_collected_under_the_walk(
+async def test_rows_are_walked_again_when_a_file_was_collected_under_the_walk(
     moves_on: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(world: World) -> None:
+    async with World(real=True) as world:
         await persisted(world, 2)
         walks = 0
 
@@ -141,11 +127,9 @@ def test_rows_are_walked_again_when_a_file_was_collected_under_the_walk(
             assert [line for line in found if "not all rows can be read" in line] and walks == 1
             assert [line for line in found if "cut off" in line], "what was found before it stays"
 
-    run(body)
 
-
-def test_the_bucket_alone_is_walked_where_consensus_is_gone() -> None:
-    async def body(world: World) -> None:
+async def test_the_bucket_alone_is_walked_where_consensus_is_gone() -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         found = await check(world, MemoryConsensus(world.clock))
         said = (
@@ -153,8 +137,6 @@ def test_the_bucket_alone_is_walked_where_consensus_is_gone() -> None:
         )
         assert [str(f) for f in found.findings.broken] == [f"consensus → {said}"]
         assert found.findings.walked["extent"] > 0 and not found.from_consensus
-
-    run(body)
 
 
 def test_nothing_at_all_is_said_as_such() -> None:
@@ -169,39 +151,33 @@ def only(found: list[str], *parts: str) -> None:
         assert part in found[0], (part, found[0])
 
 
-def test_a_missing_l0_object_is_named_by_what_refers_to_it() -> None:
-    async def body(world: World) -> None:
+async def test_a_missing_l0_object_is_named_by_what_refers_to_it() -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         [key, *_] = await keys(world, "l0/")
         await world.objects.delete(key)
         only(await lines(world), f"extent {world.topic.topic_id}/", key, "the object is missing", "copy of the bucket")
 
-    run(body)
 
-
-def test_an_l0_object_that_is_too_short_is_named() -> None:
-    async def body(world: World) -> None:
+async def test_an_l0_object_that_is_too_short_is_named() -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         [key, *_] = await keys(world, "l0/")
         await world.objects.delete(key)
         await world.objects.put(key, b"short")
         only(await lines(world), key, "has 5 bytes")
 
-    run(body)
 
-
-def test_a_missing_part_of_a_shard_is_named() -> None:
-    async def body(world: World) -> None:
+async def test_a_missing_part_of_a_shard_is_named() -> None:
+    async with World(real=True) as world:
         key = await large_part(world)
         await persisted(world, 1)
         await world.objects.delete(key)
         only(await lines(world), "batch table@0", key, "the object is missing")
 
-    run(body)
 
-
-def test_a_missing_a_damaged_and_a_truncated_file_of_a_domain_are_named() -> None:
-    async def body(world: World) -> None:
+async def test_a_missing_a_damaged_and_a_truncated_file_of_a_domain_are_named() -> None:
+    async with World(real=True) as world:
         await persisted(world, 30)
         uuid = (await world.metastore.domains())[0].domain_uuid  # type: ignore[attr-defined]
         [file, *_] = await keys(world, f"metastore/{uuid}/sst/")
@@ -216,11 +192,9 @@ def test_a_missing_a_damaged_and_a_truncated_file_of_a_domain_are_named() -> Non
                 assert any(f"the object has {len(spoiled)} bytes, the manifest says {len(data)}" in x for x in found)
         assert any("missing" in line for line in found)
 
-    run(body)
 
-
-def test_a_damaged_manifest_and_a_damaged_cluster_manifest_are_named() -> None:
-    async def body(world: World) -> None:
+async def test_a_damaged_manifest_and_a_damaged_cluster_manifest_are_named() -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         uuid = (await world.metastore.domains())[0].domain_uuid  # type: ignore[attr-defined]
         await persisted(world, 3)
@@ -228,16 +202,14 @@ def test_a_damaged_manifest_and_a_damaged_cluster_manifest_are_named() -> None:
         await damage(world, manifest)
         only(await lines(world), f"domain {uuid}", manifest, "damaged")
 
-    run(body)
-
 
 async def break_rows(world: World, *rows: tuple[bytes, bytes]) -> list[str]:
     await world.metastore.commit(list(rows))
     return await lines(world)
 
 
-def test_a_hole_in_a_partition_is_named() -> None:
-    async def body(world: World) -> None:
+async def test_a_hole_in_a_partition_is_named() -> None:
+    async with World(real=True) as world:
         await persisted(world, 12)
         extents = await world.metastore.rows(EXTENTS, world.topic.topic_id, 0)
         gone = extents[2]
@@ -246,21 +218,17 @@ def test_a_hole_in_a_partition_is_named() -> None:
         found = await break_rows(world, (EXTENTS.key_of(extents[-1]), b""))
         assert any(f"offsets {extents[-1].base_offset} to {extents[-1].last_offset + 1}" in line for line in found)
 
-    run(body)
 
-
-def test_a_partition_without_any_extent_is_named() -> None:
-    async def body(world: World) -> None:
+async def test_a_partition_without_any_extent_is_named() -> None:
+    async with World(real=True) as world:
         await persisted(world, 4)
         extents = await world.metastore.rows(EXTENTS, world.topic.topic_id, 0)
         found = await break_rows(world, *[(EXTENTS.key_of(extent), b"") for extent in extents])
         only(found, f"partition {world.topic.topic_id}/0", "none of its offsets")
 
-    run(body)
 
-
-def test_a_hole_in_a_shard_is_named() -> None:
-    async def body(world: World) -> None:
+async def test_a_hole_in_a_shard_is_named() -> None:
+    async with World(real=True) as world:
         await persisted(world, 6)
         batches = await world.metastore.rows(SHARD_BATCHES, "table")
         found = await break_rows(world, (SHARD_BATCHES.key("table", batches[2].lower), b""))
@@ -268,11 +236,9 @@ def test_a_hole_in_a_shard_is_named() -> None:
         found = await break_rows(world, (SHARD_BATCHES.key("table", batches[-1].lower), b""))
         assert any(f"times {batches[-1].lower} to {batches[-1].upper} are in no batch" in line for line in found)
 
-    run(body)
 
-
-def test_a_missing_binding_and_one_that_is_ahead_are_named() -> None:
-    async def body(world: World) -> None:
+async def test_a_missing_binding_and_one_that_is_ahead_are_named() -> None:
+    async with World(real=True) as world:
         await persisted(world, 6)
         bindings = await world.metastore.rows(BINDINGS, "topic/clicks")
         only(await break_rows(world, (BINDINGS.key_of(bindings[2]), b"")), "1 bindings before it are missing")
@@ -286,14 +252,11 @@ def test_a_missing_binding_and_one_that_is_ahead_are_named() -> None:
         shorter = replace(row, next_offset=extents[-1].base_offset)
         only(await break_rows(world, PARTITIONS.encode(shorter)), "beyond the partition's end", "older manifest")
 
-    run(body)
 
-
-def test_bindings_count_anew_once_for_each_restore() -> None:
+async def test_bindings_count_anew_once_for_each_restore() -> None:
     """The log of a restored cluster holds the bindings that had rows, from position 0; the one before it had forgotten
     its first ones."""
-
-    async def body(world: World) -> None:
+    async with World(real=True) as world:
         from msgspec.structs import replace
 
         await persisted(world, 6)
@@ -310,21 +273,17 @@ def test_bindings_count_anew_once_for_each_restore() -> None:
         await check_rows(world.metastore, findings, References(), 2)
         assert any("does not follow" in str(each) for each in findings.broken)
 
-    run(body)
 
-
-def test_a_shard_ahead_of_its_bindings_is_named() -> None:
-    async def body(world: World) -> None:
+async def test_a_shard_ahead_of_its_bindings_is_named() -> None:
+    async with World(real=True) as world:
         await persisted(world, 6)
         bindings = await world.metastore.rows(BINDINGS, "topic/clicks")
         found = await break_rows(world, *[(BINDINGS.key_of(binding), b"") for binding in bindings[-2:]])
         only(found, "table table", "bindings of topic/clicks", "beyond the newest binding")
 
-    run(body)
 
-
-def test_references_of_the_catalogue_are_followed() -> None:
-    async def body(world: World) -> None:
+async def test_references_of_the_catalogue_are_followed() -> None:
+    async with World(real=True) as world:
         await persisted(world, 2)
         capture = CaptureRow("shop", "1", "s", "p", 1, True)
         table = CaptureTableRow(
@@ -344,11 +303,9 @@ def test_references_of_the_catalogue_are_followed() -> None:
         found = await break_rows(world, TOPIC_IDS.encode(TopicIdRow(world.topic.topic_id, "other")))
         assert any("no topic of this name" in line for line in found)
 
-    run(body)
 
-
-def test_rows_of_deleted_topics_are_orphans_and_no_findings() -> None:
-    async def body(world: World) -> None:
+async def test_rows_of_deleted_topics_are_orphans_and_no_findings() -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         await world.catalogue.delete(type(world.topic), "clicks")
         await world.metastore.commit([(PIPELINES.key("p"), b"")])
@@ -357,11 +314,9 @@ def test_rows_of_deleted_topics_are_orphans_and_no_findings() -> None:
         assert found.orphans["partition rows of deleted topics"] == 2
         assert found.orphans["extents without a partition"] > 0
 
-    run(body)
 
-
-def test_objects_that_nothing_refers_to_are_counted_once_they_are_old() -> None:
-    async def body(world: World) -> None:
+async def test_objects_that_nothing_refers_to_are_counted_once_they_are_old() -> None:
+    async with World(real=True) as world:
         await persisted(world, 2)
         await world.objects.put("l0/00000000000000000001/lost-1", b"12345")
         assert (await check(world)).findings.orphans["objects"] == 0
@@ -370,8 +325,6 @@ def test_objects_that_nothing_refers_to_are_counted_once_they_are_old() -> None:
         assert (found.orphans["objects"], found.broken) == (1, [])
         assert found.orphan_bytes >= 5
 
-    run(body)
-
 
 class Later(SystemClock):
     def now_ms(self) -> int:
@@ -379,8 +332,8 @@ class Later(SystemClock):
 
 
 @pytest.mark.parametrize("family", [TOPICS, PARTITIONS, EXTENTS, SHARDS, SHARD_BATCHES, BINDINGS])
-def test_a_row_that_does_not_decode_is_named(family: Any) -> None:
-    async def body(world: World) -> None:
+async def test_a_row_that_does_not_decode_is_named(family: Any) -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         async for found, _ in world.metastore.prefix(family.prefix()):
             key = found[0]
@@ -388,11 +341,9 @@ def test_a_row_that_does_not_decode_is_named(family: Any) -> None:
         lines_found = await break_rows(world, (key, b"\x01\xc1"))
         assert any(f"{family.name} row {key.hex()}" in line for line in lines_found), lines_found
 
-    run(body)
 
-
-def test_opaque_parts_are_examined_by_their_rooms() -> None:
-    async def body(world: World) -> None:
+async def test_opaque_parts_are_examined_by_their_rooms() -> None:
+    async with World(real=True) as world:
         from msgspec.structs import replace
 
         await persisted(world, 3)
@@ -408,12 +359,10 @@ def test_opaque_parts_are_examined_by_their_rooms() -> None:
         )
         assert len(found) == 3, found
 
-    run(body)
-
 
 @pytest.mark.parametrize("how", ["missing", "damaged"])
-def test_a_partition_whose_rollup_is_gone_is_named(how: str) -> None:
-    async def body(world: World) -> None:
+async def test_a_partition_whose_rollup_is_gone_is_named(how: str) -> None:
+    async with World(real=True, rollup_records=8) as world:
         for _ in range(30):
             await world.produce()
         await persisted(world, 1)
@@ -422,26 +371,20 @@ def test_a_partition_whose_rollup_is_gone_is_named(how: str) -> None:
         await (world.objects.delete(key) if how == "missing" else damage(world, key))
         only(await lines(world), f"log topic/{world.topic.topic_id}/0 → its rollup", key, "restore the cluster")
 
-    run(body, rollup_records=8)
 
-
-def test_a_shard_whose_log_is_unreadable_is_named() -> None:
-    async def body(world: World) -> None:
+async def test_a_shard_whose_log_is_unreadable_is_named() -> None:
+    async with World(real=True) as world:
         await persisted(world, 2)
         log = f"shard/{world.table.shard_id}"
         head = await world.consensus.log_head(log)
         await world.consensus.append(log, head.term, head.next, [b"\x07nonsense"], "n")
         only(await lines(world), f"table table → log {log}", "unknown kind")
 
-    run(body)
 
-
-def test_a_cluster_replaced_in_its_bucket_is_told() -> None:
-    async def body(world: World) -> None:
+async def test_a_cluster_replaced_in_its_bucket_is_told() -> None:
+    async with World(real=True) as world:
         from tidemill.maintenance.restore.restore import Restorer
 
         await persisted(world, 2)
         await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
         assert any("restored as incarnation 2" in line for line in await lines(world))
-
-    run(body)

@@ -30,15 +30,6 @@ from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state_machine.state import PartitionState
 
 
-def run(body: Callable[[World], Awaitable[None]], domains: int = 1, **settings: int) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(60):
-            async with World(domains, **settings) as world:
-                await body(world)
-
-    asyncio.run(main())
-
-
 class Recorder:
     """Keeps the rows after every commit of one domain: each is what a manifest might hold."""
 
@@ -88,8 +79,8 @@ async def check_restored_equals_live(world: World) -> None:
             assert getattr(state, name) == getattr(shard.state, name), name
 
 
-def test_rows_hold_what_the_logs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(world: World) -> None:
+async def test_rows_hold_what_the_logs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with World() as world:
         checkpointer = world.checkpointer()
         for _ in range(5):
             for _ in range(4):
@@ -97,11 +88,9 @@ def test_rows_hold_what_the_logs_hold(monkeypatch: pytest.MonkeyPatch) -> None:
             await checkpointer.round()
             await check_restored_equals_live(world)
 
-    run(body)
 
-
-def test_an_idle_round_writes_nothing() -> None:
-    async def body(world: World) -> None:
+async def test_an_idle_round_writes_nothing() -> None:
+    async with World() as world:
         await world.step()
         checkpointer = world.checkpointer()
         assert await checkpointer.round() > 0
@@ -109,11 +98,9 @@ def test_an_idle_round_writes_nothing() -> None:
         assert await checkpointer.round() == 0
         assert world.shared[0].commits == commits
 
-    run(body)
 
-
-def test_a_round_writes_only_what_changed_and_reads_only_what_is_new() -> None:
-    async def body(world: World) -> None:
+async def test_a_round_writes_only_what_changed_and_reads_only_what_is_new() -> None:
+    async with World() as world:
         checkpointer = world.checkpointer()
         for _ in range(20):
             await world.step()
@@ -136,13 +123,10 @@ def test_a_round_writes_only_what_changed_and_reads_only_what_is_new() -> None:
         assert not [key for key in changed if key.startswith(SHARD_BATCHES.prefix())]
         assert reads and all(start > 0 for _, start in reads), "a log was read from its start again"
 
-    run(body)
 
-
-def test_crash_between_any_two_writes_keeps_inputs_at_or_beyond_outputs() -> None:
+async def test_crash_between_any_two_writes_keeps_inputs_at_or_beyond_outputs() -> None:
     """The world runs on while each round gathers and writes; every commit is a moment that may be restored."""
-
-    async def body(world: World) -> None:
+    async with World() as world:
         recorder = Recorder(world)
         moving = asyncio.ensure_future(world.move_on())
         checkpointer = world.checkpointer()
@@ -158,14 +142,11 @@ def test_crash_between_any_two_writes_keeps_inputs_at_or_beyond_outputs() -> Non
             each.check()
         assert len({r.shards["table"].upper for r in restored if "table" in r.shards}) > 8
 
-    run(body)
 
-
-def test_a_round_in_many_small_commits_is_restorable_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_round_in_many_small_commits_is_restorable_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint, "COMMIT_BYTES", 500)
     monkeypatch.setattr(checkpoint, "UNIT_BYTES", 500)
-
-    async def body(world: World) -> None:
+    async with World() as world:
         recorder = Recorder(world)
         checkpointer = world.checkpointer()
         for _ in range(4):
@@ -176,15 +157,12 @@ def test_a_round_in_many_small_commits_is_restorable_after_each(monkeypatch: pyt
         assert len(recorder.moments) > 40
         await check_restored_equals_live(world)
 
-    run(body)
 
-
-def test_compaction_in_many_small_commits_is_restorable_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_compaction_in_many_small_commits_is_restorable_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """The new since goes first, the new upper last: merged batches hold times only from the new since on."""
     monkeypatch.setattr(checkpoint, "COMMIT_BYTES", 300)
     monkeypatch.setattr(checkpoint, "UNIT_BYTES", 300)
-
-    async def body(world: World) -> None:
+    async with World() as world:
         recorder = Recorder(world)
         checkpointer = world.checkpointer()
         for _ in range(20):
@@ -209,13 +187,10 @@ def test_compaction_in_many_small_commits_is_restorable_after_each(monkeypatch: 
                                                                      for b in world.table.state.batches)  # fmt: skip
         await check_restored_equals_live(world)
 
-    run(body)
 
-
-def test_the_wrong_order_of_writing_is_found() -> None:
+async def test_the_wrong_order_of_writing_is_found() -> None:
     """The check itself can fail: outputs written first are seen by it."""
-
-    async def body(world: World) -> None:
+    async with World() as world:
         recorder = Recorder(world)
         checkpointer = world.checkpointer()
         checkpointer._stages.reverse()
@@ -224,11 +199,9 @@ def test_the_wrong_order_of_writing_is_found() -> None:
         with pytest.raises(AssertionError, match="ahead of its bindings"):
             check_all(recorder)
 
-    run(body)
 
-
-def test_the_wrong_order_of_gathering_is_found() -> None:
-    async def body(world: World) -> None:
+async def test_the_wrong_order_of_gathering_is_found() -> None:
+    async with World() as world:
         recorder = Recorder(world)
         checkpointer = world.checkpointer()
         partitions, _, shards, _ = checkpointer._stages
@@ -246,8 +219,6 @@ def test_the_wrong_order_of_gathering_is_found() -> None:
         with pytest.raises(AssertionError, match="ahead of its topic"):
             check_all(recorder)
 
-    run(body)
-
 
 def _returning(units: object) -> Callable[[], Awaitable[object]]:
     async def gather() -> object:
@@ -256,8 +227,8 @@ def _returning(units: object) -> Callable[[], Awaitable[object]]:
     return gather
 
 
-def test_compacted_batches_replace_what_they_cover() -> None:
-    async def body(world: World) -> None:
+async def test_compacted_batches_replace_what_they_cover() -> None:
+    async with World() as world:
         checkpointer = world.checkpointer()
         for _ in range(12):
             await world.step()
@@ -268,11 +239,9 @@ def test_compacted_batches_replace_what_they_cover() -> None:
         await check_restored_equals_live(world)
         assert world.table.state.since > 0
 
-    run(body)
 
-
-def test_partitions_that_were_rolled_up_under_the_keeper_are_followed_on() -> None:
-    async def body(world: World) -> None:
+async def test_partitions_that_were_rolled_up_under_the_keeper_are_followed_on() -> None:
+    async with World(rollup_records=8) as world:
         checkpointer = world.checkpointer()
         await world.step()
         await checkpointer.round()
@@ -283,11 +252,9 @@ def test_partitions_that_were_rolled_up_under_the_keeper_are_followed_on() -> No
         await checkpointer.round()
         await check_restored_equals_live(world)
 
-    run(body, rollup_records=8)
 
-
-def test_a_new_keeper_goes_on_from_the_rows() -> None:
-    async def body(world: World) -> None:
+async def test_a_new_keeper_goes_on_from_the_rows() -> None:
+    async with World() as world:
         for _ in range(5):
             await world.step()
         await world.checkpointer("n1").round()
@@ -299,11 +266,9 @@ def test_a_new_keeper_goes_on_from_the_rows() -> None:
         old = [k for k, row in world.shared[0].rows.items() if row.seqno <= seqno and k.startswith(EXTENTS.prefix())]
         assert len(old) == 5, "extents that were there are not written again"
 
-    run(body)
 
-
-def test_a_replaced_keeper_writes_nothing_any_more() -> None:
-    async def body(world: World) -> None:
+async def test_a_replaced_keeper_writes_nothing_any_more() -> None:
+    async with World() as world:
         await world.step()
         old, new = world.checkpointer("old"), world.checkpointer("new", world.open())
         await old.round()
@@ -316,11 +281,9 @@ def test_a_replaced_keeper_writes_nothing_any_more() -> None:
         await new.round()
         await check_restored_equals_live(world)
 
-    run(body)
 
-
-def test_a_failed_commit_is_made_good_by_the_next_round() -> None:
-    async def body(world: World) -> None:
+async def test_a_failed_commit_is_made_good_by_the_next_round() -> None:
+    async with World() as world:
         checkpointer = world.checkpointer()
         await world.step()
         await checkpointer.round()
@@ -335,11 +298,9 @@ def test_a_failed_commit_is_made_good_by_the_next_round() -> None:
         await checkpointer.round()
         await check_restored_equals_live(world)
 
-    run(body)
 
-
-def test_a_commit_of_unknown_outcome_is_looked_up_and_not_taken_for_another_keeper() -> None:
-    async def body(world: World) -> None:
+async def test_a_commit_of_unknown_outcome_is_looked_up_and_not_taken_for_another_keeper() -> None:
+    async with World() as world:
         checkpointer = world.checkpointer()
         await world.step()
         await checkpointer.round()
@@ -355,11 +316,9 @@ def test_a_commit_of_unknown_outcome_is_looked_up_and_not_taken_for_another_keep
         await checkpointer.round()
         await check_restored_equals_live(world)
 
-    run(body)
 
-
-def test_a_follower_keeps_no_batch_that_is_written_and_refuses_a_shorter_log() -> None:
-    async def body(world: World) -> None:
+async def test_a_follower_keeps_no_batch_that_is_written_and_refuses_a_shorter_log() -> None:
+    async with World() as world:
         for _ in range(6):
             await world.produce()
         place = (world.topic.topic_id, 0)
@@ -379,8 +338,6 @@ def test_a_follower_keeps_no_batch_that_is_written_and_refuses_a_shorter_log() -
         with pytest.raises(CorruptError, match="holds less than its rows"):
             await empty.gather(world.metastore.prefix)
 
-    run(body)
-
 
 class Ticking(SystemClock):
     """Whoever looks finds a millisecond gone."""
@@ -392,8 +349,8 @@ class Ticking(SystemClock):
         return next(self._ticks) / 1_000
 
 
-def test_a_follower_of_a_long_log_leaves_others_their_turns() -> None:
-    async def body(world: World) -> None:
+async def test_a_follower_of_a_long_log_leaves_others_their_turns() -> None:
+    async with World() as world:
         for _ in range(100):
             await world.produce()
         place = (world.topic.topic_id, 0)
@@ -412,13 +369,10 @@ def test_a_follower_of_a_long_log_leaves_others_their_turns() -> None:
         assert len(groups) > 100
         assert turns >= 2 * 100 / 5, "one for five records, in the replay and in the rows"
 
-    run(body)
 
-
-def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_one() -> None:
+async def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_one() -> None:
     """A manifest held the first extents of a large unit, and not the partition row that counts them."""
-
-    async def body(world: World) -> None:
+    async with World() as world:
         topic_id = world.topic.topic_id
         for _ in range(3):
             await world.produce()
@@ -447,17 +401,14 @@ def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_one() -
         live, _ = await catch_up(world.consensus, world.objects, partition_log(topic_id, 0), PartitionState())
         same_partition(again, live)
 
-    run(body)
 
-
-def test_the_rows_of_a_shard_that_was_restored_stay_until_those_of_the_restored_one_count(
+async def test_the_rows_of_a_shard_that_was_restored_stay_until_those_of_the_restored_one_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It has another id. A manifest may be cut anywhere in the first checkpoint, and be all there is of it again."""
     monkeypatch.setattr(checkpoint, "COMMIT_BYTES", 300)
     monkeypatch.setattr(checkpoint, "UNIT_BYTES", 300)
-
-    async def body(world: World) -> None:
+    async with World() as world:
         for _ in range(12):
             await world.step()
         await world.checkpointer().round()
@@ -492,11 +443,9 @@ def test_the_rows_of_a_shard_that_was_restored_stay_until_those_of_the_restored_
         assert {row.name: row.shard_id for row in family_rows(SHARDS, rows_of(world.shared[0]))} == ids
         assert Restored(rows_of(world.shared[0])).shards["table"].batches == world.table.state.batches
 
-    run(body)
 
-
-def test_a_deleted_topic_leaves_no_rows() -> None:
-    async def body(world: World) -> None:
+async def test_a_deleted_topic_leaves_no_rows() -> None:
+    async with World() as world:
         checkpointer = world.checkpointer()
         await world.step()
         await checkpointer.round()
@@ -507,13 +456,10 @@ def test_a_deleted_topic_leaves_no_rows() -> None:
         assert not [key for key in rows_of(world.shared[0]) if key.startswith(EXTENTS.prefix())]
         await world.checkpointer("n2").round()
 
-    run(body)
 
-
-def test_rows_are_never_overwritten_by_an_empty_consensus() -> None:
+async def test_rows_are_never_overwritten_by_an_empty_consensus() -> None:
     """A new consensus beside an old bucket, without a restore: the rows may be all that is left."""
-
-    async def body(world: World) -> None:
+    async with World() as world:
         await world.step()
         await world.checkpointer().round()
         world.consensus = MemoryConsensus(world.clock)
@@ -524,13 +470,10 @@ def test_rows_are_never_overwritten_by_an_empty_consensus() -> None:
         key = CHECKPOINTS.key(slot_of(0, 1))
         assert {k: v for k, v in after.items() if k != key} == {k: v for k, v in before.items() if k != key}
 
-    run(body)
 
-
-def test_over_several_domains_a_stage_is_durable_before_the_next_one_writes() -> None:
+async def test_over_several_domains_a_stage_is_durable_before_the_next_one_writes() -> None:
     """Each domain persists only when flushed; the flushed rows of all domains together keep the order."""
-
-    async def body(world: World) -> None:
+    async with World(domains=3) as world:
         flushed: list[Rows] = [{} for _ in world.shared]
         moments: list[Rows] = []
         for index, domain in enumerate(await world.metastore.domains()):
@@ -551,8 +494,6 @@ def test_over_several_domains_a_stage_is_durable_before_the_next_one_writes() ->
         for each in moments:
             Restored(each).check()
         assert len(moments) > 20
-
-    run(body, domains=3)
 
 
 def test_every_domain_has_a_slot_of_its_own() -> None:
@@ -582,8 +523,8 @@ def test_a_commit_has_no_more_rows_than_a_batch_takes(rows_a_group: int) -> None
     assert max(map(len, commits)) + 2 <= METASTORE_BATCH_ROWS
 
 
-def test_the_mark_says_how_old_the_checkpoint_is_and_who_holds_it_back() -> None:
-    async def body(world: World) -> None:
+async def test_the_mark_says_how_old_the_checkpoint_is_and_who_holds_it_back() -> None:
+    async with World() as world:
         checkpointer: Checkpointer = world.checkpointer()
         await world.step()
         await checkpointer.round()
@@ -609,5 +550,3 @@ def test_the_mark_says_how_old_the_checkpoint_is_and_who_holds_it_back() -> None
             [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.STAGE_NAME]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-
-    run(body)

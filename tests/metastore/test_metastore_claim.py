@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import pytest
 
@@ -19,15 +17,6 @@ from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectMeta
 
 CLOCK = SystemClock()
-Test = Callable[[], Coroutine[Any, Any, None]]
-
-
-def on_a_loop(test: Test) -> Callable[[], None]:
-    def run() -> None:
-        asyncio.run(asyncio.wait_for(test(), 60))
-
-    run.__name__ = test.__name__
-    return run
 
 
 def cluster(name: str, incarnation: int = 1) -> Cluster:
@@ -43,7 +32,6 @@ class Away(MemoryObjects):
         return await super().head(key)
 
 
-@on_a_loop
 async def test_of_many_clusters_that_claim_an_empty_bucket_at_once_one_has_it_and_keeps_it() -> None:
     objects = MemoryObjects(CLOCK)
     names = [f"c{i}" for i in range(16)]
@@ -58,7 +46,6 @@ async def test_of_many_clusters_that_claim_an_empty_bucket_at_once_one_has_it_an
         await claim_bucket(objects, CLOCK, cluster("a later one"))
 
 
-@on_a_loop
 async def test_a_first_start_that_lost_leaves_its_consensus_as_empty_as_it_was() -> None:
     objects = MemoryObjects(CLOCK)
     first = create_metastore(MemoryConsensus(CLOCK), objects, CLOCK, Rand())
@@ -73,7 +60,6 @@ async def test_a_first_start_that_lost_leaves_its_consensus_as_empty_as_it_was()
         await check_unclaimed(objects)
 
 
-@on_a_loop
 async def test_a_cluster_whose_bucket_was_claimed_by_a_restore_is_told_by_whom_however_damaged_the_claim_is() -> None:
     objects = MemoryObjects(CLOCK)
     await claim_bucket(objects, CLOCK, cluster("old"))
@@ -88,7 +74,6 @@ async def test_a_cluster_whose_bucket_was_claimed_by_a_restore_is_told_by_whom_h
         await claim_bucket(objects, CLOCK, cluster("old"))
 
 
-@on_a_loop
 async def test_a_process_that_has_not_asked_for_three_intervals_asks_before_it_acknowledges_or_deletes() -> None:
     clock, inner = ManualClock(), Away(CLOCK)
     objects = RetryingObjects(inner, CLOCK, Rand(), store="memory", budget_s=0.0)

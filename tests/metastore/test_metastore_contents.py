@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from support.metastore.checkpoint_world import World, command, directory, keys
-from support.metastore.l1 import moved, run
+from support.metastore.l1 import moved
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.check.deep_check import deep_check
@@ -39,8 +39,8 @@ async def checked(world: World, *, consensus: Any = None) -> Any:
     return (await deep_check(known, world.objects, world.clock, world.rand, contents=True)).findings
 
 
-def test_f529_each_damaged_object_is_named_and_what_is_whole_is_not() -> None:
-    async def body(world: World) -> None:
+async def test_f529_each_damaged_object_is_named_and_what_is_whole_is_not() -> None:
+    async with World(real=True) as world:
         await moved(world)
         found = await checked(world)
         assert [str(each) for each in found.broken] == []
@@ -56,8 +56,6 @@ def test_f529_each_damaged_object_is_named_and_what_is_whole_is_not() -> None:
                 assert key in {each.target for each in of_rows}, "the bucket alone says it too"
             await flip(world.objects, key, at)
         assert (await checked(world)).clean
-
-    run(body)
 
 
 def test_the_command_exits_1_names_every_damaged_object_and_reads_mirrors(directory: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run
+from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of
 from support.metastore.domain_world import world as world
 from support.metastore.lsm_world import Gate, Watched
 from support.waiting import DEADLINE_S, until
@@ -43,10 +43,9 @@ def volatile_rows(domain: Domain) -> dict[bytes, bytes]:
     }
 
 
-def test_every_node_sees_the_same_uuid(world: DomainWorld) -> None:
+async def test_every_node_sees_the_same_uuid(world: DomainWorld) -> None:
     """[same uuid everywhere]"""
-
-    async def body(world: DomainWorld) -> None:
+    async with world:
         leader, follower = await world.node(), await world.node(FOLLOWS)
         await follower.sync()
         assert leader.domain_uuid and leader.domain_uuid == follower.domain_uuid
@@ -55,13 +54,10 @@ def test_every_node_sees_the_same_uuid(world: DomainWorld) -> None:
         again = await world.node()
         assert again.domain_uuid == uuid and again.term > 1
 
-    run(body, world)
 
-
-def test_a_new_leader_sees_what_the_old_one_wrote(world: DomainWorld) -> None:
+async def test_a_new_leader_sees_what_the_old_one_wrote(world: DomainWorld) -> None:
     """[new leader sees old writes]"""
-
-    async def body(world: DomainWorld) -> None:
+    async with world:
         old, follower = await world.node(), await world.node(FOLLOWS)
         seqnos = [await old.commit([(b"k%d" % i, b"v%d" % i)]) for i in range(5)]
         assert seqnos == sorted(set(seqnos))
@@ -76,13 +72,10 @@ def test_a_new_leader_sees_what_the_old_one_wrote(world: DomainWorld) -> None:
         for node in (new, follower):  # nothing was flushed: every replica has the rows of both terms
             assert volatile_rows(node) == {b"k%d" % i: b"v%d" % i for i in range(6)}
 
-    run(body, world)
 
-
-def test_a_flush_empties_the_buffers_and_its_rows_survive_a_failover(world: DomainWorld) -> None:
+async def test_a_flush_empties_the_buffers_and_its_rows_survive_a_failover(world: DomainWorld) -> None:
     """[flush empties buffers and survives failover]"""
-
-    async def body(world: DomainWorld) -> None:
+    async with world:
         old, follower = await world.node(), await world.node(FOLLOWS)
         last = 0
         for i in range(5):
@@ -101,13 +94,10 @@ def test_a_flush_empties_the_buffers_and_its_rows_survive_a_failover(world: Doma
         assert await rows_of(new) == {b"k%d" % i: b"v%d" % i for i in range(6)}
         assert volatile_rows(new) == {b"k5": b"v5"}
 
-    run(body, world)
 
-
-def test_a_flush_of_nothing_writes_nothing(world: DomainWorld) -> None:
+async def test_a_flush_of_nothing_writes_nothing(world: DomainWorld) -> None:
     """[empty flush no-op]"""
-
-    async def body(world: DomainWorld) -> None:
+    async with world:
         leader = await world.node()
         before = leader.state.manifest
         assert await leader.flush(20) == 0
@@ -117,13 +107,10 @@ def test_a_flush_of_nothing_writes_nothing(world: DomainWorld) -> None:
         manifest = leader.state.manifest
         assert await leader.flush(20) == last and leader.state.manifest is manifest
 
-    run(body, world)
 
-
-def test_a_reset_domain_reopens_with_the_rows_of_the_manifest(world: DomainWorld, emptied: DomainWorld) -> None:
+async def test_a_reset_domain_reopens_with_the_rows_of_the_manifest(world: DomainWorld, emptied: DomainWorld) -> None:
     """[reset then reopen reads restored rows]"""
-
-    async def body(world: DomainWorld) -> None:
+    async with world, emptied:
         for _ in range(3):
             await (await world.node()).aclose()  # so that its terms are beyond those of the emptied engine
         first = await world.node()
@@ -153,21 +140,12 @@ def test_a_reset_domain_reopens_with_the_rows_of_the_manifest(world: DomainWorld
         again = await emptied.node()
         assert (await rows_of(again))[b"new"] == b"row" and len(await rows_of(again)) == 11
 
-    async def both(world: DomainWorld) -> None:
-        try:
-            await body(world)
-        finally:
-            await emptied.aclose()
 
-    run(both, world)
-
-
-def test_after_a_reset_with_nothing_the_old_opening_writes_no_more_and_the_reopened_one_does(
+async def test_after_a_reset_with_nothing_the_old_opening_writes_no_more_and_the_reopened_one_does(
     world: DomainWorld,
 ) -> None:
     """[reset with nothing: old handle's writes fail, reopened works]"""
-
-    async def body(world: DomainWorld) -> None:
+    async with world:
         domain = await world.node()
         old = domain._leader
         assert old is not None
@@ -179,13 +157,10 @@ def test_after_a_reset_with_nothing_the_old_opening_writes_no_more_and_the_reope
         assert await domain.commit([(b"a", b"2")]) > 0
         assert await rows_of(domain) == {b"a": b"2"}
 
-    run(body, world)
 
-
-def test_a_reset_is_done_though_another_node_leads_after_it(world: DomainWorld) -> None:
+async def test_a_reset_is_done_though_another_node_leads_after_it(world: DomainWorld) -> None:
     """Unavailable would say that it did not happen."""
-
-    async def body(world: DomainWorld) -> None:
+    async with world:
         domain = await world.node()
         eager = await Domain.open(
             DomainContext(
@@ -205,13 +180,11 @@ def test_a_reset_is_done_though_another_node_leads_after_it(world: DomainWorld) 
         finally:
             await eager.aclose()
 
-    run(body, world)
 
-
-def test_a_reset_whose_manifest_cannot_be_opened_is_told_as_unknown(
+async def test_a_reset_whose_manifest_cannot_be_opened_is_told_as_unknown(
     world: DomainWorld, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def body(world: DomainWorld) -> None:
+    async with world:
         domain = await world.node()
         uuid = "00000000-0000-4000-8000-000000000000"
 
@@ -227,13 +200,10 @@ def test_a_reset_whose_manifest_cannot_be_opened_is_told_as_unknown(
         await domain.wait_until_leading(20)
         assert domain.domain_uuid == uuid and await domain.commit([(b"a", b"1")]) > 0
 
-    run(body, world)
 
-
-def test_a_domain_with_rows_is_not_reset_before_or_after_a_flush(world: DomainWorld) -> None:
+async def test_a_domain_with_rows_is_not_reset_before_or_after_a_flush(world: DomainWorld) -> None:
     """[reset on non-empty fails before and after flush]"""
-
-    async def body(world: DomainWorld) -> None:
+    async with world:
         domain = await world.node()
         uuid, term = domain.domain_uuid, domain.term
         await domain.commit([(b"a", b"1")])
@@ -247,13 +217,10 @@ def test_a_domain_with_rows_is_not_reset_before_or_after_a_flush(world: DomainWo
                 await domain.reset("another", manifest)
         assert (domain.domain_uuid, domain.term) == (uuid, term) and await rows_of(domain) == {b"a": b"1"}
 
-    run(body, world)
 
-
-def test_a_flush_after_the_term_is_over_fails_and_does_not_hang(world: DomainWorld) -> None:
+async def test_a_flush_after_the_term_is_over_fails_and_does_not_hang(world: DomainWorld) -> None:
     """[flush after step-down fails without hanging]"""
-
-    async def body(world: DomainWorld) -> None:
+    async with world:
         old = await world.node()
         await old.commit([(b"a", b"1")])
         leader = old._leader
@@ -266,13 +233,10 @@ def test_a_flush_after_the_term_is_over_fails_and_does_not_hang(world: DomainWor
             await leader.flush(20)
         assert new.leading and await rows_of(new) == {b"a": b"1"}
 
-    run(body, world)
 
-
-def test_a_flush_under_way_ends_with_the_term_though_the_bucket_never_answers(world: DomainWorld) -> None:
+async def test_a_flush_under_way_ends_with_the_term_though_the_bucket_never_answers(world: DomainWorld) -> None:
     """[flush after step-down fails without hanging], begun before the step-down."""
-
-    async def body(world: DomainWorld) -> None:
+    async with world:
         bucket = Watched(world.objects())
         old = await world.node(objects=bucket)
         await old.commit([(b"a", b"1")])
@@ -288,13 +252,10 @@ def test_a_flush_under_way_ends_with_the_term_though_the_bucket_never_answers(wo
         assert not gate.open.is_set() and new.leading and await rows_of(new) == {b"a": b"1"}
         assert await new.flush(20) > 0 and await rows_of(new) == {b"a": b"1"}
 
-    run(body, world)
 
-
-def test_five_concurrent_commits_all_land(world: DomainWorld) -> None:
+async def test_five_concurrent_commits_all_land(world: DomainWorld) -> None:
     """[5 concurrent writes]"""
-
-    async def body(world: DomainWorld) -> None:
+    async with world:
         leader, follower = await world.node(), await world.node(FOLLOWS)
         seqnos = await asyncio.gather(*[leader.commit([(b"k%d" % i, b"v"), (b"same", b"%d" % i)]) for i in range(5)])
         assert sorted(set(seqnos)) == sorted(seqnos)  # they share a key, so none shares a seqno
@@ -302,13 +263,10 @@ def test_five_concurrent_commits_all_land(world: DomainWorld) -> None:
         assert rows == {**{b"k%d" % i: b"v" for i in range(5)}, b"same": b"4"}
         assert await rows_of(follower) == rows
 
-    run(body, world)
 
-
-def test_tombstones_are_replayed_as_deletions(world: DomainWorld) -> None:
+async def test_tombstones_are_replayed_as_deletions(world: DomainWorld) -> None:
     """[tombstones replay as deletes]"""
-
-    async def body(world: DomainWorld) -> None:
+    async with world:
         old = await world.node()
         await old.commit([(b"flushed", b"1"), (b"kept", b"1")])
         await old.flush(20)
@@ -319,13 +277,10 @@ def test_tombstones_are_replayed_as_deletions(world: DomainWorld) -> None:
         assert await rows_of(new) == {b"kept": b"1"}
         assert await new.get(b"flushed") is None and await new.get_row(b"volatile") is None
 
-    run(body, world)
 
-
-def test_flushes_and_commits_interleave(world: DomainWorld) -> None:
+async def test_flushes_and_commits_interleave(world: DomainWorld) -> None:
     """[flush and write interleave]"""
-
-    async def body(world: DomainWorld) -> None:
+    async with world:
         old = await world.node()
         expected = {}
         for round_ in range(4):
@@ -339,11 +294,9 @@ def test_flushes_and_commits_interleave(world: DomainWorld) -> None:
         new = await world.node()
         assert await rows_of(new) == expected
 
-    run(body, world)
 
-
-def test_a_deposed_leader_serves_nothing_old_after_a_sync_and_commits_nothing(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_deposed_leader_serves_nothing_old_after_a_sync_and_commits_nothing(world: DomainWorld) -> None:
+    async with world:
         old = await world.node()
         await old.commit([(b"a", b"old")])
         await world.depose(old)
@@ -353,11 +306,9 @@ def test_a_deposed_leader_serves_nothing_old_after_a_sync_and_commits_nothing(wo
         await old.sync()
         assert not old.leading and await old.get(b"a") == b"new"
 
-    run(body, world)
 
-
-def test_a_commit_of_a_deposed_leader_is_fenced_and_nothing_of_it_is_ever_seen(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_commit_of_a_deposed_leader_is_fenced_and_nothing_of_it_is_ever_seen(world: DomainWorld) -> None:
+    async with world:
         old = await world.node()
         await world.depose(old)
         new = await world.node()
@@ -367,11 +318,9 @@ def test_a_commit_of_a_deposed_leader_is_fenced_and_nothing_of_it_is_ever_seen(w
         await new.commit([(b"b", b"new")])
         assert await rows_of(new) == await rows_of(old) == {b"b": b"new"}
 
-    run(body, world)
 
-
-def test_followers_read_over_flush_compaction_and_trimmed_batches(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_followers_read_over_flush_compaction_and_trimmed_batches(world: DomainWorld) -> None:
+    async with world:
         leader = await world.node()
         follower = await world.node(FOLLOWS)
         expected = {}
@@ -388,11 +337,9 @@ def test_followers_read_over_flush_compaction_and_trimmed_batches(world: DomainW
         manifest = follower.state.manifest
         assert manifest is not None and await rows_of(follower) == expected
 
-    run(body, world)
 
-
-def test_a_domain_that_nobody_ever_led_is_empty_and_says_so(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_domain_that_nobody_ever_led_is_empty_and_says_so(world: DomainWorld) -> None:
+    async with world:
         follower = await world.node(FOLLOWS)
         await follower.sync()
         assert follower.domain_uuid == "" and not follower.leading
@@ -401,11 +348,9 @@ def test_a_domain_that_nobody_ever_led_is_empty_and_says_so(world: DomainWorld) 
         with pytest.raises(UnavailableError, match="does not lead"):
             await follower.wait_until_leading(0.01)
 
-    run(body, world)
 
-
-def test_the_log_is_rolled_up_after_a_manifest_and_new_nodes_start_from_there(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_the_log_is_rolled_up_after_a_manifest_and_new_nodes_start_from_there(world: DomainWorld) -> None:
+    async with world:
         leader = await world.node(replace(LEADS, rollup_after_records=5))
         client = await world.client()
         for i in range(20):
@@ -420,5 +365,3 @@ def test_the_log_is_rolled_up_after_a_manifest_and_new_nodes_start_from_there(wo
         await leader.aclose()
         new = await world.node()
         assert len(await rows_of(new)) == 22 and await new.commit([(b"more", b"v")]) > seqno
-
-    run(body, world)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 import pytest
 
 from support.metastore.checkpoint_world import SCHEMA, Restored, World, family_rows, persisted, rows_of
@@ -19,43 +17,37 @@ async def drop(world: World, name: str) -> None:
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-def test_rows_of_a_dropped_shard_go_with_it_and_those_of_the_next_one_replace_them(restarted: bool) -> None:
-    async def scenario() -> None:
-        async with World() as world:
-            checkpointer = world.checkpointer()
-            for _ in range(4):
-                await world.step()
-            await checkpointer.round()
-            await drop(world, "derived")
-            if restarted:
-                checkpointer = world.checkpointer("n2")
-            await checkpointer.round()
-            rows = rows_of(world.shared[0])
-            assert [row.name for row in family_rows(SHARDS, rows)] == ["table"]
-            assert {row.name for row in family_rows(SHARD_BATCHES, rows)} == {"table"}
-            await drop(world, "table")
-            world.table = await open_shard(world.consensus, world.objects, world.clock, world.rand, "table", SCHEMA)
-            upper = (await world.remap.latest()).time_ms + 1  # type: ignore[union-attr]
-            await world.follow(world.table, upper, rows=3)
-            if restarted:
-                checkpointer = world.checkpointer("n3")
-            await checkpointer.round()
-            state = Restored(rows_of(world.shared[0])).shards["table"]
-            assert (state.shard_id, state.upper, len(state.batches)) == (world.table.shard_id, upper, 1)
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_rows_of_a_dropped_shard_go_with_it_and_those_of_the_next_one_replace_them(restarted: bool) -> None:
+    async with World() as world:
+        checkpointer = world.checkpointer()
+        for _ in range(4):
+            await world.step()
+        await checkpointer.round()
+        await drop(world, "derived")
+        if restarted:
+            checkpointer = world.checkpointer("n2")
+        await checkpointer.round()
+        rows = rows_of(world.shared[0])
+        assert [row.name for row in family_rows(SHARDS, rows)] == ["table"]
+        assert {row.name for row in family_rows(SHARD_BATCHES, rows)} == {"table"}
+        await drop(world, "table")
+        world.table = await open_shard(world.consensus, world.objects, world.clock, world.rand, "table", SCHEMA)
+        upper = (await world.remap.latest()).time_ms + 1  # type: ignore[union-attr]
+        await world.follow(world.table, upper, rows=3)
+        if restarted:
+            checkpointer = world.checkpointer("n3")
+        await checkpointer.round()
+        state = Restored(rows_of(world.shared[0])).shards["table"]
+        assert (state.shard_id, state.upper, len(state.batches)) == (world.table.shard_id, upper, 1)
 
 
-def test_a_restore_does_not_bring_a_dropped_shard_back() -> None:
-    async def scenario() -> None:
-        async with World(1, real=True) as world:
-            await persisted(world)
-            await drop(world, "derived")
-            await world.checkpointer("n2").round()
-            await world.metastore.flush(30)
-            fresh = MemoryConsensus(world.clock)
-            done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
-            assert done.findings.clean, done.findings.broken
-            assert [state.name for state in await read_shards(fresh)] == ["table"]
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+async def test_a_restore_does_not_bring_a_dropped_shard_back() -> None:
+    async with World(1, real=True) as world:
+        await persisted(world)
+        await drop(world, "derived")
+        await world.checkpointer("n2").round()
+        await world.metastore.flush(30)
+        fresh = MemoryConsensus(world.clock)
+        done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
+        assert done.findings.clean, done.findings.broken
+        assert [state.name for state in await read_shards(fresh)] == ["table"]

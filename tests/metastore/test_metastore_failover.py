@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from support.metastore.domain_world import DomainWorld, rows_of, run
-from support.waiting import DEADLINE_S
+from support.consensus.urls import url as url
+from support.metastore.domain_world import DomainWorld, rows_of
+from support.waiting import DEADLINE_S, eventually, run
 from tidemill.metastore.domain.apply import apply
 from tidemill.metastore.domain.codec import decode_state, encode_state
 from tidemill.metastore.domain.settings import DomainSettings
@@ -54,13 +55,14 @@ class Child:
     def acknowledged(self) -> dict[str, int]:
         return {fact["key"]: fact["seqno"] for fact in list(self.said) if "key" in fact}
 
-    def wait(self, count: int, timeout_s: float = 60.0) -> None:
+    def wait(self, count: int) -> None:
         """Until it has acknowledged so many commits."""
-        deadline_s = time.monotonic() + timeout_s
-        while len(self.acknowledged) < count:
-            assert time.monotonic() < deadline_s, f"only {len(self.acknowledged)} of {count} commits"
+
+        def acknowledged() -> bool:
             assert self.process.poll() is None, "the node ended by itself"
-            time.sleep(0.02)
+            return len(self.acknowledged) >= count
+
+        eventually(acknowledged, lambda: f"only {len(self.acknowledged)} of {count} commits")
 
     def kill(self) -> None:
         self.process.kill()
@@ -104,28 +106,21 @@ def hosted(url: str) -> Iterator[None]:
         host.stdout.close()
 
 
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "postgres":
-        dsn: str = request.getfixturevalue("postgres_dsn")
-        return dsn
-    return f"sqlite://{tmp_path}/consensus.db"
-
-
 def everything(url: str, bucket: Path) -> dict[bytes, tuple[int, bytes]]:
     """All rows with their seqnos, as a process that only follows sees them; the replicated state is sound."""
     found: dict[bytes, tuple[int, bytes]] = {}
 
-    async def body(world: DomainWorld) -> None:
-        follower = await world.node(DomainSettings(lead=False, may_lead=False))
-        for key in await rows_of(follower):
-            row = await follower.get_row(key)
-            assert row is not None
-            found[key] = (row.seqno, row.value)
-        assert_invariants(follower.state)
-        await follower.aclose()
+    async def body() -> None:
+        async with DomainWorld(url, bucket) as world:
+            follower = await world.node(DomainSettings(lead=False, may_lead=False))
+            for key in await rows_of(follower):
+                row = await follower.get_row(key)
+                assert row is not None
+                found[key] = (row.seqno, row.value)
+            assert_invariants(follower.state)
+            await follower.aclose()
 
-    run(body, DomainWorld(url, bucket))
+    run(body())
     return found
 
 
@@ -180,10 +175,9 @@ def test_a_stopped_leader_that_wakes_up_again_finds_itself_deposed(url: str, tmp
         assert all(found[key.encode()][0] == seqno for key, seqno in node.acknowledged.items())
 
 
-def test_the_state_of_a_killed_node_is_what_replay_and_rollup_say() -> None:
+async def test_the_state_of_a_killed_node_is_what_replay_and_rollup_say() -> None:
     """A rollup in the middle of any history gives the state that the whole history gives."""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         leader = await world.node()
         for i in range(30):
             await leader.commit([(b"k%d" % (i % 7), b"%d" % i)])
@@ -199,5 +193,3 @@ def test_the_state_of_a_killed_node_is_what_replay_and_rollup_say() -> None:
                 assert_invariants(state)
             assert encode_state(state) == encode_state(leader.state)
         await asyncio.sleep(0)
-
-    run(body, DomainWorld())

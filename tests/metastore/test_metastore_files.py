@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
@@ -12,21 +10,12 @@ from support.metastore.sst_world import PREFIX, numbered_rows, on_memory_and_loc
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, MissingError
 from tidemill.metastore.lsm.file_store import FileName, SstFiles
 from tidemill.metastore.lsm.manifest import FileMeta
-from tidemill.objects.store import ObjectStore
 
 DATA, SUMMARY = write_sst(numbered_rows(300))
 
 
 def file(number: int = 1, epoch: int = 1, nonce: str = "a1") -> FileMeta:
     return SUMMARY.named(epoch, number, nonce)
-
-
-def on_store(kind: str, folder: Path, scenario: Callable[[ObjectStore], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with opener(kind, folder)() as objects:
-            await scenario(objects)
-
-    asyncio.run(run())
 
 
 def test_a_file_is_named_by_epoch_number_and_nonce() -> None:
@@ -41,8 +30,8 @@ def test_a_prefix_without_its_slash_is_refused() -> None:
 
 
 @on_memory_and_local
-def test_what_was_put_is_read_and_listed(kind: str, tmp_path: Path) -> None:
-    async def scenario(objects: ObjectStore) -> None:
+async def test_what_was_put_is_read_and_listed(kind: str, tmp_path: Path) -> None:
+    async with opener(kind, tmp_path)() as objects:
         files = SstFiles(objects, PREFIX)
         await files.put(file(), [DATA[:100], DATA[100:]])
         assert await files.read(file(), 10, 200) == DATA[10:200]
@@ -55,12 +44,10 @@ def test_what_was_put_is_read_and_listed(kind: str, tmp_path: Path) -> None:
         assert (name.epoch, name.number, name.nonce, name.size_bytes) == (1, 1, "a1", len(DATA))
         assert name.modified_ms > 0
 
-    on_store(kind, tmp_path, scenario)
-
 
 @on_memory_and_local
-def test_a_file_is_written_once(kind: str, tmp_path: Path) -> None:
-    async def scenario(objects: ObjectStore) -> None:
+async def test_a_file_is_written_once(kind: str, tmp_path: Path) -> None:
+    async with opener(kind, tmp_path)() as objects:
         files = SstFiles(objects, PREFIX)
         await files.put(file(), DATA)
         with pytest.raises(ConflictError):
@@ -70,12 +57,10 @@ def test_a_file_is_written_once(kind: str, tmp_path: Path) -> None:
             await files.put(other, DATA)
         assert len([name async for name in files.list()]) == 4
 
-    on_store(kind, tmp_path, scenario)
-
 
 @on_memory_and_local
-def test_a_missing_and_a_truncated_file_are_told_apart(kind: str, tmp_path: Path) -> None:
-    async def scenario(objects: ObjectStore) -> None:
+async def test_a_missing_and_a_truncated_file_are_told_apart(kind: str, tmp_path: Path) -> None:
+    async with opener(kind, tmp_path)() as objects:
         files = SstFiles(objects, PREFIX)
         await files.put(file(2), DATA[:-1])
         for gone in (files.read(file(1), 0, 5), files.read_ranges(file(1), [(0, 5), (6, 9)])):
@@ -88,10 +73,8 @@ def test_a_missing_and_a_truncated_file_are_told_apart(kind: str, tmp_path: Path
             assert files.key(file(2)) in str(found.value)
         assert await files.read(file(2), 0, end - 1) == DATA[:-1]
 
-    on_store(kind, tmp_path, scenario)
 
-
-def test_a_store_that_answers_with_less_than_asked_is_not_believed() -> None:
+async def test_a_store_that_answers_with_less_than_asked_is_not_believed() -> None:
     class Short:
         async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
             return DATA[start:end][:-1]
@@ -99,18 +82,15 @@ def test_a_store_that_answers_with_less_than_asked_is_not_believed() -> None:
         async def get_ranges(self, key: str, ranges: list[tuple[int, int]]) -> list[bytes]:
             return [DATA[start:end][:-1] for start, end in ranges]
 
-    async def scenario() -> None:
-        files = SstFiles(Short(), PREFIX)  # type: ignore[arg-type]
-        for read in (files.read(file(), 0, 9), files.read_ranges(file(), [(0, 9)])):
-            with pytest.raises(CorruptError, match="start=0 end=9"):
-                await read
-
-    asyncio.run(scenario())
+    files = SstFiles(Short(), PREFIX)  # type: ignore[arg-type]
+    for read in (files.read(file(), 0, 9), files.read_ranges(file(), [(0, 9)])):
+        with pytest.raises(CorruptError, match="start=0 end=9"):
+            await read
 
 
 @on_memory_and_local
-def test_foreign_keys_are_left_out_of_the_list(kind: str, tmp_path: Path) -> None:
-    async def scenario(objects: ObjectStore) -> None:
+async def test_foreign_keys_are_left_out_of_the_list(kind: str, tmp_path: Path) -> None:
+    async with opener(kind, tmp_path)() as objects:
         files = SstFiles(objects, PREFIX)
         good = files.key(file())
         await files.put(file(), DATA)
@@ -128,24 +108,20 @@ def test_foreign_keys_are_left_out_of_the_list(kind: str, tmp_path: Path) -> Non
             await objects.put(key, b"?")
         assert [files.key(name) async for name in files.list()] == [good]
 
-    on_store(kind, tmp_path, scenario)
-
 
 @on_memory_and_local
-def test_files_are_listed_in_order_of_epoch_and_number(kind: str, tmp_path: Path) -> None:
-    async def scenario(objects: ObjectStore) -> None:
+async def test_files_are_listed_in_order_of_epoch_and_number(kind: str, tmp_path: Path) -> None:
+    async with opener(kind, tmp_path)() as objects:
         files = SstFiles(objects, PREFIX)
         pairs = [(10, 1), (2, 100), (2, 9), (1, 10**11), (10**15, 1)]
         for epoch, number in pairs:
             await files.put(file(number, epoch), DATA)
         assert [(name.epoch, name.number) async for name in files.list()] == sorted(pairs)
 
-    on_store(kind, tmp_path, scenario)
-
 
 @on_memory_and_local
-def test_a_file_can_be_deleted_twice(kind: str, tmp_path: Path) -> None:
-    async def scenario(objects: ObjectStore) -> None:
+async def test_a_file_can_be_deleted_twice(kind: str, tmp_path: Path) -> None:
+    async with opener(kind, tmp_path)() as objects:
         files = SstFiles(objects, PREFIX)
         await files.put(file(), DATA)
         await files.put(file(2), DATA)
@@ -153,5 +129,3 @@ def test_a_file_can_be_deleted_twice(kind: str, tmp_path: Path) -> None:
         await files.delete(name)
         await files.delete(name)
         assert [left async for left in files.list()] == [other]
-
-    on_store(kind, tmp_path, scenario)

@@ -10,7 +10,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from sim.scenarios.metastore_plants import planted
-from support.metastore.lsm_files import PREFIX, in_loop
+from support.metastore.lsm_files import PREFIX
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import ClosedError, CorruptError, UnavailableError, UnknownOutcomeError
 from tidemill.metastore.lsm.file_store import FileName, SstFiles
@@ -66,7 +66,6 @@ class Bucket:
         return [(name.epoch, name.number) async for name in self.manifests.list()]
 
 
-@in_loop
 async def test_live_pinned_and_retained_files_stay_and_the_rest_goes() -> None:
     bucket = Bucket()
     files = [await bucket.file(number) for number in range(1, 7)]
@@ -80,7 +79,6 @@ async def test_live_pinned_and_retained_files_stay_and_the_rest_goes() -> None:
     assert await bucket.manifest_numbers() == [(2, 2), (2, 3)]
 
 
-@in_loop
 async def test_files_of_a_newer_epoch_are_never_touched() -> None:
     bucket = Bucket()
     await bucket.manifest(1, [])
@@ -89,7 +87,6 @@ async def test_files_of_a_newer_epoch_are_never_touched() -> None:
     assert done.skipped_newer_epoch == 1 and await bucket.numbers() == [(3, 1)]
 
 
-@in_loop
 async def test_the_planted_fault_deletes_a_newer_epochs_file() -> None:
     bucket = Bucket()
     await bucket.manifest(1, [])
@@ -98,7 +95,6 @@ async def test_the_planted_fault_deletes_a_newer_epochs_file() -> None:
         assert (await bucket.collect_late()).deleted_files == 1
 
 
-@in_loop
 async def test_manifests_of_a_newer_epoch_are_never_touched_and_their_files_are_roots() -> None:
     bucket = Bucket()
     old = await bucket.file(1, epoch=1)
@@ -111,7 +107,6 @@ async def test_manifests_of_a_newer_epoch_are_never_touched_and_their_files_are_
     assert await bucket.numbers() == [(1, 1)]
 
 
-@in_loop
 async def test_numbers_at_or_above_the_lowest_in_flight_are_skipped() -> None:
     bucket = Bucket()
     await bucket.manifest(1, [])
@@ -123,7 +118,6 @@ async def test_numbers_at_or_above_the_lowest_in_flight_are_skipped() -> None:
     assert await bucket.numbers() == [(2, 10), (2, 11)]
 
 
-@in_loop
 async def test_the_roots_are_taken_before_anything_is_listed() -> None:
     """A file committed while the round lists was in flight when it began; so it is safe without being a root."""
     bucket = Bucket()
@@ -150,7 +144,6 @@ async def test_the_roots_are_taken_before_anything_is_listed() -> None:
     assert done.skipped_in_flight == 1 and done.waiting == 0
 
 
-@in_loop
 async def test_a_dead_file_waits_until_it_was_seen_dead_for_the_delay() -> None:
     bucket = Bucket()
     await bucket.manifest(1, [])
@@ -167,7 +160,6 @@ async def test_a_dead_file_waits_until_it_was_seen_dead_for_the_delay() -> None:
     assert (await bucket.collect()).deleted_files == 1
 
 
-@in_loop
 async def test_a_file_that_lives_again_in_between_starts_anew() -> None:
     """A snapshot's pin may end and a retained manifest may come: only the time since then counts."""
     bucket = Bucket()
@@ -181,7 +173,6 @@ async def test_a_file_that_lives_again_in_between_starts_anew() -> None:
     assert (await bucket.collect()).waiting == 1
 
 
-@in_loop
 async def test_a_young_file_waits_however_long_this_process_has_seen_it_dead() -> None:
     bucket = Bucket()
     await bucket.manifest(1, [])
@@ -194,7 +185,6 @@ async def test_a_young_file_waits_however_long_this_process_has_seen_it_dead() -
     assert (await bucket.collect()).waiting == 1
 
 
-@in_loop
 async def test_older_epochs_files_wait_for_a_manifest_of_this_epoch() -> None:
     """The dead leader's last manifest may be newest in the bucket without ever being replicated."""
     bucket = Bucket()
@@ -210,7 +200,6 @@ async def test_older_epochs_files_wait_for_a_manifest_of_this_epoch() -> None:
     assert (done.missing, done.kept) == ((), 2)
 
 
-@in_loop
 async def test_older_epochs_orphans_are_swept_once_this_epoch_has_a_manifest() -> None:
     bucket = Bucket()
     await bucket.file(7, epoch=1)
@@ -218,7 +207,6 @@ async def test_older_epochs_orphans_are_swept_once_this_epoch_has_a_manifest() -
     assert (await bucket.collect_late()).deleted_files == 1
 
 
-@in_loop
 async def test_two_attempts_at_one_number_are_told_apart_by_nonce() -> None:
     bucket = Bucket()
     await bucket.manifest(1, [])
@@ -253,7 +241,6 @@ def test_every_manifest_of_a_newer_epoch_is_retained() -> None:
     assert retained_manifests(names, None, 1, 1) == names[2:]
 
 
-@in_loop
 async def test_the_replicated_manifest_stays_however_old_it_is() -> None:
     bucket = Bucket()
     file = await bucket.file(1)
@@ -265,7 +252,6 @@ async def test_the_replicated_manifest_stays_however_old_it_is() -> None:
     assert await bucket.manifest_numbers() == [(2, 1), (2, 4), (2, 5)] and done.kept == 1
 
 
-@in_loop
 async def test_manifests_go_before_the_files_they_name() -> None:
     bucket = Bucket(options=msgspec.structs.replace(OPTIONS, gc_delay_ms=0))
     file = await bucket.file(1)
@@ -295,7 +281,6 @@ async def test_manifests_go_before_the_files_they_name() -> None:
     assert order == ["manifest", "sst"]
 
 
-@in_loop
 async def test_a_manifest_that_will_not_go_keeps_its_files() -> None:
     bucket = Bucket()
     file = await bucket.file(1)
@@ -313,7 +298,6 @@ async def test_a_manifest_that_will_not_go_keeps_its_files() -> None:
     assert (done.deleted_files, done.failed, done.kept) == (0, 1, 1)
 
 
-@in_loop
 async def test_an_unreadable_retained_manifest_stops_all_deletion() -> None:
     bucket = Bucket()
     await bucket.file(1)
@@ -328,7 +312,6 @@ async def test_an_unreadable_retained_manifest_stops_all_deletion() -> None:
     assert await bucket.numbers() == [(2, 1)]
 
 
-@in_loop
 async def test_a_retained_manifest_pruned_meanwhile_by_another_leader_ends_the_round() -> None:
     """What replaced it was not listed, so what is needed now is not known."""
     bucket = Bucket()
@@ -349,7 +332,6 @@ async def test_a_retained_manifest_pruned_meanwhile_by_another_leader_ends_the_r
     assert await bucket.objects.head(bucket.files.key(dead)) is not None
 
 
-@in_loop
 async def test_a_missing_live_file_is_reported() -> None:
     bucket = Bucket()
     lost, kept = await bucket.file(1), await bucket.file(2)
@@ -399,7 +381,6 @@ def failing_bucket(files: int) -> tuple[Bucket, Failing]:
 
 
 @pytest.mark.parametrize("kind", [UnavailableError, UnknownOutcomeError])
-@in_loop
 async def test_failed_deletes_are_counted_and_met_again(
     kind: type[UnavailableError] | type[UnknownOutcomeError],
 ) -> None:
@@ -416,7 +397,6 @@ async def test_failed_deletes_are_counted_and_met_again(
     assert done.deleted_files == (3 if kind is UnavailableError else 0)
 
 
-@in_loop
 async def test_deletes_run_side_by_side_but_not_without_bound() -> None:
     bucket, objects = failing_bucket(50)
     await bucket.manifest(1, [])
@@ -426,7 +406,6 @@ async def test_deletes_run_side_by_side_but_not_without_bound() -> None:
     assert 2 <= objects.most <= 8
 
 
-@in_loop
 async def test_a_database_that_breaks_during_a_round_deletes_nothing_more() -> None:
     bucket = Bucket()
     await bucket.manifest(1, [])
@@ -439,7 +418,6 @@ async def test_a_database_that_breaks_during_a_round_deletes_nothing_more() -> N
     assert len(await bucket.numbers()) == 3
 
 
-@in_loop
 async def test_foreign_objects_under_the_prefix_are_left_alone() -> None:
     bucket = Bucket()
     await bucket.manifest(1, [])
@@ -448,7 +426,6 @@ async def test_foreign_objects_under_the_prefix_are_left_alone() -> None:
     assert await bucket.objects.get(f"{PREFIX}sst/README") == b"mine"
 
 
-@in_loop
 async def test_two_rounds_at_once_take_turns() -> None:
     bucket = Bucket()
     await bucket.manifest(1, [])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
 
 import pytest
 
@@ -27,15 +26,6 @@ from tidemill.metastore.cluster_manifest import (
 from tidemill.metastore.metastore import Metastore
 
 
-def run(body: Callable[[World], Awaitable[None]], domains: int = 1) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(60):
-            async with World(domains, real=True) as world:
-                await body(world)
-
-    asyncio.run(main())
-
-
 def keeping(world: World, metastore: Metastore | None = None, node: str = "n1") -> CheckpointService:
     metastore = metastore or world.metastore
     return CheckpointService(
@@ -49,8 +39,8 @@ def keeping(world: World, metastore: Metastore | None = None, node: str = "n1") 
 
 
 @pytest.mark.parametrize("domains", [1, 3])
-def test_the_cluster_manifest_and_signs_of_life_are_kept_and_old_ones_removed(domains: int) -> None:
-    async def body(world: World) -> None:
+async def test_the_cluster_manifest_and_signs_of_life_are_kept_and_old_ones_removed(domains: int) -> None:
+    async with World(domains, real=True) as world:
         checkpointer = keeping(world)
         running = asyncio.ensure_future(checkpointer.run())
 
@@ -74,14 +64,13 @@ def test_the_cluster_manifest_and_signs_of_life_are_kept_and_old_ones_removed(do
         await checkpointer.withdraw_presence()
         assert await keys(world, ALIVE_PREFIX) == []
 
-    run(body, domains)
-
 
 @pytest.mark.parametrize(("answers", "kept"), [(1, True), (2, False)])
-def test_a_newer_cluster_keeps_its_sign_of_life_when_one_answer_has_flipped_bits(answers: int, kept: bool) -> None:
+async def test_a_newer_cluster_keeps_its_sign_of_life_when_one_answer_has_flipped_bits(
+    answers: int, kept: bool
+) -> None:
     """An older one removes it only where the object itself is damaged."""
-
-    async def body(world: World) -> None:
+    async with World(real=True) as world:
         newer = SignOfLife("a", 2, "n1", 1_000, 1.0)
         await write_sign_of_life(world.objects, world.rand, newer)
         [name] = await keys(world, ALIVE_PREFIX)
@@ -98,17 +87,14 @@ def test_a_newer_cluster_keeps_its_sign_of_life_when_one_answer_has_flipped_bits
         await write_sign_of_life(world.objects, world.rand, SignOfLife("a", 1, "n2", 2_000, 1.0))
         assert (name in await keys(world, ALIVE_PREFIX)) == kept
 
-    run(body)
-
 
 async def _count(world: World, prefix: str, count: int) -> bool:
     return len(await keys(world, prefix)) == count
 
 
-def test_a_cluster_whose_manifest_is_damaged_is_not_taken_for_dead() -> None:
+async def test_a_cluster_whose_manifest_is_damaged_is_not_taken_for_dead() -> None:
     """Else a restore from an older manifest would be let beside it."""
-
-    async def body(world: World) -> None:
+    async with World(real=True) as world:
         await persisted(world, 1)
         [key] = await keys(world, CLUSTER_PREFIX)
         await damage(world, key)
@@ -119,11 +105,9 @@ def test_a_cluster_whose_manifest_is_damaged_is_not_taken_for_dead() -> None:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    run(body)
 
-
-def test_a_manifest_that_goes_while_it_is_read_ends_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(world: World) -> None:
+async def test_a_manifest_that_goes_while_it_is_read_ends_no_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with World(real=True) as world:
         await persisted(world, 1)
         get, gone = world.objects.get, 2
 
@@ -141,11 +125,9 @@ def test_a_manifest_that_goes_while_it_is_read_ends_no_node(monkeypatch: pytest.
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
-    run(body)
 
-
-def test_only_the_leader_of_domain_0_keeps_and_another_takes_over() -> None:
-    async def body(world: World) -> None:
+async def test_only_the_leader_of_domain_0_keeps_and_another_takes_over() -> None:
+    async with World(real=True) as world:
         first, second = world.metastore, world.open()
         await (await first.domains())[0].wait_until_leading(10)  # type: ignore[attr-defined]
         await second.start()
@@ -167,11 +149,9 @@ def test_only_the_leader_of_domain_0_keeps_and_another_takes_over() -> None:
         await asyncio.gather(runs[1], return_exceptions=True)
         await second.aclose()
 
-    run(body)
 
-
-def test_a_cluster_that_was_replaced_stops_by_itself() -> None:
-    async def body(world: World) -> None:
+async def test_a_cluster_that_was_replaced_stops_by_itself() -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         running = asyncio.ensure_future(keeping(world).run())
         await asyncio.sleep(0.02)
@@ -188,11 +168,9 @@ def test_a_cluster_that_was_replaced_stops_by_itself() -> None:
         with pytest.raises(ClusterReplacedError, match="has been replaced"):
             await running
 
-    run(body)
 
-
-def test_no_process_starts_on_a_bucket_of_another_cluster() -> None:
-    async def body(world: World) -> None:
+async def test_no_process_starts_on_a_bucket_of_another_cluster() -> None:
+    async with World(real=True) as world:
         await check_bucket(MemoryConsensus(world.clock), world.objects)
         await persisted(world, 2)
         await check_bucket(world.consensus, world.objects)
@@ -204,5 +182,3 @@ def test_no_process_starts_on_a_bucket_of_another_cluster() -> None:
         await check_bucket(fresh, world.objects)
         with pytest.raises(ClusterReplacedError, match="has been replaced"):
             await check_bucket(world.consensus, world.objects)
-
-    run(body)

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from support.metastore.domain_killed_child import BUCKET_STEPS, LAST, LOG_STEPS, SETTINGS, last_number
-from support.metastore.domain_world import DomainWorld, rows_of, run
+from support.metastore.domain_world import DomainWorld, rows_of
 from support.metastore.lsm_killed_child import batch, state_at
-from support.waiting import DEADLINE_S
+from support.waiting import DEADLINE_S, run
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.state import assert_invariants
 from tidemill.metastore.lsm.file_store import SstFiles
@@ -36,32 +36,33 @@ def live(url: str, bucket: Path, step: str, times: int) -> int:
 
 
 def check(url: str, bucket: Path, acked: int) -> None:
-    async def body(world: DomainWorld) -> None:
-        domain = await world.node(SETTINGS)
-        assert domain._leader is not None
-        database = domain._leader.database
-        await domain.sync()
-        last = await last_number(domain)
-        assert last >= acked
-        expected = state_at(last) | ({LAST: b"%d" % last} if last else {})
-        assert await rows_of(domain) == expected
-        assert_invariants(domain.state)
-        await replicated_manifest_is_in_the_bucket(domain)
-        done = await database.background.collect_garbage()
-        assert not done.missing
+    async def body() -> None:
+        async with DomainWorld(url, bucket) as world:
+            domain = await world.node(SETTINGS)
+            assert domain._leader is not None
+            database = domain._leader.database
+            await domain.sync()
+            last = await last_number(domain)
+            assert last >= acked
+            expected = state_at(last) | ({LAST: b"%d" % last} if last else {})
+            assert await rows_of(domain) == expected
+            assert_invariants(domain.state)
+            await replicated_manifest_is_in_the_bucket(domain)
+            done = await database.background.collect_garbage()
+            assert not done.missing
 
-        # Of its own: a commit, a manifest; then what the dead left behind may go.
-        await domain.commit([*batch(last + 1), (LAST, b"%d" % (last + 1))])
-        await domain.flush(30)
-        # It merges beside this: so until the bucket holds what the version names and nothing else.
-        async with asyncio.timeout(DEADLINE_S):
-            while await listed(database.files) != {file.number for file in database.version.files}:
-                done = await database.background.collect_garbage()
-                assert not done.missing and not done.skipped_newer_epoch
-                await asyncio.sleep(0.01)
-        assert await rows_of(domain) == state_at(last + 1) | {LAST: b"%d" % (last + 1)}
+            # Of its own: a commit, a manifest; then what the dead left behind may go.
+            await domain.commit([*batch(last + 1), (LAST, b"%d" % (last + 1))])
+            await domain.flush(30)
+            # It merges beside this: so until the bucket holds what the version names and nothing else.
+            async with asyncio.timeout(DEADLINE_S):
+                while await listed(database.files) != {file.number for file in database.version.files}:
+                    done = await database.background.collect_garbage()
+                    assert not done.missing and not done.skipped_newer_epoch
+                    await asyncio.sleep(0.01)
+            assert await rows_of(domain) == state_at(last + 1) | {LAST: b"%d" % (last + 1)}
 
-    run(body, DomainWorld(url, bucket))
+    run(body())
 
 
 async def replicated_manifest_is_in_the_bucket(domain: Domain) -> None:

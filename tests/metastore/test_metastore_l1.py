@@ -11,7 +11,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.metastore.checkpoint_world import Rows, World, family_rows, keys, rows_of
-from support.metastore.l1 import moved, run
+from support.metastore.l1 import moved
 from tidemill.base.clock import Rand
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.check.deep_check import deep_check
@@ -62,8 +62,8 @@ async def lines(world: World) -> list[str]:
 
 
 @pytest.mark.parametrize("domains", [1, 3])
-def test_a_restore_finds_hot_and_l1_extents_that_meet(domains: int) -> None:
-    async def body(world: World) -> None:
+async def test_a_restore_finds_hot_and_l1_extents_that_meet(domains: int) -> None:
+    async with World(real=True, domains=domains) as world:
         await moved(world)
         assert await forget_l0(world) > 0
         before = await everything(world, world.consensus, world.metastore)
@@ -79,11 +79,9 @@ def test_a_restore_finds_hot_and_l1_extents_that_meet(domains: int) -> None:
             await metastore.aclose()
             world.consensus = old
 
-    run(body, domains=domains)
 
-
-def test_rows_of_the_checkpoint_hold_what_is_hot_alone() -> None:
-    async def body(world: World) -> None:
+async def test_rows_of_the_checkpoint_hold_what_is_hot_alone() -> None:
+    async with World(real=True) as world:
         await moved(world)
         for partition in range(2):
             copy = await world.metastore.get(PARTITIONS, world.topic.topic_id, partition)
@@ -93,16 +91,12 @@ def test_rows_of_the_checkpoint_hold_what_is_hot_alone() -> None:
             assert 0 < copy.reconciled == row.next == hot[0].base_offset < copy.next_offset
             assert copy.size_bytes == sum(extent.size_bytes for extent in hot)
 
-    run(body)
 
-
-def test_the_deep_check_is_silent_on_what_is_whole() -> None:
-    async def body(world: World) -> None:
+async def test_the_deep_check_is_silent_on_what_is_whole() -> None:
+    async with World(real=True) as world:
         await moved(world)
         await forget_l0(world)
         assert await lines(world) == []
-
-    run(body)
 
 
 async def _hole(world: World, extent: Any, row: Any) -> None:
@@ -136,7 +130,7 @@ async def _unnamed(world: World, extent: Any, row: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("damage", "told"),
+    ("damage", "reported"),
     [
         (_hole, "L1 has 0 extents"),
         (_behind, "L1 ends at"),
@@ -147,16 +141,14 @@ async def _unnamed(world: World, extent: Any, row: Any) -> None:
         (_unnamed, "it has no row"),
     ],
 )
-def test_what_is_broken_is_named(damage: Callable[[World, Any, Any], Awaitable[None]], reported: str) -> None:
-    async def body(world: World) -> None:
+async def test_what_is_broken_is_named(damage: Callable[[World, Any, Any], Awaitable[None]], reported: str) -> None:
+    async with World(real=True) as world:
         await moved(world)
         topic_id = world.topic.topic_id
         [extent, *_] = await world.metastore.rows(L1_EXTENTS, topic_id, 0)
         row = await world.metastore.get(L1_PARTITIONS, topic_id, 0)
         await damage(world, extent, row)
         assert [line for line in await lines(world) if reported in line]
-
-    run(body)
 
 
 class Ahead(AssertionError):

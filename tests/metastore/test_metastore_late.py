@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from support.metastore.checkpoint_world import Restored, Rows, World, family_rows, rows_of
+from support.waiting import until
 from tidemill.base.errors import CorruptError, InvalidError, TidemillError, UnavailableError
 from tidemill.base.limits import METASTORE_VALUE_BYTES
 from tidemill.metastore.backup import checkpoint
@@ -22,14 +22,6 @@ from tidemill.topics.partition.recovery import partition_log
 from tidemill.topics.partition.state_machine.producer_state import ProducerState, RememberedBatch
 from tidemill.topics.partition.state_machine.row_codec import build_partition_row, decode_producers
 from tidemill.topics.partition.state_machine.state import PartitionState
-
-
-def run(body: Callable[[World], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(60), World() as world:
-            await body(world)
-
-    asyncio.run(main())
 
 
 class Unreadable:
@@ -73,10 +65,10 @@ async def everything_moves(world: World) -> None:
         ("derived", {"derived"}),
     ],
 )
-def test_an_unreadable_log_holds_back_what_is_made_from_it_and_nothing_else(
+async def test_an_unreadable_log_holds_back_what_is_made_from_it_and_nothing_else(
     what: str, late: set[str], error: type[TidemillError]
 ) -> None:
-    async def body(world: World) -> None:
+    async with World() as world:
         logs = {
             "partition": partition_log(world.topic.topic_id, 0),
             "bindings": remap_log_name("topic/clicks"),
@@ -102,11 +94,9 @@ def test_an_unreadable_log_holds_back_what_is_made_from_it_and_nothing_else(
         assert not {name for name in late if after[name] <= before[name]}, "it is made good once it can be read"
         assert await checkpointer.round() == 0
 
-    run(body)
 
-
-def test_a_topic_that_feeds_nothing_holds_back_nothing() -> None:
-    async def body(world: World) -> None:
+async def test_a_topic_that_feeds_nothing_holds_back_nothing() -> None:
+    async with World() as world:
         other = await world.catalogue.create_topic("other", 1)
         unreadable = Unreadable(world)
         checkpointer = world.checkpointer()
@@ -121,11 +111,9 @@ def test_a_topic_that_feeds_nothing_holds_back_nothing() -> None:
         after = stages(world)
         assert not {name for name in after if after[name] <= before.get(name, -1) and name != "partition 0"}, after
 
-    run(body)
 
-
-def test_a_shard_of_no_pipeline_waits_since_it_may_be_made_from_anything() -> None:
-    async def body(world: World) -> None:
+async def test_a_shard_of_no_pipeline_waits_since_it_may_be_made_from_anything() -> None:
+    async with World() as world:
         await world.catalogue.put(PipelineRow("p", {"table": "topic:clicks"}))
         unreadable = Unreadable(world)
         checkpointer = world.checkpointer()
@@ -138,11 +126,9 @@ def test_a_shard_of_no_pipeline_waits_since_it_may_be_made_from_anything() -> No
             await checkpointer.round()
         assert stages(world)["derived"] == before["derived"]
 
-    run(body)
 
-
-def test_a_register_of_nodes_that_cannot_be_read_holds_back_the_nodes_alone() -> None:
-    async def body(world: World) -> None:
+async def test_a_register_of_nodes_that_cannot_be_read_holds_back_the_nodes_alone() -> None:
+    async with World() as world:
         checkpointer = world.checkpointer()
         await everything_moves(world)
         found = await world.consensus.head("cluster/nodes")
@@ -155,11 +141,9 @@ def test_a_register_of_nodes_that_cannot_be_read_holds_back_the_nodes_alone() ->
             await checkpointer.round()
         assert world.shared[0].seqno == seqno, "what was written is not written again"
 
-    run(body)
 
-
-def test_an_incomplete_round_makes_the_checkpoint_no_younger_and_names_what_is_late() -> None:
-    async def body(world: World) -> None:
+async def test_an_incomplete_round_makes_the_checkpoint_no_younger_and_names_what_is_late() -> None:
+    async with World() as world:
         checkpointer: Checkpointer = world.checkpointer()
         await everything_moves(world)
         await checkpointer.round()
@@ -169,38 +153,31 @@ def test_an_incomplete_round_makes_the_checkpoint_no_younger_and_names_what_is_l
         await everything_moves(world)
         unreadable.logs = {remap_log_name("topic/clicks")}
         running = asyncio.ensure_future(checkpointer.run())
-        while not checkpointer.facts()["checkpoint_late"]:
-            await asyncio.sleep(0.001)
+        late = await until(lambda: checkpointer.facts()["checkpoint_late"])  # the next round names none at first
         await asyncio.sleep(0)
         [mark] = [m for m in world.tracker.report("p", 0).marks if m.name == checkpoint.STAGE_NAME]
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        assert checkpointer.facts()["checkpoint_late"] == ["table derived", "table table", "topic/clicks"]
+        assert late == ["table derived", "table table", "topic/clicks"]
         assert mark.position == row.gathered_ms
         [after] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
         assert after.gathered_ms == row.gathered_ms
 
-    run(body)
 
-
-def test_taking_over_makes_the_checkpoint_no_younger() -> None:
+async def test_taking_over_makes_the_checkpoint_no_younger() -> None:
     """The next keeper dies before it has gathered anything: a restore must not take its rows for new ones."""
-
-    async def body(world: World) -> None:
+    async with World() as world:
         await everything_moves(world)
         await world.checkpointer("n1").round()
         [row] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
-        while world.clock.now_ms() <= row.gathered_ms:
-            await asyncio.sleep(0.001)
+        await until(lambda: world.clock.now_ms() > row.gathered_ms)
         await world.checkpointer("n2")._claim_rows()
         [after] = family_rows(CHECKPOINTS, rows_of(world.shared[0]))
         assert (after.holder, after.gathered_ms) == ("n2", row.gathered_ms)
 
-    run(body)
 
-
-def test_a_row_too_large_for_a_commit_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(world: World) -> None:
+async def test_a_row_too_large_for_a_commit_stops_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with World() as world:
         checkpointer = world.checkpointer()
         await everything_moves(world)
         await checkpointer.round()
@@ -220,8 +197,6 @@ def test_a_row_too_large_for_a_commit_stops_nothing_else(monkeypatch: pytest.Mon
         assert not {name for name in after if after[name] == before[name]}
         monkeypatch.setattr(registers, "gather", gather)
         await checkpointer.round()
-
-    run(body)
 
 
 def test_of_more_producers_than_a_row_takes_the_newest_are_kept() -> None:

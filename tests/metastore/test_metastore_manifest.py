@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import crc32c
@@ -100,17 +101,15 @@ def test_the_bytes_of_a_manifest_never_change() -> None:
     assert hashlib.sha256(encode_manifest(manifest())).hexdigest()[:16] == "e424f9be3bee1157"
 
 
-def on_bucket(kind: str, folder: Path, scenario: Callable[[BucketManifests, ObjectStore], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with opener(kind, folder)() as objects:
-            await scenario(BucketManifests(objects, PREFIX, Rand(1)), objects)
-
-    asyncio.run(run())
+@asynccontextmanager
+async def opened_bucket(kind: str, folder: Path) -> AsyncIterator[tuple[BucketManifests, ObjectStore]]:
+    async with opener(kind, folder)() as objects:
+        yield BucketManifests(objects, PREFIX, Rand(1)), objects
 
 
 @on_memory_and_local
-def test_the_newest_is_the_greatest_epoch_then_number_up_to_the_epoch_asked(kind: str, tmp_path: Path) -> None:
-    async def scenario(bucket: BucketManifests, objects: ObjectStore) -> None:
+async def test_the_newest_is_the_greatest_epoch_then_number_up_to_the_epoch_asked(kind: str, tmp_path: Path) -> None:
+    async with opened_bucket(kind, tmp_path) as (bucket, _):
         assert await bucket.newest(100) is None and await bucket.read(100) is None
         for epoch, number in [(2, 9), (2, 10), (3, 4), (12, 1)]:
             key = await bucket.upload(manifest(number, epoch))
@@ -125,12 +124,10 @@ def test_the_newest_is_the_greatest_epoch_then_number_up_to_the_epoch_asked(kind
                 assert (read.epoch, read.number) == (name.epoch, name.number)
         assert found == {1: None, 2: (2, 10), 3: (3, 4), 11: (3, 4), 12: (12, 1), 99: (12, 1)}
 
-    on_bucket(kind, tmp_path, scenario)
-
 
 @on_memory_and_local
-def test_a_damaged_newest_manifest_is_told_and_never_passed_over(kind: str, tmp_path: Path) -> None:
-    async def scenario(bucket: BucketManifests, objects: ObjectStore) -> None:
+async def test_a_damaged_newest_manifest_is_told_and_never_passed_over(kind: str, tmp_path: Path) -> None:
+    async with opened_bucket(kind, tmp_path) as (bucket, objects):
         older = await bucket.upload(manifest(1))
         bad = f"{PREFIX}manifest/{1:020d}-{2:020d}-abc"
         await objects.put(bad, encode_manifest(manifest(2))[:-1])
@@ -140,12 +137,10 @@ def test_a_damaged_newest_manifest_is_told_and_never_passed_over(kind: str, tmp_
             await bucket.write(manifest(3))
         assert await bucket.load(older) == manifest(1)  # an older one is a choice that a restore makes by name
 
-    on_bucket(kind, tmp_path, scenario)
-
 
 @on_memory_and_local
-def test_uploads_of_one_manifest_have_names_of_their_own(kind: str, tmp_path: Path) -> None:
-    async def scenario(bucket: BucketManifests, objects: ObjectStore) -> None:
+async def test_uploads_of_one_manifest_have_names_of_their_own(kind: str, tmp_path: Path) -> None:
+    async with opened_bucket(kind, tmp_path) as (bucket, _):
         keys = [await bucket.upload(manifest()) for _ in range(3)]
         assert len(set(keys)) == 3
         assert sorted(keys) == [name.key async for name in bucket.list()]
@@ -157,31 +152,25 @@ def test_uploads_of_one_manifest_have_names_of_their_own(kind: str, tmp_path: Pa
         with pytest.raises(MissingError, match=keys[0]):
             await bucket.load(keys[0])
 
-    on_bucket(kind, tmp_path, scenario)
 
-
-def test_a_manifest_under_another_ones_name_is_corrupt(tmp_path: Path) -> None:
-    async def scenario(bucket: BucketManifests, objects: ObjectStore) -> None:
+async def test_a_manifest_under_another_ones_name_is_corrupt(tmp_path: Path) -> None:
+    async with opened_bucket("memory", tmp_path) as (bucket, objects):
         await objects.put(f"{PREFIX}manifest/{5:020d}-{2:020d}-abc", encode_manifest(manifest(1, 5)))
         with pytest.raises(CorruptError, match="does not match its name"):
             await bucket.read(9)
 
-    on_bucket("memory", tmp_path, scenario)
 
-
-def test_foreign_keys_are_left_out_of_the_list(tmp_path: Path) -> None:
-    async def scenario(bucket: BucketManifests, objects: ObjectStore) -> None:
+async def test_foreign_keys_are_left_out_of_the_list(tmp_path: Path) -> None:
+    async with opened_bucket("memory", tmp_path) as (bucket, objects):
         key = await bucket.upload(manifest())
         for foreign in (key + ".bak", f"{PREFIX}manifest/readme", f"{PREFIX}manifest/1-2-abc", f"{PREFIX}sst/x"):
             await objects.put(foreign, b"?")
         assert [name.key async for name in bucket.list()] == [key]
 
-    on_bucket("memory", tmp_path, scenario)
-
 
 @on_memory_and_local
-def test_alone_the_number_the_epoch_and_the_last_seqno_never_go_back(kind: str, tmp_path: Path) -> None:
-    async def scenario(bucket: BucketManifests, objects: ObjectStore) -> None:
+async def test_alone_the_number_the_epoch_and_the_last_seqno_never_go_back(kind: str, tmp_path: Path) -> None:
+    async with opened_bucket(kind, tmp_path) as (bucket, _):
         await bucket.write(manifest(5, epoch=3, last_seqno=50))
         for refused in (manifest(5, 3, 50), manifest(4, 3, 60), manifest(5, 4, 60), manifest(6, 3, 49)):
             with pytest.raises(ConflictError) as conflict:
@@ -196,34 +185,27 @@ def test_alone_the_number_the_epoch_and_the_last_seqno_never_go_back(kind: str, 
         assert await bucket.read(9) == manifest(7, 4, 51)
         assert await bucket.read(3) == manifest(6, 3, 50)
 
-    on_bucket(kind, tmp_path, scenario)
-
 
 @on_memory_and_local
-def test_of_two_who_write_the_same_number_at_once_one_meets_conflict(kind: str, tmp_path: Path) -> None:
-    async def scenario(bucket: BucketManifests, objects: ObjectStore) -> None:
+async def test_of_two_who_write_the_same_number_at_once_one_meets_conflict(kind: str, tmp_path: Path) -> None:
+    async with opened_bucket(kind, tmp_path) as (bucket, objects):
         await bucket.write(manifest(1))
         writers = [BucketManifests(objects, PREFIX, Rand(seed)).write(manifest(2)) for seed in range(4)]
         outcomes = await asyncio.gather(*writers, return_exceptions=True)
         assert [type(outcome) for outcome in outcomes].count(ConflictError) == 3 and None in outcomes
 
-    on_bucket(kind, tmp_path, scenario)
 
+async def test_a_failing_bucket_is_not_an_empty_one() -> None:
+    class Away:
+        async def list(self, prefix: str, start_after: str = ""):  # type: ignore[no-untyped-def]
+            raise UnavailableError("The bucket is away.")
+            yield
 
-def test_a_failing_bucket_is_not_an_empty_one(tmp_path: Path) -> None:
-    async def scenario(bucket: BucketManifests, objects: ObjectStore) -> None:
-        class Away:
-            async def list(self, prefix: str, start_after: str = ""):  # type: ignore[no-untyped-def]
-                raise UnavailableError("The bucket is away.")
-                yield
-
-        away = BucketManifests(Away(), PREFIX, Rand(1))  # type: ignore[arg-type]
-        with pytest.raises(UnavailableError):
-            await away.read(1)
-        with pytest.raises(UnavailableError):
-            await away.write(manifest())
-
-    on_bucket("memory", tmp_path, scenario)
+    away = BucketManifests(Away(), PREFIX, Rand(1))  # type: ignore[arg-type]
+    with pytest.raises(UnavailableError):
+        await away.read(1)
+    with pytest.raises(UnavailableError):
+        await away.write(manifest())
 
 
 def test_a_prefix_without_its_slash_is_refused() -> None:

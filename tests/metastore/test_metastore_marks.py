@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.status.status import StageState, StageStatus, StatusTracker, derive_status
 from tidemill.consensus.memory import MemoryConsensus
@@ -15,48 +13,45 @@ from tidemill.objects.memory import MemoryObjects
 INTERVAL_S = 600.0
 
 
-def test_rows_that_wait_for_their_interval_are_on_time_and_late_ones_are_named() -> None:
-    async def main() -> None:
-        clock, tracker = ManualClock(), StatusTracker()
-        settings = DomainSettings(persist_interval_s=INTERVAL_S)
-        domain = await Domain.open(
-            DomainContext(
-                MemoryConsensus(clock),
-                MemoryObjects(clock),
-                "0",
-                holder="n/1",
-                clock=clock,
-                rand=Rand(1),
-                settings=settings,
-                tracker=tracker,
-            )
+async def test_rows_that_wait_for_their_interval_are_on_time_and_late_ones_are_named() -> None:
+    clock, tracker = ManualClock(), StatusTracker()
+    settings = DomainSettings(persist_interval_s=INTERVAL_S)
+    domain = await Domain.open(
+        DomainContext(
+            MemoryConsensus(clock),
+            MemoryObjects(clock),
+            "0",
+            holder="n/1",
+            clock=clock,
+            rand=Rand(1),
+            settings=settings,
+            tracker=tracker,
         )
-        await domain.wait_until_leading(10.0)
+    )
+    await domain.wait_until_leading(10.0)
 
-        def mark() -> StageStatus:
-            assert domain._leader is not None
-            domain._leader.mark()
-            [found] = tracker.report("p", clock.now_ms()).marks
-            return found
+    def mark() -> StageStatus:
+        assert domain._leader is not None
+        domain._leader.mark()
+        [found] = tracker.report("p", clock.now_ms()).marks
+        return found
 
-        def state() -> StageState:
-            return derive_status(mark(), "p", clock.now_ms(), clock.now_ms()).state
+    def state() -> StageState:
+        return derive_status(mark(), "p", clock.now_ms(), clock.now_ms()).state
 
-        seqno = await domain.commit([(b"\x01k\x00\x01", b"v")])
-        assert state() is StageState.IDLE
-        assert f"seqno {seqno} " in mark().reason
-        clock.advance(int(INTERVAL_S * 1000))
-        assert state() is StageState.IDLE
-        clock.advance(int(OVERDUE_S * 1000) + 1)
-        assert (mark().position, mark().target) == (0, seqno)
-        assert state() is StageState.MOVING, "late from this moment on"
-        clock.advance(10_000)
-        assert state() is StageState.WAITING
-        clock.advance(int((INTERVAL_S + settings.flush_timeout_s) * 1000))
-        assert state() is StageState.STUCK
-        await domain.flush(10.0)
-        assert mark().position == mark().target == seqno
-        assert state() is StageState.IDLE
-        await domain.aclose()
-
-    asyncio.run(main())
+    seqno = await domain.commit([(b"\x01k\x00\x01", b"v")])
+    assert state() is StageState.IDLE
+    assert f"seqno {seqno} " in mark().reason
+    clock.advance(int(INTERVAL_S * 1000))
+    assert state() is StageState.IDLE
+    clock.advance(int(OVERDUE_S * 1000) + 1)
+    assert (mark().position, mark().target) == (0, seqno)
+    assert state() is StageState.MOVING, "late from this moment on"
+    clock.advance(10_000)
+    assert state() is StageState.WAITING
+    clock.advance(int((INTERVAL_S + settings.flush_timeout_s) * 1000))
+    assert state() is StageState.STUCK
+    await domain.flush(10.0)
+    assert mark().position == mark().target == seqno
+    assert state() is StageState.IDLE
+    await domain.aclose()

@@ -9,7 +9,7 @@ from itertools import pairwise
 import msgspec
 import pytest
 
-from support.metastore.lsm_files import Shelf, in_loop, meta
+from support.metastore.lsm_files import Shelf, meta
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.compaction import compaction_job as job_module
@@ -28,7 +28,6 @@ def job_of(shelf: Shelf) -> Job:
     return job
 
 
-@in_loop
 async def test_the_newest_row_of_a_key_stays_with_its_seqno() -> None:
     shelf = Shelf(SMALL)
     await shelf.flush({b"a": b"1", b"b": b"1", b"c": b"1"}, 1)
@@ -39,7 +38,6 @@ async def test_the_newest_row_of_a_key_stays_with_its_seqno() -> None:
     assert (made.smallest, made.largest, made.min_seqno, made.max_seqno, made.rows) == (b"a", b"d", 1, 3, 4)
 
 
-@in_loop
 async def test_a_tombstone_hides_older_rows_and_goes_when_nothing_older_is_left() -> None:
     shelf = Shelf(SMALL)
     await shelf.flush({b"a": b"1", b"b": b"1"}, 1)
@@ -48,7 +46,6 @@ async def test_a_tombstone_hides_older_rows_and_goes_when_nothing_older_is_left(
     assert await shelf.rows_of(made) == [(b"b", b"1", 1)]
 
 
-@in_loop
 async def test_a_tombstone_stays_where_an_older_file_may_hold_its_key() -> None:
     shelf = Shelf(SMALL)
     await shelf.flush({b"b": b"1"}, 1)
@@ -58,7 +55,6 @@ async def test_a_tombstone_stays_where_an_older_file_may_hold_its_key() -> None:
     assert await shelf.rows_of(made) == [(b"b", b"", 2), (b"d", b"", 2)]
 
 
-@in_loop
 async def test_a_file_of_tombstones_merged_with_itself_is_gone() -> None:
     shelf = Shelf(SMALL)
     await shelf.flush({b"a": b"", b"b": b"", b"c": b"1"}, 1)
@@ -68,7 +64,6 @@ async def test_a_file_of_tombstones_merged_with_itself_is_gone() -> None:
     assert pick_full_compaction(shelf.version.levels, SMALL) is None
 
 
-@in_loop
 async def test_when_every_row_goes_no_file_is_made() -> None:
     shelf = Shelf(SMALL)
     await shelf.flush({b"a": b"1"}, 1)
@@ -78,7 +73,6 @@ async def test_when_every_row_goes_no_file_is_made() -> None:
     assert [meta.key async for meta in shelf.objects.list("")] == before
 
 
-@in_loop
 async def test_outputs_are_cut_at_the_file_size_and_disjoint() -> None:
     shelf = Shelf(SMALL)
     source = random.Random(1)
@@ -95,7 +89,6 @@ async def test_outputs_are_cut_at_the_file_size_and_disjoint() -> None:
     assert {key: value for key, (value, _) in (await shelf.seen()).items()} == everything
 
 
-@in_loop
 async def test_when_names_run_out_the_last_file_takes_the_rest() -> None:
     shelf = Shelf(SMALL)
     await shelf.flush({b"%05d" % n: random.Random(n).randbytes(20) for n in range(1000)}, 1)
@@ -106,13 +99,11 @@ async def test_when_names_run_out_the_last_file_takes_the_rest() -> None:
     assert len(made) == 2 and sum(file.rows for file in made) == 1000
 
 
-@in_loop
 async def test_a_job_without_names_is_refused() -> None:
     with pytest.raises(InvalidError, match="needs names"):
         next(merge_steps(Job(0, 1, ((meta(1, b"a", b"b"),),), ()), SMALL))
 
 
-@in_loop
 async def test_large_values_go_through_in_small_chunks() -> None:
     """A slice of so many rows of large values must not be in memory at once."""
     options = msgspec.structs.replace(SMALL, file_bytes=4 << 20, block_bytes=8192, slice_rows=2000)
@@ -137,7 +128,6 @@ async def test_large_values_go_through_in_small_chunks() -> None:
     assert max(held) <= job_module.WINDOW_BYTES_MAX
 
 
-@in_loop
 async def test_one_value_may_be_larger_than_a_read() -> None:
     shelf = Shelf(SMALL)
     huge = random.Random(0).randbytes(job_module.WINDOW_BYTES_MAX + 1)
@@ -147,7 +137,6 @@ async def test_one_value_may_be_larger_than_a_read() -> None:
     assert await shelf.seen() == {b"a": (b"2", 2), b"b": (huge, 1), b"c": (b"2", 2), b"d": (b"1", 1)}
 
 
-@in_loop
 async def test_reads_are_few_and_large() -> None:
     options = Options(file_bytes=64 << 20)
     shelf = Shelf(options)
@@ -178,7 +167,6 @@ async def test_reads_are_few_and_large() -> None:
     assert max(gaps) <= 2 * options.slice_rows
 
 
-@in_loop
 async def test_damage_and_absence_name_the_file() -> None:
     for harm in ("damage", "cut", "remove"):
         shelf = Shelf(SMALL)
@@ -230,7 +218,6 @@ def test_no_rate_is_no_limit() -> None:
     assert Throttle(0, ManualClock()).delay_s(1 << 40) == 0.0
 
 
-@in_loop
 async def test_a_merge_keeps_to_its_rate() -> None:
     """On the loop's own time: reads and writes of the job together take what the rate says."""
     shelf = Shelf(SMALL)
@@ -251,7 +238,6 @@ async def test_a_merge_keeps_to_its_rate() -> None:
     assert took_s >= moved_bytes / rate - Throttle.BURST_S > 0.1
 
 
-@in_loop
 async def test_the_next_window_is_read_while_the_rows_of_this_one_are_merged() -> None:
     """A bucket is tens of milliseconds away: a run that only reads when it is empty would mostly wait."""
     options = Options(file_bytes=64 << 20)
@@ -286,7 +272,6 @@ async def test_the_next_window_is_read_while_the_rows_of_this_one_are_merged() -
     assert len(asked) >= 10
 
 
-@in_loop
 async def test_a_read_ahead_that_fails_is_told_when_its_bytes_are_needed() -> None:
     options = Options(file_bytes=64 << 20)
     shelf = Shelf(options)
@@ -307,7 +292,6 @@ async def test_a_read_ahead_that_fails_is_told_when_its_bytes_are_needed() -> No
         await InlineExecutor(Gone(shelf.clock), options, shelf.clock).merge(shelf.prepared(job_of(shelf)))
 
 
-@in_loop
 async def test_a_cancelled_merge_leaves_no_read_behind() -> None:
     options = Options(file_bytes=64 << 20)
     shelf = Shelf(options)
@@ -336,7 +320,6 @@ async def test_a_cancelled_merge_leaves_no_read_behind() -> None:
     assert asyncio.all_tasks() == before
 
 
-@in_loop
 async def test_others_run_between_slices_and_progress_is_told() -> None:
     options = Options(slice_rows=200)
     shelf = Shelf(options)
@@ -361,7 +344,6 @@ async def test_others_run_between_slices_and_progress_is_told() -> None:
     assert reported == sorted(reported) and reported[-1] == job.rows
 
 
-@in_loop
 async def test_the_block_cache_of_the_prefix_is_not_needed() -> None:
     """A merger sees the object store and the job, nothing else of the database."""
     shelf = Shelf(SMALL)

@@ -23,6 +23,7 @@ from sim.clock import SimClock
 from sim.loop import LIFE, Life, SimLoop
 from support.metastore.lsm_world import expected
 from support.metastore.strategies import batches, bounds, keys, options
+from support.waiting import until
 from tidemill.base.clock import Rand
 from tidemill.base.errors import (
     ClosedError,
@@ -178,8 +179,7 @@ class Replicated(RuleBasedStateMachine):
         return max(leading, key=lambda node: node.domain.term, default=None)
 
     async def lead_somewhere(self) -> None:
-        while self.leader() is None:
-            await asyncio.sleep(0.05)
+        await until(lambda: self.leader() is not None)
 
     # writes ------------------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from copy import deepcopy
 
 import pytest
 
-from support.metastore.domain_world import DomainWorld, rows_of, run
+from support.metastore.domain_world import DomainWorld, rows_of
 from tidemill.base.errors import StoreRolledBackError
 from tidemill.metastore.domain.replicated_manifest import ANY_EPOCH
 from tidemill.metastore.domain.settings import prefix_of
@@ -16,10 +16,9 @@ KEY, LOST, LATER = b"\x01kept", b"\x01lost", b"\x01later"
 STATE = ("registers", "heads", "records", "leases")
 
 
-def test_a_leader_after_lost_terms_leads_in_a_term_above_all_that_the_bucket_holds_of_them() -> None:
+async def test_a_leader_after_lost_terms_leads_in_a_term_above_all_that_the_bucket_holds_of_them() -> None:
     """Else a restore would take the newest manifest of the history that is gone for the newest there is."""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         first = await world.node()
         await first.commit([(KEY, b"1")])
         await first.flush()
@@ -45,5 +44,3 @@ def test_a_leader_after_lost_terms_leads_in_a_term_above_all_that_the_bucket_hol
         assert third.state.manifest is not None
         assert (newest.epoch, newest.number) == (third.state.manifest.epoch, third.state.manifest.number)
         assert await rows_of(third) == {KEY: b"1", LATER: b"2"}
-
-    run(body, DomainWorld())

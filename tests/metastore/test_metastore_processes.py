@@ -60,14 +60,6 @@ async def stores_at(consensus_url: str, directory: Path) -> AsyncIterator[Stores
         await stores.aclose()
 
 
-def run(consensus_url: str, directory: Path, body: Callable[[Stores], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with stores_at(consensus_url, directory) as stores:
-            await body(stores)
-
-    asyncio.run(main())
-
-
 def catalogue_of(metastore: Metastore) -> Catalogue:
     return Catalogue(metastore, SystemClock(), Rand())
 
@@ -85,10 +77,10 @@ def consensus_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return str(request.getfixturevalue("postgres_dsn"))
 
 
-def test_a_tool_works_with_no_node_up_and_leaves_the_lead_to_whoever_comes_next(
+async def test_a_tool_works_with_no_node_up_and_leaves_the_lead_to_whoever_comes_next(
     consensus_url: str, tmp_path: Path
 ) -> None:
-    async def body(stores: Stores) -> None:
+    async with stores_at(consensus_url, tmp_path) as stores:
         tool = await stores.process()
         row = await catalogue_of(tool).create_topic("t", 1)
         await tool.aclose()
@@ -100,11 +92,9 @@ def test_a_tool_works_with_no_node_up_and_leaves_the_lead_to_whoever_comes_next(
         await leads(node, 10.0)
         assert await catalogue_of(node).list(TopicRow) == []
 
-    run(consensus_url, tmp_path, body)
 
-
-def test_tools_read_and_write_beside_a_node_that_leads(consensus_url: str, tmp_path: Path) -> None:
-    async def body(stores: Stores) -> None:
+async def test_tools_read_and_write_beside_a_node_that_leads(consensus_url: str, tmp_path: Path) -> None:
+    async with stores_at(consensus_url, tmp_path) as stores:
         node = await stores.process(NODE, "n/1")
         await leads(node)
         one, other = await stores.process(), await stores.process()
@@ -119,16 +109,12 @@ def test_tools_read_and_write_beside_a_node_that_leads(consensus_url: str, tmp_p
             assert await catalogue_of(process).get(PipelineRow, "p") == PipelineRow("p", {"a": "derived"})
         assert all(domain.leading for domain in await node.domains() if isinstance(domain, Domain))
 
-    run(consensus_url, tmp_path, body)
 
-
-def test_another_number_of_domains_is_refused_at_the_first_use(consensus_url: str, tmp_path: Path) -> None:
-    async def body(stores: Stores) -> None:
+async def test_another_number_of_domains_is_refused_at_the_first_use(consensus_url: str, tmp_path: Path) -> None:
+    async with stores_at(consensus_url, tmp_path) as stores:
         await catalogue_of(await stores.process()).list(TopicRow)
         with pytest.raises(InvalidError, match=r"metastore\.domains=2 cluster=3"):
             await catalogue_of(await stores.process(domains=2)).list(TopicRow)
-
-    run(consensus_url, tmp_path, body)
 
 
 class Killed:
@@ -155,10 +141,9 @@ async def check_rows(metastore: Metastore, acknowledged: list[str]) -> None:
     assert all(offsets[name].topic_id == topics[name].topic_id for name in acknowledged)
 
 
-def test_what_a_killed_node_acknowledged_is_read_at_once_and_written_after_its_lease(tmp_path: Path) -> None:
+async def test_what_a_killed_node_acknowledged_is_read_at_once_and_written_after_its_lease(tmp_path: Path) -> None:
     killed = Killed(tmp_path, "n/1", 1_500, 60)
-
-    async def body(stores: Stores) -> None:
+    async with stores_at(f"sqlite:{tmp_path / 'consensus.db'}", tmp_path) as stores:
         tool = await stores.process()
         loop = asyncio.get_running_loop()
         began_s = loop.time()
@@ -167,27 +152,19 @@ def test_what_a_killed_node_acknowledged_is_read_at_once_and_written_after_its_l
         assert loop.time() - began_s < 15.0, "the lease is 1.5 s, the rest is patience with a busy machine"
         await check_rows(tool, killed.acknowledged)
 
-    run(f"sqlite:{tmp_path / 'consensus.db'}", tmp_path, body)
 
-
-def test_a_node_that_was_killed_leads_again_without_waiting_its_own_lease_out(tmp_path: Path) -> None:
+async def test_a_node_that_was_killed_leads_again_without_waiting_its_own_lease_out(tmp_path: Path) -> None:
     killed = Killed(tmp_path, "n/1", 600_000, 20)
-
-    async def body(stores: Stores) -> None:
+    async with stores_at(f"sqlite:{tmp_path / 'consensus.db'}", tmp_path) as stores:
         node = await stores.process(NODE, "n/2")
         await leads(node)
         await check_rows(node, killed.acknowledged)
         await catalogue_of(node).create_topic("after", 1)
 
-    run(f"sqlite:{tmp_path / 'consensus.db'}", tmp_path, body)
 
-
-def test_a_node_of_another_name_waits_for_the_lease(tmp_path: Path) -> None:
+async def test_a_node_of_another_name_waits_for_the_lease(tmp_path: Path) -> None:
     killed = Killed(tmp_path, "n/1", 600_000, 5)
-
-    async def body(stores: Stores) -> None:
+    async with stores_at(f"sqlite:{tmp_path / 'consensus.db'}", tmp_path) as stores:
         node = await stores.process(NODE, "n2/1")
         await check_rows(node, killed.acknowledged)
         assert not any(domain.leading for domain in await node.domains() if isinstance(domain, Domain))
-
-    run(f"sqlite:{tmp_path / 'consensus.db'}", tmp_path, body)

@@ -7,7 +7,8 @@ import asyncio
 import msgspec
 import pytest
 
-from support.metastore.domain_world import DomainWorld, run
+from support.metastore.domain_world import DomainWorld
+from support.waiting import until
 from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.metastore.api import DomainRows
 from tidemill.metastore.cluster import Cluster
@@ -29,13 +30,11 @@ async def metastore_of(world: DomainWorld, opened: list[Domain]) -> Metastore:
 
 
 async def until_well(metastore: Metastore) -> None:
-    async with asyncio.timeout(30):
-        while metastore.trouble():
-            await asyncio.sleep(0.05)
+    await until(lambda: not metastore.trouble())
 
 
-def test_f506_a_state_log_that_broke_in_memory_is_replayed_by_a_domain_opened_anew() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_f506_a_state_log_that_broke_in_memory_is_replayed_by_a_domain_opened_anew() -> None:
+    async with DomainWorld() as world:
         opened: list[Domain] = []
         metastore = await metastore_of(world, opened)
         await metastore.commit([(KEY, VALUE)])
@@ -53,11 +52,9 @@ def test_f506_a_state_log_that_broke_in_memory_is_replayed_by_a_domain_opened_an
         await metastore.commit([(KEY, b"later")])
         await metastore.aclose()
 
-    run(body, DomainWorld())
 
-
-def test_f506_a_damaged_record_is_trouble_until_it_is_mended_and_no_longer() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_f506_a_damaged_record_is_trouble_until_it_is_mended_and_no_longer() -> None:
+    async with DomainWorld() as world:
         opened: list[Domain] = []
         metastore = await metastore_of(world, opened)
         await metastore.commit([(KEY, VALUE)])
@@ -68,9 +65,7 @@ def test_f506_a_damaged_record_is_trouble_until_it_is_mended_and_no_longer() -> 
         await (await world.client()).append(log, head.term, head.next, [b"\x7fdamaged"], "foreign")
         with pytest.raises(TidemillError):
             await metastore.get_row(KEY)
-        async with asyncio.timeout(30):
-            while "kind" not in metastore.trouble():
-                await asyncio.sleep(0.01)
+        await until(lambda: "kind" in metastore.trouble())
         with pytest.raises(CorruptError):
             await metastore.get_row(KEY)
         # Mended, as an operator would: one that says what an earlier one says stands in its place.
@@ -81,11 +76,9 @@ def test_f506_a_damaged_record_is_trouble_until_it_is_mended_and_no_longer() -> 
         assert row is not None and row.value == VALUE
         await metastore.aclose()
 
-    run(body, DomainWorld())
 
-
-def test_f506_a_task_of_a_domain_that_meets_any_fault_ends_with_its_domain() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_f506_a_task_of_a_domain_that_meets_any_fault_ends_with_its_domain() -> None:
+    async with DomainWorld() as world:
         opened: list[Domain] = []
         metastore = await metastore_of(world, opened)
         await metastore.commit([(KEY, VALUE)])
@@ -94,11 +87,7 @@ def test_f506_a_task_of_a_domain_that_meets_any_fault_ends_with_its_domain() -> 
             raise ZeroDivisionError("a bug")
 
         opened[0]._tasks.spawn(bug(), name="planted")
-        async with asyncio.timeout(30):
-            while len(opened) == 1:
-                await asyncio.sleep(0.01)
+        await until(lambda: len(opened) != 1)
         await until_well(metastore)
         assert (await metastore.get_row(KEY)) is not None
         await metastore.aclose()
-
-    run(body, DomainWorld())

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run
+from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of
 from support.waiting import DEADLINE_S, until
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead, LogSlice
@@ -69,8 +69,8 @@ class Lossy(MemoryConsensus):
         return head
 
 
-def test_a_process_that_does_not_lead_commits_flushes_and_reads_its_own_writes(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_process_that_does_not_lead_commits_flushes_and_reads_its_own_writes(world: DomainWorld) -> None:
+    async with world:
         leader, follower = await world.node(), await world.node(FOLLOWS)
         seqno = await follower.commit([(b"a", b"1"), (b"b", b"2")])
         row = await follower.get_row(b"a")
@@ -79,11 +79,9 @@ def test_a_process_that_does_not_lead_commits_flushes_and_reads_its_own_writes(w
         assert await follower.flush(20) >= seqno
         assert leader.state.persisted_seqno >= seqno
 
-    run(body, world)
 
-
-def test_a_refusal_comes_back_with_the_current_rows(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_refusal_comes_back_with_the_current_rows(world: DomainWorld) -> None:
+    async with world:
         leader, follower = await world.node(), await world.node(FOLLOWS)
         seqno = await leader.commit([(b"a", b"1")])
         with pytest.raises(ConflictError) as caught:
@@ -96,11 +94,9 @@ def test_a_refusal_comes_back_with_the_current_rows(world: DomainWorld) -> None:
             await follower.commit([(b"", b"x")])
         assert await rows_of(leader) == {b"a": b"2"}
 
-    run(body, world)
 
-
-def test_many_at_once_from_several_processes_are_executed_once_each(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_many_at_once_from_several_processes_are_executed_once_each(world: DomainWorld) -> None:
+    async with world:
         leader = await world.node()
         tools = [await world.node(FOLLOWS) for _ in range(3)]
         await leader.commit([(b"n", b"0")])
@@ -121,13 +117,12 @@ def test_many_at_once_from_several_processes_are_executed_once_each(world: Domai
         rows = await rows_of(leader)
         assert rows.pop(b"n") == b"12" and len(rows) == 150
 
-    run(body, world)
 
-
-def test_the_request_log_and_the_reply_log_do_not_grow(world: DomainWorld, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_request_log_and_the_reply_log_do_not_grow(
+    world: DomainWorld, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("tidemill.metastore.domain.forwarding.server.REPLIES_KEPT", 20)
-
-    async def body(world: DomainWorld) -> None:
+    async with world:
         await world.node()
         follower, client = await world.node(FOLLOWS), await world.client()
         for i in range(150):
@@ -140,11 +135,9 @@ def test_the_request_log_and_the_reply_log_do_not_grow(world: DomainWorld, monke
                 await asyncio.sleep(0.02)
         assert replies.start > 0
 
-    run(body, world)
 
-
-def test_a_request_outlives_the_leader_that_did_not_execute_it(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_request_outlives_the_leader_that_did_not_execute_it(world: DomainWorld) -> None:
+    async with world:
         follower = await world.node(FOLLOWS)
         waiting = asyncio.ensure_future(follower.commit([(b"a", b"1")]))
         client = await world.client()
@@ -155,11 +148,9 @@ def test_a_request_outlives_the_leader_that_did_not_execute_it(world: DomainWorl
         await waiting
         assert await leader.get(b"a") == b"1"
 
-    run(body, world)
 
-
-def test_a_new_leader_executes_nothing_twice(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_new_leader_executes_nothing_twice(world: DomainWorld) -> None:
+    async with world:
         old, follower = await world.node(), await world.node(FOLLOWS)
         await follower.commit([(b"a", b"1")])
         await old.commit([(b"a", b"later")])
@@ -171,11 +162,9 @@ def test_a_new_leader_executes_nothing_twice(world: DomainWorld) -> None:
         await follower.commit([(b"b", b"2")])
         assert await rows_of(new) == {b"a": b"later", b"b": b"2"}
 
-    run(body, world)
 
-
-def test_a_tool_leads_for_a_while_when_nobody_does_and_then_lets_go(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_tool_leads_for_a_while_when_nobody_does_and_then_lets_go(world: DomainWorld) -> None:
+    async with world:
         tool = await world.node(TOOL)
         assert not tool.leading
         await tool.commit([(b"a", b"1")])
@@ -188,21 +177,17 @@ def test_a_tool_leads_for_a_while_when_nobody_does_and_then_lets_go(world: Domai
         node = await world.node(replace(LEADS, lease_ttl_ms=600))
         assert await rows_of(node) == {b"a": b"1", b"b": b"2"}
 
-    run(body, world)
 
-
-def test_a_tool_leaves_the_lead_to_a_node_that_has_it(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_tool_leaves_the_lead_to_a_node_that_has_it(world: DomainWorld) -> None:
+    async with world:
         node, tool = await world.node(), await world.node(TOOL)
         for i in range(5):
             await tool.commit([(b"k%d" % i, b"v")])
         assert node.leading and not tool.leading
 
-    run(body, world)
 
-
-def test_what_is_no_request_is_passed_over(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_what_is_no_request_is_passed_over(world: DomainWorld) -> None:
+    async with world:
         leader, follower, client = await world.node(), await world.node(FOLLOWS), await world.client()
         garbage = [b"", b"\xc1", msgspec.msgpack.encode({"a": 1}), msgspec.msgpack.encode(["n", [[1, 2]]])]
         await client.append(REQUESTS, 0, 0, garbage, "x")
@@ -210,11 +195,9 @@ def test_what_is_no_request_is_passed_over(world: DomainWorld) -> None:
         await follower.commit([(b"a", b"1")])
         assert leader.leading and await rows_of(leader) == {b"a": b"1"}
 
-    run(body, world)
 
-
-def test_what_is_wrong_in_itself_is_refused_before_it_is_sent(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_what_is_wrong_in_itself_is_refused_before_it_is_sent(world: DomainWorld) -> None:
+    async with world:
         await world.node()
         follower, client = await world.node(FOLLOWS), await world.client()
         for rows, words in (([], "at least one row"), ([(b"%d" % i, b"x" * 200_000) for i in range(30)], "too large")):
@@ -222,11 +205,9 @@ def test_what_is_wrong_in_itself_is_refused_before_it_is_sent(world: DomainWorld
                 await follower.commit(rows)
         assert (await client.log_head(REQUESTS)).next == 0
 
-    run(body, world)
 
-
-def test_large_requests_and_large_conflicts_pass_in_parts_or_without_their_rows(world: DomainWorld) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_large_requests_and_large_conflicts_pass_in_parts_or_without_their_rows(world: DomainWorld) -> None:
+    async with world:
         leader, follower = await world.node(), await world.node(FOLLOWS)
         rows = [(b"%d" % i, b"x" * 200_000) for i in range(15)]
         await asyncio.gather(*[follower.commit([(b"%d-" % n + key, value) for key, value in rows]) for n in range(6)])
@@ -236,15 +217,13 @@ def test_large_requests_and_large_conflicts_pass_in_parts_or_without_their_rows(
         assert caught.value.current is None and leader.term == 1
         assert len(await rows_of(follower)) == 90
 
-    run(body, world)
-
 
 # on memory alone ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["before", "after"])
-def test_a_request_whose_append_has_no_answer_is_executed_once(how: str) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_request_whose_append_has_no_answer_is_executed_once(how: str) -> None:
+    async with DomainWorld() as world:
         leader = await world.node()
         follower = await world.node(FOLLOWS, consensus=Lossy(world, how))
         await leader.commit([(b"n", b"0")])
@@ -254,17 +233,13 @@ def test_a_request_whose_append_has_no_answer_is_executed_once(how: str) -> None
         assert world.memory.heads[REQUESTS].next == 1
         assert await leader.get(b"n") == b"1"
 
-    run(body, DomainWorld())
 
-
-def test_a_reply_whose_append_has_no_answer_is_given_all_the_same() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_reply_whose_append_has_no_answer_is_given_all_the_same() -> None:
+    async with DomainWorld() as world:
         await world.node(consensus=Lossy(world, "before", "unavailable", "after", log=REPLIES))
         follower = await world.node(FOLLOWS)
         for i in range(3):
             await follower.commit([(b"k%d" % i, b"v")])
-
-    run(body, DomainWorld())
 
 
 class Mute(MemoryConsensus):
@@ -282,8 +257,8 @@ class Mute(MemoryConsensus):
 
 
 @pytest.mark.parametrize("what", ["commit", "flush"])
-def test_the_next_leader_says_unknown_at_once_of_what_the_last_one_executed_and_did_not_answer(what: str) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_the_next_leader_says_unknown_at_once_of_what_the_last_one_executed_and_did_not_answer(what: str) -> None:
+    async with DomainWorld() as world:
         consensus = Mute(world)
         old = await world.node(consensus=consensus)
         follower = await world.node(replace(FOLLOWS, request_timeout_s=1_000.0))
@@ -296,8 +271,6 @@ def test_the_next_leader_says_unknown_at_once_of_what_the_last_one_executed_and_
             async with asyncio.timeout(20):
                 await waiting
         assert await rows_of(new) == ({b"a": b"1"} if what == "commit" else {})
-
-    run(body, DomainWorld())
 
 
 class Kept(MemoryConsensus):
@@ -324,8 +297,8 @@ class Truncated(MemoryConsensus):
         return await super().read(log, start, limit_records, limit_bytes)
 
 
-def test_a_leader_begins_though_the_last_one_truncates_meanwhile() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_leader_begins_though_the_last_one_truncates_meanwhile() -> None:
+    async with DomainWorld() as world:
         old, follower = await world.node(consensus=Kept(world)), await world.node(FOLLOWS)
         await follower.commit([(b"a", b"1")])
         await world.depose(old)
@@ -335,11 +308,9 @@ def test_a_leader_begins_though_the_last_one_truncates_meanwhile() -> None:
         await follower.commit([(b"b", b"2")])
         assert consensus.cut and new.term == term
 
-    run(body, DomainWorld())
 
-
-def test_unknown_is_said_once_consensus_is_back() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_unknown_is_said_once_consensus_is_back() -> None:
+    async with DomainWorld() as world:
         consensus = Mute(world)
         old = await world.node(consensus=consensus)
         follower = await world.node(replace(FOLLOWS, request_timeout_s=1_000.0))
@@ -351,14 +322,11 @@ def test_unknown_is_said_once_consensus_is_back() -> None:
             async with asyncio.timeout(20):
                 await waiting
 
-    run(body, DomainWorld())
-
 
 @pytest.mark.parametrize("what", ["commit", "flush"])
-def test_a_tool_that_leads_answers_what_it_executed_before_it_lets_go(what: str) -> None:
+async def test_a_tool_that_leads_answers_what_it_executed_before_it_lets_go(what: str) -> None:
     """Found as a demo whose capture stood for 30 s: the Spark driver had led for a moment."""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         consensus = Mute(world)
         tool = await world.node(TOOL, consensus=consensus)
         consensus.let_go.set()
@@ -375,11 +343,9 @@ def test_a_tool_that_leads_answers_what_it_executed_before_it_lets_go(what: str)
         await waiting
         await until(lambda: not tool.leading)
 
-    run(body, DomainWorld())
 
-
-def test_what_was_answered_with_unavailable_is_not_executed_by_anybody_later() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_what_was_answered_with_unavailable_is_not_executed_by_anybody_later() -> None:
+    async with DomainWorld() as world:
         consensus = Lossy(world, log="metastore/main")
         old, follower = await world.node(consensus=consensus), await world.node(FOLLOWS)
         await old.commit([(b"first", b"1")])
@@ -391,13 +357,10 @@ def test_what_was_answered_with_unavailable_is_not_executed_by_anybody_later() -
         await follower.commit([(b"b", b"1")])
         assert await rows_of(new) == {b"first": b"1", b"b": b"1"}
 
-    run(body, DomainWorld())
 
-
-def test_a_refused_request_stays_refused_under_the_next_leader() -> None:
+async def test_a_refused_request_stays_refused_under_the_next_leader() -> None:
     """A refusal moves the position as durably as a success."""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         old, follower = await world.node(), await world.node(FOLLOWS)
         with pytest.raises(ConflictError):
             await follower.commit([(b"a", b"1")], expects={b"a": 7})
@@ -407,11 +370,9 @@ def test_a_refused_request_stays_refused_under_the_next_leader() -> None:
         await follower.commit([(b"b", b"1")])
         assert await rows_of(new) == {b"b": b"1"}
 
-    run(body, DomainWorld())
 
-
-def test_without_a_leader_the_answer_is_unknown_in_time_and_never_a_guess() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_without_a_leader_the_answer_is_unknown_in_time_and_never_a_guess() -> None:
+    async with DomainWorld() as world:
         follower = await world.node(replace(FOLLOWS, request_timeout_s=0.2))
         with pytest.raises(UnknownOutcomeError, match="no leader answered"):
             await follower.commit([(b"a", b"1")])
@@ -419,13 +380,10 @@ def test_without_a_leader_the_answer_is_unknown_in_time_and_never_a_guess() -> N
         await until(lambda: world.memory.heads[REQUESTS].start == 1)
         assert await rows_of(node) == {b"a": b"1"}  # it was executed after all
 
-    run(body, DomainWorld())
 
-
-def test_nobody_adds_to_a_backlog_that_nobody_works_off(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nobody_adds_to_a_backlog_that_nobody_works_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests_module, "BACKLOG_MAX", 5)
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         client = await world.client()
         await client.append(REQUESTS, 0, 0, [b"x"] * 6, "n")
         follower = await world.node(replace(FOLLOWS, request_timeout_s=5))
@@ -433,13 +391,10 @@ def test_nobody_adds_to_a_backlog_that_nobody_works_off(monkeypatch: pytest.Monk
             await follower.commit([(b"a", b"1")])
         assert world.memory.heads[REQUESTS].next == 6
 
-    run(body, DomainWorld())
 
-
-def test_a_backlog_is_noticed_by_who_never_stops_asking(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_backlog_is_noticed_by_who_never_stops_asking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(requests_module, "BACKLOG_MAX", 5)
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         follower = await world.node(replace(FOLLOWS, request_timeout_s=5))
         asked = []
         for i in range(8):
@@ -456,10 +411,8 @@ def test_a_backlog_is_noticed_by_who_never_stops_asking(monkeypatch: pytest.Monk
         await follower.commit([(b"x", b"1")])
         assert len(await rows_of(node)) == 7
 
-    run(body, DomainWorld())
 
-
-def test_answers_are_heard_though_consensus_was_away_when_the_log_was_found_cut() -> None:
+async def test_answers_are_heard_though_consensus_was_away_when_the_log_was_found_cut() -> None:
     class Cut(MemoryConsensus):
         reported = 0
 
@@ -475,7 +428,7 @@ def test_answers_are_heard_though_consensus_was_away_when_the_log_was_found_cut(
                 raise UnavailableError("away")
             return await super().log_head(log)
 
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         await world.node()
         consensus = Cut(world.clock, world.memory)
         follower = await world.node(FOLLOWS, consensus=consensus)
@@ -483,11 +436,9 @@ def test_answers_are_heard_though_consensus_was_away_when_the_log_was_found_cut(
             await follower.commit([(b"a", b"1")])
         assert consensus.reported == 2
 
-    run(body, DomainWorld())
 
-
-def test_a_commit_that_is_done_is_never_told_as_closed() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_commit_that_is_done_is_never_told_as_closed() -> None:
+    async with DomainWorld() as world:
         leader, follower = await world.node(), await world.node(FOLLOWS)
         sync = follower.sync
 
@@ -500,10 +451,8 @@ def test_a_commit_that_is_done_is_never_told_as_closed() -> None:
         row = await leader.get_row(b"a")
         assert row is not None and row.seqno == seqno
 
-    run(body, DomainWorld())
 
-
-def test_a_leader_that_begins_while_the_bucket_is_away_leads_and_answers_later(
+async def test_a_leader_that_begins_while_the_bucket_is_away_leads_and_answers_later(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(serving_module, "LOAD_RETRY_S", 0.01)
@@ -522,7 +471,7 @@ def test_a_leader_that_begins_while_the_bucket_is_away_leads_and_answers_later(
                 raise UnavailableError("the bucket is away")
             return key
 
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         bucket = Away(world.clock)
         old, follower = await world.node(objects=bucket), await world.node(FOLLOWS, objects=bucket)
         bucket.away = False
@@ -541,19 +490,15 @@ def test_a_leader_that_begins_while_the_bucket_is_away_leads_and_answers_later(
         await asked
         assert new.term == term and len(await rows_of(new)) == 22
 
-    run(body, DomainWorld())
 
-
-def test_closing_leaves_nobody_waiting() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_closing_leaves_nobody_waiting() -> None:
+    async with DomainWorld() as world:
         follower = await world.node(FOLLOWS)
         waiting = asyncio.ensure_future(follower.commit([(b"a", b"1")]))
         await until(lambda: REQUESTS in world.memory.heads)
         await follower.aclose()
         with pytest.raises(UnknownOutcomeError, match="closed"):
             await waiting
-
-    run(body, DomainWorld())
 
 
 def test_the_position_of_another_life_of_the_domain_is_not_taken_for_this_log() -> None:
@@ -580,8 +525,8 @@ def test_layouts_are_the_ones_drawn() -> None:
     assert isinstance(outcome_of_reply(rejection_reply("n", InvalidError("empty"))), InvalidError)
 
 
-def test_a_flush_that_finds_no_room_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_flush_that_finds_no_room_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with DomainWorld() as world:
         leader, follower = await world.node(), await world.node(FOLLOWS)
         await follower.commit([(b"a", b"1")])
         leading = leader._leader
@@ -606,13 +551,10 @@ def test_a_flush_that_finds_no_room_is_begun_once(monkeypatch: pytest.MonkeyPatc
         await follower.commit([(b"a", b"2")])
         assert refused < 0 and flushes == 1
 
-    run(body, DomainWorld())
 
-
-def test_f516_a_request_that_nobody_executed_in_time_is_refused_by_the_leader_that_comes_later() -> None:
+async def test_f516_a_request_that_nobody_executed_in_time_is_refused_by_the_leader_that_comes_later() -> None:
     """Its process heard Unknown and may be gone; the leader of tomorrow must not do the work of today."""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         consensus = await world.client()
         now_ms = world.clock.now_ms()
         asked = [
@@ -641,10 +583,10 @@ def test_f516_a_request_that_nobody_executed_in_time_is_refused_by_the_leader_th
             while (await consensus.log_head(REQUESTS)).start < len(asked):
                 await asyncio.sleep(0.02)
 
-    run(body, DomainWorld())
 
-
-def test_requests_that_cannot_be_sent_are_bounded_and_one_more_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_that_cannot_be_sent_are_bounded_and_one_more_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     class Away(MemoryConsensus):
         async def append(self, log: str, *args: Any, **kwargs: Any) -> LogHead:
             if log == REQUESTS:
@@ -652,8 +594,7 @@ def test_requests_that_cannot_be_sent_are_bounded_and_one_more_is_refused(monkey
             return await super().append(log, *args, **kwargs)
 
     monkeypatch.setattr(requests_module, "UNSENT_MAX", 20)
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         tool = await world.node(FOLLOWS, consensus=Away(world.clock, world.memory))
         asking = [asyncio.ensure_future(tool.commit([(b"k%d" % n, b"v")])) for n in range(50)]
         done, waiting = await asyncio.wait(asking, timeout=1)
@@ -661,5 +602,3 @@ def test_requests_that_cannot_be_sent_are_bounded_and_one_more_is_refused(monkey
         assert len(waiting) <= 20 + requests_module.APPEND_REQUESTS
         for task in asking:
             task.cancel()
-
-    run(body, DomainWorld())

@@ -43,15 +43,6 @@ T = TypeVar("T")
 Body = Callable[[World], Awaitable[None]]
 
 
-def run(body: Body, **world: Any) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(90):
-            async with World(real=True, **world) as opened:
-                await body(opened)
-
-    asyncio.run(main())
-
-
 @asynccontextmanager
 async def restored_world(world: World, consensus: Any) -> AsyncIterator[tuple[Metastore, Any, LocalTopics]]:
     """A process of the restored cluster: metastore, catalogue, topics."""
@@ -126,8 +117,8 @@ def everything_is_there_again(url: Callable[[str], str], objects: str, domains: 
     asyncio.run(main())
 
 
-def test_the_restored_cluster_goes_on_and_can_be_restored_again() -> None:
-    async def body(world: World) -> None:
+async def test_the_restored_cluster_goes_on_and_can_be_restored_again() -> None:
+    async with World(real=True) as world:
         await persisted(world)
         second, third = MemoryConsensus(world.clock), MemoryConsensus(world.clock)
         await Restorer(second, world.objects, world.clock, world.rand).run()
@@ -147,11 +138,9 @@ def test_the_restored_cluster_goes_on_and_can_be_restored_again() -> None:
             await shard.aclose()
         world.topics, world.consensus, world.metastore, world.catalogue = original
 
-    run(body)
 
-
-def test_what_was_not_persisted_is_lost_and_nothing_else() -> None:
-    async def body(world: World) -> None:
+async def test_what_was_not_persisted_is_lost_and_nothing_else() -> None:
+    async with World(real=True) as world:
         await persisted(world)
         upper = (await world.table.frontiers())[1]
         ends = [(await world.topics.offsets(world.topic.topic_id, p)).high_watermark for p in range(2)]
@@ -165,8 +154,6 @@ def test_what_was_not_persisted_is_lost_and_nothing_else() -> None:
         async with restored_world(world, fresh) as (_, _, topics):
             assert [(await topics.offsets(world.topic.topic_id, p)).high_watermark for p in range(2)] == ends
         await shard.aclose()
-
-    run(body)
 
 
 class Killed(Exception):
@@ -194,13 +181,12 @@ class CutOff(MemoryConsensus):
 
 
 @pytest.mark.parametrize("landed", [False, True])
-def test_a_restore_cut_off_at_every_write_is_finished_by_running_it_again(
+async def test_a_restore_cut_off_at_every_write_is_finished_by_running_it_again(
     landed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in (domain, leader_election):
         monkeypatch.setattr(module, "RELEASE_TIMEOUT_S", 0.01)  # the dead are not waited for
-
-    async def body(world: World) -> None:
+    async with World(real=True) as world:
         await persisted(world, 2)
         original = world.consensus
         at, finished = 0, False
@@ -223,8 +209,6 @@ def test_a_restore_cut_off_at_every_write_is_finished_by_running_it_again(
             world.consensus = original
         assert at > 12
 
-    run(body)
-
 
 async def read_restored(consensus: MemoryConsensus) -> str:
     """ "" once the restore has finished."""
@@ -232,8 +216,8 @@ async def read_restored(consensus: MemoryConsensus) -> str:
     return found[0].restoring if found is not None else "not begun"
 
 
-def test_nodes_cannot_open_a_cluster_whose_restore_has_not_finished() -> None:
-    async def body(world: World) -> None:
+async def test_nodes_cannot_open_a_cluster_whose_restore_has_not_finished() -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         fresh = MemoryConsensus(world.clock)
         restorer = Restorer(fresh, world.objects, world.clock, world.rand)
@@ -252,11 +236,9 @@ def test_nodes_cannot_open_a_cluster_whose_restore_has_not_finished() -> None:
         assert done.findings.clean
         await check_everything_is_back(world, fresh)
 
-    run(body)
 
-
-def test_consensus_that_is_not_empty_is_refused_and_named() -> None:
-    async def body(world: World) -> None:
+async def test_consensus_that_is_not_empty_is_refused_and_named() -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         with pytest.raises(InvalidError, match=r"not empty.*metastore/cluster"):
             await Restorer(world.consensus, world.objects, world.clock, world.rand).run()
@@ -264,8 +246,6 @@ def test_consensus_that_is_not_empty_is_refused_and_named() -> None:
         await other.cas("something/else", 0, b"x", "n")
         with pytest.raises(InvalidError, match="something/else"):
             await Restorer(other, world.objects, world.clock, world.rand).run()
-
-    run(body)
 
 
 class OtherMachine(SystemClock):
@@ -280,8 +260,10 @@ class OtherMachine(SystemClock):
 
 
 @pytest.mark.parametrize("off_ms", [-600_000, 0, 600_000])
-def test_f520_a_restore_beside_a_live_cluster_is_refused_whatever_the_clocks_of_the_machines_say(off_ms: int) -> None:
-    async def body(world: World) -> None:
+async def test_f520_a_restore_beside_a_live_cluster_is_refused_whatever_the_clocks_of_the_machines_say(
+    off_ms: int,
+) -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         manifest = await manifest_of(world)
         presence = Presence(world.objects, OtherMachine(off_ms), world.rand, "n1", interval_s=0.1)
@@ -308,11 +290,9 @@ def test_f520_a_restore_beside_a_live_cluster_is_refused_whatever_the_clocks_of_
         assert world.clock.monotonic_s() - began_s >= 0.3
         assert await greatest_claim(world.objects) == 2
 
-    run(body)
 
-
-def test_of_two_restores_of_one_bucket_one_wins_and_the_other_writes_nothing_into_it() -> None:
-    async def body(world: World) -> None:
+async def test_of_two_restores_of_one_bucket_one_wins_and_the_other_writes_nothing_into_it() -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         uuid = (await manifest_of(world)).domains[0]
         one, two = MemoryConsensus(world.clock), MemoryConsensus(world.clock)
@@ -335,31 +315,24 @@ def test_of_two_restores_of_one_bucket_one_wins_and_the_other_writes_nothing_int
             await Restorer(loser, world.objects, world.clock, world.rand).run()
         assert await keys(world, f"metastore/{uuid}/manifest/") == manifests
 
-    run(body)
 
-
-def test_the_old_cluster_finds_that_it_was_replaced() -> None:
-    async def body(world: World) -> None:
+async def test_the_old_cluster_finds_that_it_was_replaced() -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         mine = await manifest_of(world)
         await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
         with pytest.raises(ClusterReplacedError, match=r"has been replaced.*incarnation=1.*bucket_incarnation=2"):
             await Presence(world.objects, world.clock, world.rand, "n1").publish(mine)
 
-    run(body)
+
+async def test_an_empty_bucket_has_nothing_to_restore() -> None:
+    clock = SystemClock()
+    with pytest.raises(MissingError, match="contains no cluster"):
+        await Restorer(MemoryConsensus(clock), MemoryObjects(clock), clock, Rand()).run()
 
 
-def test_an_empty_bucket_has_nothing_to_restore() -> None:
-    async def main() -> None:
-        clock = SystemClock()
-        with pytest.raises(MissingError, match="contains no cluster"):
-            await Restorer(MemoryConsensus(clock), MemoryObjects(clock), clock, Rand()).run()
-
-    asyncio.run(main())
-
-
-def test_a_damaged_newest_manifest_is_named_and_an_older_one_can_be_chosen() -> None:
-    async def body(world: World) -> None:
+async def test_a_damaged_newest_manifest_is_named_and_an_older_one_can_be_chosen() -> None:
+    async with World(real=True) as world:
         await persisted(world, 3)
         uuid = (await manifest_of(world)).domains[0]
         [older, *_] = await keys(world, f"metastore/{uuid}/manifest/")
@@ -386,12 +359,10 @@ def test_a_damaged_newest_manifest_is_named_and_an_older_one_can_be_chosen() -> 
         assert (await shard.frontiers())[1] == upper
         await shard.aclose()
 
-    run(body)
-
 
 @pytest.mark.parametrize("prefix", [CLUSTER_PREFIX, ALIVE_PREFIX])
-def test_a_damaged_cluster_object_is_named(prefix: str) -> None:
-    async def body(world: World) -> None:
+async def test_a_damaged_cluster_object_is_named(prefix: str) -> None:
+    async with World(real=True) as world:
         await persisted(world, 2)
         await Presence(world.objects, world.clock, world.rand, "n1").publish(await manifest_of(world))
         key = (await keys(world, prefix))[-1]
@@ -399,11 +370,9 @@ def test_a_damaged_cluster_object_is_named(prefix: str) -> None:
         with pytest.raises(CorruptError, match=key):
             await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
 
-    run(body)
 
-
-def test_captures_wait_to_be_compared_and_tables_that_came_back_short_start_over() -> None:
-    async def body(world: World) -> None:
+async def test_captures_wait_to_be_compared_and_tables_that_came_back_short_start_over() -> None:
+    async with World(real=True) as world:
         for name in ("shop.public.whole", "shop.public.short"):
             await world.catalogue.create_topic(name, 1, kind="capture")
         snapshot = TableSnapshot(1, 2, (), 3, 0, (0,))
@@ -422,13 +391,10 @@ def test_captures_wait_to_be_compared_and_tables_that_came_back_short_start_over
             tables = {table.table: table.snapshot for table in await catalogue.tables("shop")}
             assert tables == {"public.whole": snapshot, "public.short": None}
 
-    run(body)
 
-
-def test_a_run_that_was_paused_marks_no_capture_of_the_cluster_that_has_gone_on() -> None:
+async def test_a_run_that_was_paused_marks_no_capture_of_the_cluster_that_has_gone_on() -> None:
     """Another run of the attempt finished it, and nodes have started: the row is theirs."""
-
-    async def body(world: World) -> None:
+    async with World(real=True) as world:
         from msgspec.structs import replace
 
         row = CaptureRow("shop", "1", "s", "p", 1, True)
@@ -458,11 +424,9 @@ def test_a_run_that_was_paused_marks_no_capture_of_the_cluster_that_has_gone_on(
             [now] = await catalogue.list(CaptureRow)
             assert (now.restored, now.snapshot_done, now.generation) == (False, True, 9)
 
-    run(body)
 
-
-def test_nothing_is_collected_while_a_restore_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body(world: World) -> None:
+async def test_nothing_is_collected_while_a_restore_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with World(real=True) as world:
         await persisted(world, 2)
         delays: list[int] = []
         open_domain = domain.Domain.open
@@ -476,11 +440,9 @@ def test_nothing_is_collected_while_a_restore_runs(monkeypatch: pytest.MonkeyPat
         await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
         assert delays and min(delays) >= 12 * 3_600_000
 
-    run(body)
 
-
-def test_committed_offsets_come_back_and_none_is_beyond_its_partition() -> None:
-    async def body(world: World) -> None:
+async def test_committed_offsets_come_back_and_none_is_beyond_its_partition() -> None:
+    async with World(real=True) as world:
         topic_id = world.topic.topic_id
         for _ in range(4):
             await world.step()
@@ -515,11 +477,9 @@ def test_committed_offsets_come_back_and_none_is_beyond_its_partition() -> None:
         finally:
             await metastore.aclose()
 
-    run(body)
 
-
-def test_a_topic_that_grew_after_its_row_was_persisted_keeps_the_partitions_that_came_back() -> None:
-    async def body(world: World) -> None:
+async def test_a_topic_that_grew_after_its_row_was_persisted_keeps_the_partitions_that_came_back() -> None:
+    async with World(real=True, domains=3) as world:
         topic = world.topic
         await persisted(world, 2)
         beyond = PartitionRow(topic.topic_id, topic.partitions + 1, 0, 0)
@@ -534,14 +494,11 @@ def test_a_topic_that_grew_after_its_row_was_persisted_keeps_the_partitions_that
             record = encode_batch([Record(None, b"v")])
             assert (await topics.produce_nowait(topic.topic_id, topic.partitions + 1, record)).base_offset == 0
 
-    run(body, domains=3)
 
-
-def test_idempotent_producers_go_on_after_their_tail_was_lost() -> None:
+async def test_idempotent_producers_go_on_after_their_tail_was_lost() -> None:
     """What came back is known: a retry of it is no second copy. What was lost is a gap, and is told as one, until the
     producer sends it again or begins a new epoch."""
-
-    async def body(world: World) -> None:
+    async with World(real=True) as world:
         topic_id, sequences = world.topic.topic_id, iter(range(1000))
 
         async def produce(topics: LocalTopics, first: int, count: int = 1, epoch: int = 0) -> int:
@@ -571,8 +528,6 @@ def test_idempotent_producers_go_on_after_their_tail_was_lost() -> None:
             with pytest.raises(InvalidProducerEpochError):
                 await produce(topics, 4)
 
-    run(body)
-
 
 class Loses(MemoryConsensus):
     """The first answer to every write of what a restore brings back is lost, before or after its effect."""
@@ -600,19 +555,17 @@ class Loses(MemoryConsensus):
 
 
 @pytest.mark.parametrize("landed", [False, True])
-def test_a_lost_answer_is_neither_an_error_nor_taken_for_somebody_else(landed: bool) -> None:
-    async def body(world: World) -> None:
+async def test_a_lost_answer_is_neither_an_error_nor_taken_for_somebody_else(landed: bool) -> None:
+    async with World(real=True) as world:
         await persisted(world, 2)
         fresh = Loses(world.clock, landed)
         done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
         assert done.findings.clean and len(fresh.lost) > 10
         await check_everything_is_back(world, fresh)
 
-    run(body)
 
-
-def test_node_ids_come_back() -> None:
-    async def body(world: World) -> None:
+async def test_node_ids_come_back() -> None:
+    async with World(real=True) as world:
         membership = Membership(world.consensus, "n7", NodeInfo(), world.clock, world.rand)
         await membership.start()
         await membership.aclose()
@@ -625,11 +578,9 @@ def test_node_ids_come_back() -> None:
             assert [m.node_id for m in again.members()] == [node_id]
             await again.aclose()
 
-    run(body)
 
-
-def test_a_restored_domain_is_above_every_epoch_that_names_anything_in_its_bucket() -> None:
-    async def body(world: World) -> None:
+async def test_a_restored_domain_is_above_every_epoch_that_names_anything_in_its_bucket() -> None:
+    async with World(real=True) as world:
         await persisted(world, 2)
         [uuid] = (await manifest_of(world)).domains
         left_over = FileName(70, 3, "deadbeef")
@@ -642,11 +593,9 @@ def test_a_restored_domain_is_above_every_epoch_that_names_anything_in_its_bucke
             assert domain.state.epoch(domain.term) > 70  # type: ignore[attr-defined]
             assert domain.state.manifest.epoch > 70  # type: ignore[attr-defined]
 
-    run(body)
 
-
-def test_an_object_of_a_newer_format_is_told_from_a_damaged_one() -> None:
-    async def body(world: World) -> None:
+async def test_an_object_of_a_newer_format_is_told_from_a_damaged_one() -> None:
+    async with World(real=True) as world:
         await persisted(world, 1)
         [key] = await keys(world, CLUSTER_PREFIX)
         data = (await world.objects.get(key))[:-4]
@@ -656,11 +605,9 @@ def test_an_object_of_a_newer_format_is_told_from_a_damaged_one() -> None:
         with pytest.raises(InvalidError, match=f"newer version.*object={key} format=9 known=1"):
             await Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand).run()
 
-    run(body)
 
-
-def test_the_register_of_an_unfinished_restore_says_where_from() -> None:
-    async def body(world: World) -> None:
+async def test_the_register_of_an_unfinished_restore_says_where_from() -> None:
+    async with World(real=True) as world:
         await persisted(world, 2)
         fresh = MemoryConsensus(world.clock)
         await Restorer(fresh, world.objects, world.clock, world.rand).run()
@@ -668,5 +615,3 @@ def test_the_register_of_an_unfinished_restore_says_where_from() -> None:
         assert found is not None and found[0].label == (await world.metastore.cluster()).uuid
         with pytest.raises(InvalidError, match="not empty"):
             await Restorer(fresh, world.objects, world.clock, world.rand).run()
-
-    run(body)

@@ -39,27 +39,21 @@ async def turns_during(working: asyncio.Future[bytes] | asyncio.Future[DomainSta
 
 
 @pytest.mark.parametrize("batches", [0, 1, 15, 16, 65_535, 65_536])
-def test_slowly_or_at_once_a_rollup_has_the_same_bytes_and_comes_back_as_the_same_state(batches: int) -> None:
-    async def main() -> None:
-        state = state_of(batches, rows=1)
-        data = await encode_state_yielding(state)
-        assert data == encode_state(state)
-        for again in (decode_state(data), await decode_state_yielding(data)):
-            assert_invariants(again)
-            assert again.volatile == state.volatile
-
-    asyncio.run(main())
+async def test_slowly_or_at_once_a_rollup_has_the_same_bytes_and_comes_back_as_the_same_state(batches: int) -> None:
+    state = state_of(batches, rows=1)
+    data = await encode_state_yielding(state)
+    assert data == encode_state(state)
+    for again in (decode_state(data), await decode_state_yielding(data)):
+        assert_invariants(again)
+        assert again.volatile == state.volatile
 
 
-def test_a_full_buffer_is_encoded_and_decoded_in_slices() -> None:
-    async def main() -> None:
-        state = state_of(20 * codec.SLICE_ROWS // 3)
-        encoding = asyncio.ensure_future(encode_state_yielding(state))
-        assert await turns_during(encoding) >= 20
-        decoding = asyncio.ensure_future(decode_state_yielding(encoding.result()))
-        assert await turns_during(decoding) >= 20
-
-    asyncio.run(main())
+async def test_a_full_buffer_is_encoded_and_decoded_in_slices() -> None:
+    state = state_of(20 * codec.SLICE_ROWS // 3)
+    encoding = asyncio.ensure_future(encode_state_yielding(state))
+    assert await turns_during(encoding) >= 20
+    decoding = asyncio.ensure_future(decode_state_yielding(encoding.result()))
+    assert await turns_during(decoding) >= 20
 
 
 def test_a_damaged_batch_within_a_rollup_is_corrupt() -> None:
@@ -78,27 +72,19 @@ class NoRollups(MemoryConsensus):
         return await super().append(log, term, expected_next, records, nonce)
 
 
-def test_a_state_that_cannot_be_rolled_up_ends_no_term() -> None:
-    async def main() -> None:
-        clock = SystemClock()
-        consensus, objects = NoRollups(clock), MemoryObjects(clock)
-        settings = DomainSettings(rollup_after_records=1)
-        domain = await Domain.open(
-            DomainContext(consensus, objects, "0", holder="n", clock=clock, rand=Rand(), settings=settings)
-        )
-        await domain.wait_until_leading(10)
-        term = domain.term
-        for number in range(3):
-            await domain.commit([(b"k", b"%d" % number)])
-            await domain.flush(10)
-            while consensus.tried <= number:
-                await asyncio.sleep(0.001)
-        await asyncio.sleep(0)
-        assert domain.term == term and domain._failures.last is None
-        await domain.aclose()
-
-    async def bounded() -> None:
-        async with asyncio.timeout(30):
-            await main()
-
-    asyncio.run(bounded())
+async def test_a_state_that_cannot_be_rolled_up_ends_no_term() -> None:
+    clock = SystemClock()
+    consensus, objects = NoRollups(clock), MemoryObjects(clock)
+    settings = DomainSettings(rollup_after_records=1)
+    context = DomainContext(consensus, objects, "0", holder="n", clock=clock, rand=Rand(), settings=settings)
+    domain = await Domain.open(context)
+    await domain.wait_until_leading(10)
+    term = domain.term
+    for number in range(3):
+        await domain.commit([(b"k", b"%d" % number)])
+        await domain.flush(10)
+        while consensus.tried <= number:
+            await asyncio.sleep(0.001)
+    await asyncio.sleep(0)
+    assert domain.term == term and domain._failures.last is None
+    await domain.aclose()

@@ -91,295 +91,247 @@ def test_prefix_end_is_the_first_key_after_all_with_the_prefix() -> None:
     ]
 
 
-def test_prefix_iterators_forward_and_reverse(objects: ObjectStore) -> None:
-    async def body() -> None:
-        world = World(objects)
-        database = await world.open()
-        rows = {b"%b/%03d" % (name, n): b"v" for name in (b"a", b"a\xff", b"b", b"\xff") for n in range(40)}
-        world.put(database, dict(list(rows.items())[::2]))
-        await database.flush()
-        world.put(database, dict(list(rows.items())[1::2]))
-        for prefix in (b"", b"a", b"a/", b"a\xff", b"b/01", b"\xff", b"\xff/039", b"nothing", b"\xff\xff"):
-            for reverse in (False, True):
-                found = await collect(database.prefix(prefix, reverse=reverse))
-                assert found == expected(rows, prefix, prefix_end(prefix), reverse=reverse), (prefix, reverse)
-
-    run(body())
+async def test_prefix_iterators_forward_and_reverse(objects: ObjectStore) -> None:
+    world = World(objects)
+    database = await world.open()
+    rows = {b"%b/%03d" % (name, n): b"v" for name in (b"a", b"a\xff", b"b", b"\xff") for n in range(40)}
+    world.put(database, dict(list(rows.items())[::2]))
+    await database.flush()
+    world.put(database, dict(list(rows.items())[1::2]))
+    for prefix in (b"", b"a", b"a/", b"a\xff", b"b/01", b"\xff", b"\xff/039", b"nothing", b"\xff\xff"):
+        for reverse in (False, True):
+            found = await collect(database.prefix(prefix, reverse=reverse))
+            assert found == expected(rows, prefix, prefix_end(prefix), reverse=reverse), (prefix, reverse)
 
 
-def test_an_empty_or_inverted_range_is_an_empty_scan_that_pins_nothing() -> None:
-    async def body() -> None:
-        world = World(memory())
-        database = await world.open()
-        world.put(database, numbered(range(9)))
-        for lower, upper in ((b"a", b"a"), (b"b", b"a"), (b"zzz", None), (b"", b"")):
-            scan = database.scan(lower, upper)
-            assert await collect(scan) == []
-        scan = database.scan(b"b", b"a")
-        assert database.versions.pins == 0
+async def test_an_empty_or_inverted_range_is_an_empty_scan_that_pins_nothing() -> None:
+    world = World(memory())
+    database = await world.open()
+    world.put(database, numbered(range(9)))
+    for lower, upper in ((b"a", b"a"), (b"b", b"a"), (b"zzz", None), (b"", b"")):
+        scan = database.scan(lower, upper)
         assert await collect(scan) == []
-
-    run(body())
-
-
-def test_rows_put_after_the_call_are_not_seen_even_if_nothing_was_read_yet() -> None:
-    async def body() -> None:
-        world = World(memory())
-        database = await world.open()
-        world.put(database, numbered(range(9)))
-        before = dict(world.rows)
-        scan = database.scan()
-        world.put(database, {**numbered(range(20), "new"), b"row/000000": b""})
-        assert await collect(scan) == expected(before)
-        assert await collect(database.scan()) == expected(world.rows)
-
-    run(body())
+    scan = database.scan(b"b", b"a")
+    assert database.versions.pins == 0
+    assert await collect(scan) == []
 
 
-def test_chunks_are_the_callers_own() -> None:
+async def test_rows_put_after_the_call_are_not_seen_even_if_nothing_was_read_yet() -> None:
+    world = World(memory())
+    database = await world.open()
+    world.put(database, numbered(range(9)))
+    before = dict(world.rows)
+    scan = database.scan()
+    world.put(database, {**numbered(range(20), "new"), b"row/000000": b""})
+    assert await collect(scan) == expected(before)
+    assert await collect(database.scan()) == expected(world.rows)
+
+
+async def test_chunks_are_the_callers_own() -> None:
     """Changing them must not change what is cached, or what a layer holds."""
-
-    async def body() -> None:
-        world = World(memory())
-        database = await world.open()
-        world.put(database, numbered(range(300)))
-        for _ in range(2):
-            for reverse in (False, True):
-                async for chunk_keys, chunk_values in database.scan(reverse=reverse):
-                    chunk_keys.clear()
-                    chunk_values[0] = b"scribble"
-            assert await collect(database.scan()) == expected(world.rows)
-            await database.flush()
-
-    run(body())
-
-
-def test_neighbouring_blocks_come_in_one_read_and_a_short_range_reads_little(objects: ObjectStore) -> None:
-    async def body() -> None:
-        world = World(objects, Options())
-        database = await world.open()
-        world.put(database, {b"%06d" % number: b"%0100d" % number for number in range(15_000)})
-        await database.flush()
-        file = database.version.levels[0][0]
-        blocks = len((await database.tables.meta(file)).last_keys)
-        assert blocks > 150
+    world = World(memory())
+    database = await world.open()
+    world.put(database, numbered(range(300)))
+    for _ in range(2):
         for reverse in (False, True):
-            await database.aclose()
-            database = await reopened(world, cache_bytes=0)
-            world.objects.ranges.clear()
-            assert len(await collect(database.scan(reverse=reverse))) == 15_000
-            reads = [found for found in world.objects.ranges if found[0] < file.meta_start]
-            # One block, two, four and so on up to READ_BLOCKS; and no block twice.
-            assert len(reads) <= READ_BLOCKS.bit_length() + blocks // READ_BLOCKS
-            assert sum(end - start for start, end in reads) == file.meta_start
-            await database.aclose()
-            database = await reopened(world)
-            world.objects.reads.clear()
-            found = await collect(database.scan(b"007000", b"007100", reverse=reverse))
-            assert len(found) == 100 and len(world.objects.reads) == 2  # filter with index, and two or three blocks
-            assert await collect(database.scan(b"007000", b"007100", reverse=reverse)) == found
-            assert len(world.objects.reads) == 2
-
-    run(body())
-
-
-def test_one_read_of_large_values_is_bounded_in_bytes() -> None:
-    async def body() -> None:
-        world = World(memory(), Options())
-        database = await world.open()
-        source = random.Random(1)
-        for turn in range(3):
-            world.put(database, {b"%d/%d" % (turn, number): source.randbytes(200_000) for number in range(12)})
+            async for chunk_keys, chunk_values in database.scan(reverse=reverse):
+                chunk_keys.clear()
+                chunk_values[0] = b"scribble"
+        assert await collect(database.scan()) == expected(world.rows)
         await database.flush()
-        for reverse in (False, True):
-            await database.aclose()
-            database = await reopened(world)
-            world.objects.ranges.clear()
-            assert await collect(database.scan(reverse=reverse)) == expected(world.rows, reverse=reverse)
-            sizes = [end - start for start, end in world.objects.ranges]
-            assert 200_000 < max(sizes) <= READ_BYTES
-
-    run(body())
 
 
-def test_a_short_range_over_several_runs_comes_in_one_chunk() -> None:
+async def test_neighbouring_blocks_come_in_one_read_and_a_short_range_reads_little(objects: ObjectStore) -> None:
+    world = World(objects, Options())
+    database = await world.open()
+    world.put(database, {b"%06d" % number: b"%0100d" % number for number in range(15_000)})
+    await database.flush()
+    file = database.version.levels[0][0]
+    blocks = len((await database.tables.meta(file)).last_keys)
+    assert blocks > 150
+    for reverse in (False, True):
+        await database.aclose()
+        database = await reopened(world, cache_bytes=0)
+        world.objects.ranges.clear()
+        assert len(await collect(database.scan(reverse=reverse))) == 15_000
+        reads = [found for found in world.objects.ranges if found[0] < file.meta_start]
+        # One block, two, four and so on up to READ_BLOCKS; and no block twice.
+        assert len(reads) <= READ_BLOCKS.bit_length() + blocks // READ_BLOCKS
+        assert sum(end - start for start, end in reads) == file.meta_start
+        await database.aclose()
+        database = await reopened(world)
+        world.objects.reads.clear()
+        found = await collect(database.scan(b"007000", b"007100", reverse=reverse))
+        assert len(found) == 100 and len(world.objects.reads) == 2  # filter with index, and two or three blocks
+        assert await collect(database.scan(b"007000", b"007100", reverse=reverse)) == found
+        assert len(world.objects.reads) == 2
+
+
+async def test_one_read_of_large_values_is_bounded_in_bytes() -> None:
+    world = World(memory(), Options())
+    database = await world.open()
+    source = random.Random(1)
+    for turn in range(3):
+        world.put(database, {b"%d/%d" % (turn, number): source.randbytes(200_000) for number in range(12)})
+    await database.flush()
+    for reverse in (False, True):
+        await database.aclose()
+        database = await reopened(world)
+        world.objects.ranges.clear()
+        assert await collect(database.scan(reverse=reverse)) == expected(world.rows, reverse=reverse)
+        sizes = [end - start for start, end in world.objects.ranges]
+        assert 200_000 < max(sizes) <= READ_BYTES
+
+
+async def test_a_short_range_over_several_runs_comes_in_one_chunk() -> None:
     """Runs that end within the range hold nobody back: a scan of twenty rows is one round."""
-
-    async def body() -> None:
-        world = World(memory(), Options())
-        database = await world.open()
-        for turn in range(3):
-            world.put(database, numbered(range(turn, 3_000, 3)))
-            await database.flush()
-        world.put(database, numbered(range(0, 3_000, 7), "memory"))
-        for _ in range(2):
-            for reverse in (False, True):
-                chunks = [chunk async for chunk in database.prefix(b"row/00123", reverse=reverse)]
-                assert [len(keys) for keys, _ in chunks] == [10]
-
-    run(body())
-
-
-def test_a_scan_opens_a_levels_files_as_it_gets_there() -> None:
-    async def body() -> None:
-        world = World(memory())
-        database = await world.open()
-        world.put(database, {b"%06d" % number: b"%050d" % number for number in range(2_000)})
-        await database.background.compact()
-        assert len(database.version.levels[-1]) > 5
-        await database.aclose()
-        database = await reopened(world)
-        world.objects.reads.clear()
-        async for _ in database.scan(b"001000"):
-            break
-        assert len(set(world.objects.reads)) == 1
-
-    run(body())
-
-
-def test_a_long_scan_does_not_flush_the_cache() -> None:
-    async def body() -> None:
-        world = World(memory(), Options())
-        database = await world.open()
-        for turn in range(8):
-            rows = {b"%d/%06d" % (turn, number): b"%0100d" % number for number in range(10_000)}
-            world.put(database, rows)
-            await database.flush()
-        await database.aclose()
-        database = await reopened(world, cache_bytes=1 << 20)
-        hot = [b"3/%06d" % number for number in range(0, 2_000, 20)]
-        for _ in range(2):
-            await database.get_many(hot)
-        world.objects.reads.clear()
-        assert sum([len(chunk) async for chunk, _ in database.scan()]) == 80_000
-        world.objects.reads.clear()
-        assert database.tables.cache.used_bytes <= 1 << 20
-        found = await database.get_many(hot)
-        assert found == [world.rows[key] for key in hot]
-        assert len(world.objects.reads) <= len(hot) / 10
-
-    run(body())
-
-
-def test_a_scan_fills_a_cache_that_has_room() -> None:
-    async def body() -> None:
-        world = World(memory(), Options())
-        database = await world.open()
-        world.put(database, {b"%06d" % number: b"%0100d" % number for number in range(15_000)})
+    world = World(memory(), Options())
+    database = await world.open()
+    for turn in range(3):
+        world.put(database, numbered(range(turn, 3_000, 3)))
         await database.flush()
-        await collect(database.scan())
-        world.objects.reads.clear()
-        await collect(database.scan())
-        assert world.objects.reads == []
-
-    run(body())
-
-
-def test_a_scan_gives_the_loop_its_turn_after_every_slice_of_rows() -> None:
-    """Even when everything is cached and nothing ever has to wait."""
-
-    async def body() -> None:
-        slice_rows = 100
-        world = World(memory(), msgspec.structs.replace(SMALL, block_bytes=8_192, slice_rows=slice_rows))
-        database = await world.open()
-        world.put(database, numbered(range(0, 10_000, 2)))
-        await database.flush()
-        world.put(database, numbered(range(1, 10_000, 2)))
-        await collect(database.scan())
-        turns = 0
-
-        async def tick() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
+    world.put(database, numbered(range(0, 3_000, 7), "memory"))
+    for _ in range(2):
         for reverse in (False, True):
-            ticking = asyncio.create_task(tick())
-            await asyncio.sleep(0)
-            rows = turns = most = 0
-            async for chunk, _ in database.scan(reverse=reverse):
-                if turns:
-                    turns = rows = 0
-                rows += len(chunk)
-                most = max(most, rows)
-            ticking.cancel()
-            assert slice_rows < most <= 2 * YIELD_SLICES * slice_rows + 2_048  # and a chunk of each run
-
-    run(body())
+            chunks = [chunk async for chunk in database.prefix(b"row/00123", reverse=reverse)]
+            assert [len(keys) for keys, _ in chunks] == [10]
 
 
-def test_the_first_scan_of_a_large_layer_sorts_it_between_turns_of_the_loop() -> None:
-    async def body() -> None:
-        world = World(memory(), Options())
-        database = await world.open()
-        for turn in range(3):
-            world.put(database, {b"%07d" % (number * 7919 % 60_000): b"v" for number in range(turn, 60_000, 3)})
-        turns = 0
-
-        async def tick() -> None:
-            nonlocal turns
-            while True:
-                turns += 1
-                await asyncio.sleep(0)
-
-        ticking = asyncio.create_task(tick())
-        await anext(database.scan())
-        ticking.cancel()
-        assert turns >= 60_000 // SORT_ROWS
-
-    run(body())
+async def test_a_scan_opens_a_levels_files_as_it_gets_there() -> None:
+    world = World(memory())
+    database = await world.open()
+    world.put(database, {b"%06d" % number: b"%050d" % number for number in range(2_000)})
+    await database.background.compact()
+    assert len(database.version.levels[-1]) > 5
+    await database.aclose()
+    database = await reopened(world)
+    world.objects.reads.clear()
+    async for _ in database.scan(b"001000"):
+        break
+    assert len(set(world.objects.reads)) == 1
 
 
-def test_reads_of_several_runs_are_asked_at_once() -> None:
-    async def body() -> None:
-        world = World(memory())
-        database = await world.open()
-        for turn in range(4):
-            world.put(database, numbered(range(turn, 90, 4)))
-            await database.flush()
-        await database.aclose()
-        database = await reopened(world)
-        gate = world.objects.before_read = Gate("/sst/")
-        scanning = asyncio.create_task(collect(database.scan()))
-        await until(lambda: gate.waiting == 4)
-        gate.open.set()
-        assert await scanning == expected(world.rows)
-
-    run(body())
-
-
-def test_a_failed_read_ends_the_scan_and_its_pins() -> None:
-    async def body() -> None:
-        world = World(memory())
-        database = await world.open()
-        world.put(database, numbered(range(90)))
+async def test_a_long_scan_does_not_flush_the_cache() -> None:
+    world = World(memory(), Options())
+    database = await world.open()
+    for turn in range(8):
+        rows = {b"%d/%06d" % (turn, number): b"%0100d" % number for number in range(10_000)}
+        world.put(database, rows)
         await database.flush()
-        world.objects.before_read = failing("/sst/", UnavailableError("no"))
-        scan = database.scan()
-        with pytest.raises(UnavailableError):
-            await anext(scan)
-        assert database.versions.pins == 0 and await collect(scan) == []
-        assert await collect(database.scan()) == expected(world.rows)
+    await database.aclose()
+    database = await reopened(world, cache_bytes=1 << 20)
+    hot = [b"3/%06d" % number for number in range(0, 2_000, 20)]
+    for _ in range(2):
+        await database.get_many(hot)
+    world.objects.reads.clear()
+    assert sum([len(chunk) async for chunk, _ in database.scan()]) == 80_000
+    world.objects.reads.clear()
+    assert database.tables.cache.used_bytes <= 1 << 20
+    found = await database.get_many(hot)
+    assert found == [world.rows[key] for key in hot]
+    assert len(world.objects.reads) <= len(hot) / 10
 
-    run(body())
+
+async def test_a_scan_fills_a_cache_that_has_room() -> None:
+    world = World(memory(), Options())
+    database = await world.open()
+    world.put(database, {b"%06d" % number: b"%0100d" % number for number in range(15_000)})
+    await database.flush()
+    await collect(database.scan())
+    world.objects.reads.clear()
+    await collect(database.scan())
+    assert world.objects.reads == []
 
 
-def test_a_cancelled_scan_lets_go() -> None:
-    async def body() -> None:
-        world = World(memory())
-        database = await world.open()
-        for turn in range(3):
-            world.put(database, numbered(range(turn, 90, 3)))
-            await database.flush()
-        gate = world.objects.before_read = Gate("/sst/")
-        scanning = asyncio.create_task(collect(database.scan()))
-        await until(lambda: gate.waiting == 3)
-        scanning.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await scanning
-        assert database.versions.pins == 0
-        gate.open.set()
-        assert await collect(database.scan()) == expected(world.rows)
+async def test_a_scan_gives_the_loop_its_turn_after_every_slice_of_rows() -> None:
+    """Even when everything is cached and nothing ever has to wait."""
+    slice_rows = 100
+    world = World(memory(), msgspec.structs.replace(SMALL, block_bytes=8_192, slice_rows=slice_rows))
+    database = await world.open()
+    world.put(database, numbered(range(0, 10_000, 2)))
+    await database.flush()
+    world.put(database, numbered(range(1, 10_000, 2)))
+    await collect(database.scan())
+    turns = 0
 
-    run(body())
+    async def tick() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    for reverse in (False, True):
+        ticking = asyncio.create_task(tick())
+        await asyncio.sleep(0)
+        rows = turns = most = 0
+        async for chunk, _ in database.scan(reverse=reverse):
+            if turns:
+                turns = rows = 0
+            rows += len(chunk)
+            most = max(most, rows)
+        ticking.cancel()
+        assert slice_rows < most <= 2 * YIELD_SLICES * slice_rows + 2_048  # and a chunk of each run
+
+
+async def test_the_first_scan_of_a_large_layer_sorts_it_between_turns_of_the_loop() -> None:
+    world = World(memory(), Options())
+    database = await world.open()
+    for turn in range(3):
+        world.put(database, {b"%07d" % (number * 7919 % 60_000): b"v" for number in range(turn, 60_000, 3)})
+    turns = 0
+
+    async def tick() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    ticking = asyncio.create_task(tick())
+    await anext(database.scan())
+    ticking.cancel()
+    assert turns >= 60_000 // SORT_ROWS
+
+
+async def test_reads_of_several_runs_are_asked_at_once() -> None:
+    world = World(memory())
+    database = await world.open()
+    for turn in range(4):
+        world.put(database, numbered(range(turn, 90, 4)))
+        await database.flush()
+    await database.aclose()
+    database = await reopened(world)
+    gate = world.objects.before_read = Gate("/sst/")
+    scanning = asyncio.create_task(collect(database.scan()))
+    await until(lambda: gate.waiting == 4)
+    gate.open.set()
+    assert await scanning == expected(world.rows)
+
+
+async def test_a_failed_read_ends_the_scan_and_its_pins() -> None:
+    world = World(memory())
+    database = await world.open()
+    world.put(database, numbered(range(90)))
+    await database.flush()
+    world.objects.before_read = failing("/sst/", UnavailableError("no"))
+    scan = database.scan()
+    with pytest.raises(UnavailableError):
+        await anext(scan)
+    assert database.versions.pins == 0 and await collect(scan) == []
+    assert await collect(database.scan()) == expected(world.rows)
+
+
+async def test_a_cancelled_scan_lets_go() -> None:
+    world = World(memory())
+    database = await world.open()
+    for turn in range(3):
+        world.put(database, numbered(range(turn, 90, 3)))
+        await database.flush()
+    gate = world.objects.before_read = Gate("/sst/")
+    scanning = asyncio.create_task(collect(database.scan()))
+    await until(lambda: gate.waiting == 3)
+    scanning.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await scanning
+    assert database.versions.pins == 0
+    gate.open.set()
+    assert await collect(database.scan()) == expected(world.rows)

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from support.consensus.urls import url
 from support.metastore import lsm_world
 from support.metastore.domain_killed_child import LOG_STEPS
-from support.metastore.domain_world import url, world
+from support.metastore.domain_world import world
 from support.metastore.lsm_killed_child import STEPS
 
 ROOT = Path(__file__).parents[2]

@@ -320,43 +320,36 @@ def make(consensus: MemoryConsensus) -> StateLog[DomainState]:
     )
 
 
-def test_a_refused_update_is_a_no_op_everywhere_and_its_proposer_is_told() -> None:
+async def test_a_refused_update_is_a_no_op_everywhere_and_its_proposer_is_told() -> None:
     """[F21]"""
-
-    async def body() -> None:
-        consensus = MemoryConsensus(SystemClock())
-        leader, follower = make(consensus), make(consensus)
-        await leader.lead(1)
-        await leader.propose(encode_command(SetDomainUuid(UUID)))
-        ours = proposed(leader, encode_command(write((b"a", b"1"))))
-        stale = proposed(leader, encode_command(write((b"a", b"2"), uuid="old")))
-        assert (await ours).position == 1
-        with pytest.raises(ConflictError, match="another domain"):
-            await stale
-        await follower.catch_up()
-        assert encode_state(follower.state) == encode_state(leader.state)
-        assert [batch.values for batch in follower.state.volatile] == [[b"1"]]
-        await leader.aclose()
-
-    asyncio.run(body())
+    consensus = MemoryConsensus(SystemClock())
+    leader, follower = make(consensus), make(consensus)
+    await leader.lead(1)
+    await leader.propose(encode_command(SetDomainUuid(UUID)))
+    ours = proposed(leader, encode_command(write((b"a", b"1"))))
+    stale = proposed(leader, encode_command(write((b"a", b"2"), uuid="old")))
+    assert (await ours).position == 1
+    with pytest.raises(ConflictError, match="another domain"):
+        await stale
+    await follower.catch_up()
+    assert encode_state(follower.state) == encode_state(leader.state)
+    assert [batch.values for batch in follower.state.volatile] == [[b"1"]]
+    await leader.aclose()
 
 
-def test_a_rollup_moves_positions_and_seqnos_still_grow() -> None:
-    async def body() -> None:
-        consensus = MemoryConsensus(SystemClock())
-        leader = make(consensus)
-        await leader.lead(1)
-        await leader.propose(encode_command(SetDomainUuid(UUID)))
-        await leader.propose(encode_command(write((b"a", b"1"))))
-        await leader.rollup()
-        await leader.propose(encode_command(write((b"a", b"2"))))
-        late = make(consensus)
-        await late.catch_up()
-        assert [batch.seqno for batch in late.state.volatile] == [1, 3]
-        assert_invariants(late.state)
-        await leader.aclose()
-
-    asyncio.run(body())
+async def test_a_rollup_moves_positions_and_seqnos_still_grow() -> None:
+    consensus = MemoryConsensus(SystemClock())
+    leader = make(consensus)
+    await leader.lead(1)
+    await leader.propose(encode_command(SetDomainUuid(UUID)))
+    await leader.propose(encode_command(write((b"a", b"1"))))
+    await leader.rollup()
+    await leader.propose(encode_command(write((b"a", b"2"))))
+    late = make(consensus)
+    await late.catch_up()
+    assert [batch.seqno for batch in late.state.volatile] == [1, 3]
+    assert_invariants(late.state)
+    await leader.aclose()
 
 
 # planted faults -------------------------------------------------------------------------------------------------

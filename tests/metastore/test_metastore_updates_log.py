@@ -8,13 +8,13 @@ test_metastore_updates has the same rules without a log.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 
-from support.metastore.domain_world import url as url
-from support.waiting import DEADLINE_S
+from support.consensus.urls import url as url
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, TidemillError
 from tidemill.consensus.api import Consensus
@@ -86,75 +86,58 @@ class Machine:
         assert_invariants(self.follower.state)
 
 
-def on_a_log(url: str, body: Callable[[Machine], Awaitable[None]]) -> None:
-    async def main() -> None:
-        clock, rand = SystemClock(), Rand()
-        clients: list[Consensus] = []
-        logs: list[StateLog[DomainState]] = []
+@asynccontextmanager
+async def opened_machine(url: str) -> AsyncIterator[Machine]:
+    """Two handles on one log, the first of which leads. In the end a third one reads the same state."""
+    clock, rand = SystemClock(), Rand()
+    clients: list[Consensus] = []
+    logs: list[StateLog[DomainState]] = []
 
-        async def log() -> StateLog[DomainState]:
-            clients.append(await open_consensus(url, clock, rand))
-            logs.append(
-                StateLog(
-                    clients[-1],
-                    LOG,
-                    StateMachine(DomainState, apply, encode_state, decode_state),
-                    rand,
-                )
-            )
-            return logs[-1]
+    async def log() -> StateLog[DomainState]:
+        clients.append(await open_consensus(url, clock, rand))
+        machine = StateMachine(DomainState, apply, encode_state, decode_state)
+        logs.append(StateLog(clients[-1], LOG, machine, rand))
+        return logs[-1]
 
-        try:
-            async with asyncio.timeout(DEADLINE_S):
-                machine = Machine(await log(), await log())
-                await machine.lead(1)
-                await body(machine)
-                await machine.leader.rollup()
-                newcomer = await log()
-                await newcomer.catch_up()
-                assert encode_state(newcomer.state) == encode_state(machine.state)
-        finally:
-            for each in logs:
-                await each.aclose()
-            for client in clients:
-                await client.aclose()
-
-    asyncio.run(main())
+    try:
+        machine = Machine(await log(), await log())
+        await machine.lead(1)
+        yield machine
+        await machine.leader.rollup()
+        newcomer = await log()
+        await newcomer.catch_up()
+        assert encode_state(newcomer.state) == encode_state(machine.state)
+    finally:
+        for each in logs:
+            await each.aclose()
+        for client in clients:
+            await client.aclose()
 
 
-def test_write_happy_path_on_a_log(url: str) -> None:
+async def test_write_happy_path_on_a_log(url: str) -> None:
     """[write happy (all seqno 10)]"""
-
-    async def body(machine: Machine) -> None:
+    async with opened_machine(url) as machine:
         await machine.do(SetDomainUuid(UUID))
         await machine.fill(10)
         assert await machine.do(write((b"a", b"1"), (b"b", b"2"), (b"c", b""))) == 10
         assert list(machine.state.volatile) == [VolatileBatch(10, [b"a", b"b", b"c"], [b"1", b"2", b""])]
 
-    on_a_log(url, body)
 
-
-def test_write_with_a_wrong_uuid_on_a_log(url: str) -> None:
+async def test_write_with_a_wrong_uuid_on_a_log(url: str) -> None:
     """[write: wrong uuid]"""
-
-    async def body(machine: Machine) -> None:
+    async with opened_machine(url) as machine:
         await machine.refused(write((b"a", b"1")), ConflictError, "another domain")
         await machine.do(SetDomainUuid(UUID))
         await machine.refused(
             write((b"a", b"1"), uuid="old"), ConflictError, "another domain: uuid='old' current='6a4b'"
         )
 
-    on_a_log(url, body)
 
-
-def test_write_of_empty_rows_on_a_log(url: str) -> None:
+async def test_write_of_empty_rows_on_a_log(url: str) -> None:
     """[write: empty rows]"""
-
-    async def body(machine: Machine) -> None:
+    async with opened_machine(url) as machine:
         await machine.do(SetDomainUuid(UUID))
         await machine.refused(write(), InvalidError, "needs rows")
-
-    on_a_log(url, body)
 
 
 async def written(machine: Machine, *positions: int) -> None:
@@ -164,31 +147,24 @@ async def written(machine: Machine, *positions: int) -> None:
         await machine.do(write((b"k%d" % position, b"v")))
 
 
-def test_a_manifest_trims_on_a_log(url: str) -> None:
+async def test_a_manifest_trims_on_a_log(url: str) -> None:
     """[manifest trims ≤ 10]"""
-
-    async def body(machine: Machine) -> None:
+    async with opened_machine(url) as machine:
         await written(machine, 5, 10, 15)
         await machine.do(PersistManifest(UUID, manifest(10)))
         assert [batch.seqno for batch in machine.state.volatile] == [15] and machine.state.persisted_seqno == 10
 
-    on_a_log(url, body)
 
-
-def test_a_manifest_of_a_wrong_uuid_on_a_log(url: str) -> None:
+async def test_a_manifest_of_a_wrong_uuid_on_a_log(url: str) -> None:
     """[manifest: wrong uuid]"""
-
-    async def body(machine: Machine) -> None:
+    async with opened_machine(url) as machine:
         await written(machine, 10)
         await machine.refused(PersistManifest("old", manifest(10)), ConflictError, "another domain")
 
-    on_a_log(url, body)
 
-
-def test_a_manifest_of_a_lower_seqno_or_epoch_on_a_log(url: str) -> None:
+async def test_a_manifest_of_a_lower_seqno_or_epoch_on_a_log(url: str) -> None:
     """[manifest: lower seqno/epoch rejected]"""
-
-    async def body(machine: Machine) -> None:
+    async with opened_machine(url) as machine:
         await written(machine, 10, 20)
         await machine.lead(4)
         await machine.do(PersistManifest(UUID, manifest(20, epoch=4)))
@@ -199,37 +175,28 @@ def test_a_manifest_of_a_lower_seqno_or_epoch_on_a_log(url: str) -> None:
             PersistManifest(UUID, manifest(20, epoch=3)), ConflictError, "newer manifest is persisted"
         )
 
-    on_a_log(url, body)
 
-
-def test_a_manifest_of_equal_seqno_and_epoch_on_a_log(url: str) -> None:
+async def test_a_manifest_of_equal_seqno_and_epoch_on_a_log(url: str) -> None:
     """[manifest: equal accepted]"""
-
-    async def body(machine: Machine) -> None:
+    async with opened_machine(url) as machine:
         await written(machine, 10)
         await machine.do(PersistManifest(UUID, manifest(10)))
         again = PersistedManifest(b"after a compaction", 10, 1)
         await machine.do(PersistManifest(UUID, again))
         assert machine.state.manifest == again
 
-    on_a_log(url, body)
 
-
-def test_a_uuid_is_set_once_on_a_log(url: str) -> None:
+async def test_a_uuid_is_set_once_on_a_log(url: str) -> None:
     """[uuid once]"""
-
-    async def body(machine: Machine) -> None:
+    async with opened_machine(url) as machine:
         await machine.do(SetDomainUuid(UUID))
         await machine.refused(SetDomainUuid("other"), ConflictError, "already has a uuid")
         assert machine.state.domain_uuid == UUID
 
-    on_a_log(url, body)
 
-
-def test_reset_happy_path_on_a_log(url: str) -> None:
+async def test_reset_happy_path_on_a_log(url: str) -> None:
     """[reset happy] The worked example, at its very position and term: offset 50, term 3, with (1000, epoch 5)."""
-
-    async def body(machine: Machine) -> None:
+    async with opened_machine(url) as machine:
         await machine.do(SetDomainUuid(UUID))
         await machine.lead(3)
         await machine.fill(50)
@@ -239,13 +206,10 @@ def test_reset_happy_path_on_a_log(url: str) -> None:
         assert await machine.do(write((b"a", b"1"), uuid="restored")) == 51
         assert [batch.seqno for batch in state.volatile] == [1001]
 
-    on_a_log(url, body)
 
-
-def test_reset_with_nothing_on_a_log(url: str) -> None:
+async def test_reset_with_nothing_on_a_log(url: str) -> None:
     """[reset none] At (10, term 2): deltas −10 and −2, and the next write gets 1."""
-
-    async def body(machine: Machine) -> None:
+    async with opened_machine(url) as machine:
         await machine.do(SetDomainUuid(UUID))
         await machine.lead(2)
         await machine.fill(10)
@@ -255,26 +219,18 @@ def test_reset_with_nothing_on_a_log(url: str) -> None:
         await machine.do(write((b"a", b"1"), uuid="fresh"))
         assert [batch.seqno for batch in state.volatile] == [1]
 
-    on_a_log(url, body)
 
-
-def test_reset_of_a_non_empty_buffer_on_a_log(url: str) -> None:
+async def test_reset_of_a_non_empty_buffer_on_a_log(url: str) -> None:
     """[reset: non-empty buffer]"""
-
-    async def body(machine: Machine) -> None:
+    async with opened_machine(url) as machine:
         await written(machine, 10)
         await machine.refused(ResetManifest("restored", manifest(1000)), ConflictError, "not empty")
 
-    on_a_log(url, body)
 
-
-def test_reset_of_existing_data_on_a_log(url: str) -> None:
+async def test_reset_of_existing_data_on_a_log(url: str) -> None:
     """[reset: existing data]"""
-
-    async def body(machine: Machine) -> None:
+    async with opened_machine(url) as machine:
         await written(machine, 10)
         await machine.do(PersistManifest(UUID, manifest(10)))
         assert not machine.state.volatile
         await machine.refused(ResetManifest("restored", manifest(1000)), ConflictError, "not empty")
-
-    on_a_log(url, body)

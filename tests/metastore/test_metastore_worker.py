@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from support.metastore.lsm_files import Shelf, in_loop
-from support.waiting import DEADLINE_S
+from support.metastore.lsm_files import Shelf
+from support.waiting import DEADLINE_S, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.compaction.executor import DEATHS_TOLERATED, SizeBasedExecutor
@@ -57,12 +57,9 @@ def alive(pid: int) -> bool:
 
 
 async def until_dead(pid: int) -> None:
-    async with asyncio.timeout(LIMIT_S):
-        while alive(pid):
-            await asyncio.sleep(0.02)
+    await until(lambda: not alive(pid))
 
 
-@in_loop
 async def test_the_worker_makes_what_the_loop_makes(tmp_path: Path) -> None:
     shelf = shelf_at(tmp_path)
     everything = await fill(shelf)
@@ -82,7 +79,6 @@ async def test_the_worker_makes_what_the_loop_makes(tmp_path: Path) -> None:
     assert {key: value for key, value, _ in found} == everything
 
 
-@in_loop
 async def test_one_process_does_many_jobs_and_ends_with_the_merger(tmp_path: Path) -> None:
     shelf = shelf_at(tmp_path)
     await fill(shelf)
@@ -100,7 +96,6 @@ async def test_one_process_does_many_jobs_and_ends_with_the_merger(tmp_path: Pat
         await worker.merge(job_of(shelf))
 
 
-@in_loop
 async def test_a_killed_worker_is_unavailable_once_and_the_next_job_has_a_new_one(tmp_path: Path) -> None:
     slow = msgspec.structs.replace(OPTIONS, compaction_bytes_per_s=100_000)
     shelf = shelf_at(tmp_path)
@@ -108,9 +103,7 @@ async def test_a_killed_worker_is_unavailable_once_and_the_next_job_has_a_new_on
     worker = WorkerExecutor(str(tmp_path), slow)
     try:
         merging = asyncio.ensure_future(worker.merge(job_of(shelf)))
-        async with asyncio.timeout(LIMIT_S):
-            while worker.pid is None:
-                await asyncio.sleep(0.01)
+        await until(lambda: worker.pid is not None)
         pid = worker.pid
         os.kill(pid, signal.SIGKILL)
         with pytest.raises(UnavailableError, match="returncode=-9 deaths_in_a_row=1"):
@@ -132,7 +125,6 @@ async def test_a_killed_worker_is_unavailable_once_and_the_next_job_has_a_new_on
         await again.aclose()
 
 
-@in_loop
 async def test_a_cancelled_merge_kills_the_worker(tmp_path: Path) -> None:
     slow = msgspec.structs.replace(OPTIONS, compaction_bytes_per_s=10_000)
     shelf = shelf_at(tmp_path)
@@ -140,9 +132,7 @@ async def test_a_cancelled_merge_kills_the_worker(tmp_path: Path) -> None:
     worker = WorkerExecutor(str(tmp_path), slow)
     started = asyncio.Event()
     merging = asyncio.ensure_future(worker.merge(job_of(shelf)))
-    async with asyncio.timeout(LIMIT_S):
-        while worker.pid is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.pid is not None)
     started.set()
     pid = worker.pid
     merging.cancel()
@@ -152,16 +142,13 @@ async def test_a_cancelled_merge_kills_the_worker(tmp_path: Path) -> None:
     await worker.aclose()
 
 
-@in_loop
 async def test_closing_during_a_merge_ends_it_with_closed(tmp_path: Path) -> None:
     slow = msgspec.structs.replace(OPTIONS, compaction_bytes_per_s=10_000)
     shelf = shelf_at(tmp_path)
     await fill(shelf)
     worker = WorkerExecutor(str(tmp_path), slow)
     merging = asyncio.ensure_future(worker.merge(job_of(shelf)))
-    async with asyncio.timeout(LIMIT_S):
-        while worker.pid is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: worker.pid is not None)
     pid = worker.pid
     await worker.aclose()
     with pytest.raises(ClosedError):
@@ -169,7 +156,6 @@ async def test_closing_during_a_merge_ends_it_with_closed(tmp_path: Path) -> Non
     assert not alive(pid)
 
 
-@in_loop
 async def test_errors_of_the_store_come_back_as_they_are(tmp_path: Path) -> None:
     shelf = shelf_at(tmp_path)
     await fill(shelf)
@@ -184,21 +170,17 @@ async def test_errors_of_the_store_come_back_as_they_are(tmp_path: Path) -> None
         await worker.aclose()
 
 
-@in_loop
 async def test_an_idle_worker_ends_by_itself(tmp_path: Path) -> None:
     shelf = shelf_at(tmp_path)
     await fill(shelf, rows=100)
     worker = WorkerExecutor(str(tmp_path), OPTIONS, idle_s=0.05)
     try:
         await worker.merge(job_of(shelf))
-        async with asyncio.timeout(LIMIT_S):
-            while worker.pid is not None:
-                await asyncio.sleep(0.02)
+        await until(lambda: worker.pid is None)
     finally:
         await worker.aclose()
 
 
-@in_loop
 async def test_the_worker_does_not_outlive_a_killed_database(tmp_path: Path) -> None:
     """kill -9 of the process that owns the database: its worker sees the end of stdin in the middle of a merge."""
     shelf = shelf_at(tmp_path)
@@ -236,7 +218,6 @@ def test_memory_objects_have_no_worker() -> None:
         WorkerExecutor("memory:", OPTIONS)
 
 
-@in_loop
 async def test_starting_up_imports_little(tmp_path: Path) -> None:
     """The worker starts in a fraction of a second because it takes only what a merge needs."""
     code = (
@@ -271,7 +252,6 @@ def job_with(rows: int) -> Job:
     return Job(0, 1, ((file,),), ())
 
 
-@in_loop
 async def test_large_jobs_go_to_the_worker_and_small_ones_stay_on_the_loop() -> None:
     inline, worker = Recorder(), Recorder()
     choosing = SizeBasedExecutor(inline, worker, Options(inline_merge_rows=1000))
@@ -283,14 +263,12 @@ async def test_large_jobs_go_to_the_worker_and_small_ones_stay_on_the_loop() -> 
     assert inline.closed and worker.closed
 
 
-@in_loop
 async def test_a_worker_that_dies_again_and_again_is_not_asked_any_more() -> None:
     inline, worker = Recorder(), Recorder(deaths=DEATHS_TOLERATED)
     await SizeBasedExecutor(inline, worker, Options(inline_merge_rows=10)).merge(job_with(11))
     assert inline.jobs and not worker.jobs
 
 
-@in_loop
 async def test_memory_stays_bounded_whatever_the_size_of_the_job(tmp_path: Path) -> None:
     """Twice the rows, and about the same peak; it holds windows of its inputs and one output."""
     peaks = []

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -24,15 +22,6 @@ from tidemill.topics.partition_reader import LogPartitionReader
 from tidemill.topics.produce.producer_ids import ProducerIds
 
 
-def run(body: Callable[[World], Awaitable[None]]) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(60):
-            async with World() as world:
-                await body(world)
-
-    asyncio.run(main())
-
-
 async def write_back(world: World, consensus: MemoryConsensus, attempt: str = "a1") -> Restored:
     restored = Restored(rows_of(world.shared[0]))
     for (topic_id, partition), state in restored.partitions.items():
@@ -50,8 +39,8 @@ async def filled(world: World, steps: int = 12) -> None:
     await world.checkpointer().round()
 
 
-def test_a_restored_partition_serves_every_record_and_goes_on() -> None:
-    async def body(world: World) -> None:
+async def test_a_restored_partition_serves_every_record_and_goes_on() -> None:
+    async with World() as world:
         await filled(world)
         fresh = MemoryConsensus(world.clock)
         await write_back(world, fresh)
@@ -76,11 +65,9 @@ def test_a_restored_partition_serves_every_record_and_goes_on() -> None:
         world.topics = old
         await topics.aclose()
 
-    run(body)
 
-
-def test_a_restored_shard_has_a_new_id_and_the_same_contents_and_takes_appends() -> None:
-    async def body(world: World) -> None:
+async def test_a_restored_shard_has_a_new_id_and_the_same_contents_and_takes_appends() -> None:
+    async with World() as world:
         await filled(world)
         await world.compact(world.table)
         await world.checkpointer("n2").round()
@@ -97,11 +84,9 @@ def test_a_restored_shard_has_a_new_id_and_the_same_contents_and_takes_appends()
         await shard.aclose()
         await other.aclose()
 
-    run(body)
 
-
-def test_restored_bindings_are_the_same_and_minting_goes_on() -> None:
-    async def body(world: World) -> None:
+async def test_restored_bindings_are_the_same_and_minting_goes_on() -> None:
+    async with World() as world:
         await filled(world)
         fresh = MemoryConsensus(world.clock)
         await write_back(world, fresh)
@@ -110,8 +95,6 @@ def test_restored_bindings_are_the_same_and_minting_goes_on() -> None:
         latest = await remap.latest()
         assert latest is not None
         await remap.mint(type(latest)(latest.time_ms + 5, latest.offsets))
-
-    run(body)
 
 
 class CutOff(MemoryConsensus):
@@ -133,8 +116,8 @@ class CutOff(MemoryConsensus):
 
 
 @pytest.mark.parametrize("landed", [False, True])
-def test_write_back_is_cut_off_at_every_write_and_run_again(landed: bool) -> None:
-    async def body(world: World) -> None:
+async def test_write_back_is_cut_off_at_every_write_and_run_again(landed: bool) -> None:
+    async with World() as world:
         await filled(world, 3)
         whole = MemoryConsensus(world.clock)
         await write_back(world, whole)
@@ -158,11 +141,9 @@ def test_write_back_is_cut_off_at_every_write_and_run_again(landed: bool) -> Non
             await shard.aclose()
         assert at > 8
 
-    run(body)
 
-
-def test_lost_answers_are_resolved_by_what_stands_there() -> None:
-    async def body(world: World) -> None:
+async def test_lost_answers_are_resolved_by_what_stands_there() -> None:
+    async with World() as world:
         await filled(world, 3)
         fresh = MemoryConsensus(world.clock)
         append = fresh.append
@@ -178,11 +159,9 @@ def test_lost_answers_are_resolved_by_what_stands_there() -> None:
         await write_back(world, fresh)
         assert lost >= 5
 
-    run(body)
 
-
-def test_what_another_attempt_or_a_live_cluster_wrote_is_not_overwritten() -> None:
-    async def body(world: World) -> None:
+async def test_what_another_attempt_or_a_live_cluster_wrote_is_not_overwritten() -> None:
+    async with World() as world:
         await filled(world, 3)
         fresh = MemoryConsensus(world.clock)
         await write_back(world, fresh)
@@ -193,11 +172,9 @@ def test_what_another_attempt_or_a_live_cluster_wrote_is_not_overwritten() -> No
             await restore_bindings(fresh, "topic/clicks", [b"x"] * 9, "a2")
         assert fresh.state.heads == before
 
-    run(body)
 
-
-def test_no_producer_id_or_object_epoch_is_ever_given_twice() -> None:
-    async def body(world: World) -> None:
+async def test_no_producer_id_or_object_epoch_is_ever_given_twice() -> None:
+    async with World() as world:
         ids = ProducerIds(world.consensus, Rand(1))
         old = await ids.allocate()
         for epoch in (1, 2, 3, 700, 701, 5000):
@@ -215,11 +192,9 @@ def test_no_producer_id_or_object_epoch_is_ever_given_twice() -> None:
         assert [member.node_id for member in membership.members()] == [4]
         await membership.aclose()
 
-    run(body)
 
-
-def test_the_newest_epoch_is_found_whatever_the_gaps() -> None:
-    async def body(world: World) -> None:
+async def test_the_newest_epoch_is_found_whatever_the_gaps() -> None:
+    async with World() as world:
         rand = Rand(3)
         known = 0
         assert await newest_epoch(world.objects) == 0
@@ -230,5 +205,3 @@ def test_the_newest_epoch_is_found_whatever_the_gaps() -> None:
             known = max(known, epoch)
             await world.objects.put(f"l0/{epoch:020d}/n-{rand.nonce()}", b"x")
             assert await newest_epoch(world.objects) == known
-
-    run(body)

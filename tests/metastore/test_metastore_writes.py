@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from sim.scenarios.metastore_plants import planted
-from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of, run
+from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld, rows_of
 from support.waiting import until
 from tidemill.base.errors import (
     ConflictError,
@@ -112,8 +112,8 @@ async def held(world: DomainWorld) -> tuple[Domain, Trouble]:
 # groups ---------------------------------------------------------------------------------------------------------
 
 
-def test_commits_that_touch_different_keys_share_one_record() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_commits_that_touch_different_keys_share_one_record() -> None:
+    async with DomainWorld() as world:
         leader, consensus = await held(world)
         before = leader.state.newest_seqno
         seqnos = await asyncio.gather(*[leader.commit([(b"k%d" % i, b"v")]) for i in range(100)])
@@ -121,11 +121,9 @@ def test_commits_that_touch_different_keys_share_one_record() -> None:
         assert len(leader.state.volatile[-1].keys) == 100
         assert consensus.appends <= 3
 
-    run(body, DomainWorld())
 
-
-def test_two_commits_of_one_key_never_share_a_seqno_and_the_later_one_stays() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_two_commits_of_one_key_never_share_a_seqno_and_the_later_one_stays() -> None:
+    async with DomainWorld() as world:
         leader, consensus = await held(world)
         seqnos = await asyncio.gather(*[leader.commit([(b"hot", b"%d" % i)]) for i in range(50)])
         assert len(set(seqnos)) == 50 and sorted(seqnos) == seqnos
@@ -133,11 +131,9 @@ def test_two_commits_of_one_key_never_share_a_seqno_and_the_later_one_stays() ->
         assert row is not None and (row.seqno, row.value) == (seqnos[-1], b"49")
         assert consensus.appends <= 5  # different records, yet one append
 
-    run(body, DomainWorld())
 
-
-def test_a_read_after_a_commit_sees_it_and_a_read_before_its_end_does_not() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_read_after_a_commit_sees_it_and_a_read_before_its_end_does_not() -> None:
+    async with DomainWorld() as world:
         leader, consensus = await held(world)
         consensus.hold = asyncio.Event()
         committing = asyncio.ensure_future(leader.commit([(b"a", b"1")]))
@@ -148,22 +144,17 @@ def test_a_read_after_a_commit_sees_it_and_a_read_before_its_end_does_not() -> N
         await committing
         assert await leader.get(b"a") == b"1"
 
-    run(body, DomainWorld())
 
-
-def test_the_last_of_a_key_given_twice_in_one_commit_counts() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_the_last_of_a_key_given_twice_in_one_commit_counts() -> None:
+    async with DomainWorld() as world:
         leader = await world.node()
         await leader.commit([(b"a", b"1"), (b"a", b"2")])
         assert await leader.get(b"a") == b"2"
 
-    run(body, DomainWorld())
 
-
-def test_the_volatile_buffer_and_the_memtable_hold_the_same_bytes() -> None:
+async def test_the_volatile_buffer_and_the_memtable_hold_the_same_bytes() -> None:
     """R4, by identity, at the leader and at a follower."""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         leader, follower = await world.node(), await world.node(FOLLOWS)
         key, value = b"a key that nobody interned", b"a value that nobody interned"
         await leader.commit([(key, value)])
@@ -176,11 +167,9 @@ def test_the_volatile_buffer_and_the_memtable_hold_the_same_bytes() -> None:
             [stored] = values
             assert stored is batch.keys[0] and values[key] is batch.values[0]
 
-    run(body, DomainWorld())
 
-
-def test_bad_batches_are_refused_each_in_its_own_words_and_disturb_nobody() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_bad_batches_are_refused_each_in_its_own_words_and_disturb_nobody() -> None:
+    async with DomainWorld() as world:
         leader = await world.node()
         fine = asyncio.ensure_future(leader.commit([(b"fine", b"1")]))
         await asyncio.sleep(0)
@@ -196,14 +185,12 @@ def test_bad_batches_are_refused_each_in_its_own_words_and_disturb_nobody() -> N
         await fine
         assert leader.leading and await rows_of(leader) == {b"fine": b"1"}
 
-    run(body, DomainWorld())
-
 
 # expectations ---------------------------------------------------------------------------------------------------
 
 
-def test_an_expected_seqno_holds_or_the_commit_conflicts_with_the_current_rows() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_an_expected_seqno_holds_or_the_commit_conflicts_with_the_current_rows() -> None:
+    async with DomainWorld() as world:
         leader = await world.node()
         first = await leader.commit([(b"a", b"1")], expects={b"a": 0, b"b": 0})
         second = await leader.commit([(b"a", b"2")], expects={b"a": first})
@@ -218,11 +205,9 @@ def test_an_expected_seqno_holds_or_the_commit_conflicts_with_the_current_rows()
         await leader.commit([(b"a", b"4")], expects={b"a": 0})  # deleted is absent
         assert await leader.get(b"a") == b"4"
 
-    run(body, DomainWorld())
 
-
-def test_racing_increments_of_a_counter_lose_none() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_racing_increments_of_a_counter_lose_none() -> None:
+    async with DomainWorld() as world:
         leader = await world.node()
         await leader.commit([(b"n", b"0")])
 
@@ -239,11 +224,9 @@ def test_racing_increments_of_a_counter_lose_none() -> None:
         await asyncio.gather(*[increment(10) for _ in range(8)])
         assert await leader.get(b"n") == b"80"
 
-    run(body, DomainWorld())
 
-
-def test_an_expectation_waits_for_the_commit_that_is_writing_its_key() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_an_expectation_waits_for_the_commit_that_is_writing_its_key() -> None:
+    async with DomainWorld() as world:
         leader, consensus = await held(world)
         first = await leader.commit([(b"a", b"1")])
         consensus.hold = asyncio.Event()
@@ -259,11 +242,9 @@ def test_an_expectation_waits_for_the_commit_that_is_writing_its_key() -> None:
             await expecting
         assert await leader.get(b"a") == b"2"
 
-    run(body, DomainWorld())
 
-
-def test_nobody_overtakes_a_commit_in_line_and_it_is_not_starved() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_nobody_overtakes_a_commit_in_line_and_it_is_not_starved() -> None:
+    async with DomainWorld() as world:
         leader, consensus = await held(world)
         consensus.hold = asyncio.Event()
         order: list[str] = []
@@ -286,11 +267,9 @@ def test_nobody_overtakes_a_commit_in_line_and_it_is_not_starved() -> None:
         assert order[0] == "blind 1" and sorted(order[1:]) == ["blind 2", "blind 3", "expects refused"]
         assert await leader.get(b"a") == b"blind 3"
 
-    run(body, DomainWorld())
 
-
-def test_what_a_commit_in_line_expects_is_not_written_while_it_reads_from_the_bucket() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_what_a_commit_in_line_expects_is_not_written_while_it_reads_from_the_bucket() -> None:
+    async with DomainWorld() as world:
         old = await world.node()
         first = await old.commit([(b"a", b"1")])
         await old.flush(10)
@@ -315,13 +294,10 @@ def test_what_a_commit_in_line_expects_is_not_written_while_it_reads_from_the_bu
         assert await expecting < await blind
         assert await leader.get(b"a") == b"3"
 
-    run(body, DomainWorld())
 
-
-def test_nobody_joins_an_open_group_or_leaves_the_line_while_an_expected_key_is_read() -> None:
+async def test_nobody_joins_an_open_group_or_leaves_the_line_while_an_expected_key_is_read() -> None:
     """Q2 and Q3 where both could go wrong at once: a group is open, and two in line wake together."""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         leader, consensus = await held(world)
         assert leader._leader is not None
         database, going = leader._leader.database, asyncio.Event()
@@ -351,11 +327,9 @@ def test_nobody_joins_an_open_group_or_leaves_the_line_while_an_expected_key_is_
         assert await expecting < await blind
         assert await leader.get(b"a") == b"blind"
 
-    run(body, DomainWorld())
 
-
-def test_a_commit_that_gives_up_in_line_lets_the_others_go_on() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_commit_that_gives_up_in_line_lets_the_others_go_on() -> None:
+    async with DomainWorld() as world:
         leader, consensus = await held(world)
         consensus.hold = asyncio.Event()
         first = asyncio.ensure_future(leader.commit([(b"a", b"1")]))
@@ -369,26 +343,22 @@ def test_a_commit_that_gives_up_in_line_lets_the_others_go_on() -> None:
         await asyncio.gather(first, last)
         assert await leader.get(b"a") == b"3"
 
-    run(body, DomainWorld())
-
 
 # outcomes -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("how", ["before", "after"])
-def test_an_append_whose_answer_is_lost_is_resolved_and_counts_once(how: str) -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_an_append_whose_answer_is_lost_is_resolved_and_counts_once(how: str) -> None:
+    async with DomainWorld() as world:
         leader, consensus = await held(world)
         consensus.lose = [how]
         seqno = await leader.commit([(b"a", b"1")])
         assert leader.leading
         assert [(b.seqno, b.values) for b in leader.state.volatile] == [(seqno, [b"1"])]
 
-    run(body, DomainWorld())
 
-
-def test_unavailable_means_that_it_did_not_happen_and_the_leader_goes_on() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_unavailable_means_that_it_did_not_happen_and_the_leader_goes_on() -> None:
+    async with DomainWorld() as world:
         leader, consensus = await held(world)
         consensus.lose = ["unavailable"]
         with pytest.raises(UnavailableError):
@@ -396,13 +366,10 @@ def test_unavailable_means_that_it_did_not_happen_and_the_leader_goes_on() -> No
         assert leader.leading and await leader.get(b"a") is None
         await leader.commit([(b"a", b"2")], expects={b"a": 0})
 
-    run(body, DomainWorld())
 
-
-def test_a_batch_made_in_one_term_is_not_appended_in_the_next_one_of_the_same_process() -> None:
+async def test_a_batch_made_in_one_term_is_not_appended_in_the_next_one_of_the_same_process() -> None:
     """W4: what its commit looked at may have changed in between."""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         leader, consensus = await held(world)
         first = leader._leader
         assert first is not None
@@ -422,11 +389,9 @@ def test_a_batch_made_in_one_term_is_not_appended_in_the_next_one_of_the_same_pr
         assert leader._leader is not first
         assert await rows_of(leader) == {b"a": b"1"}
 
-    run(body, DomainWorld())
 
-
-def test_a_group_is_made_only_in_the_term_it_was_opened_in() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_group_is_made_only_in_the_term_it_was_opened_in() -> None:
+    async with DomainWorld() as world:
         leader = await world.node()
         first = leader._leader
         assert first is not None
@@ -435,13 +400,10 @@ def test_a_group_is_made_only_in_the_term_it_was_opened_in() -> None:
             await first.writing.commit([(b"a", b"1")])
         assert first.has_ended and not leader.state.volatile
 
-    run(body, DomainWorld())
 
-
-def test_a_leader_whose_replica_went_on_without_it_feeds_nothing_over_the_gap() -> None:
+async def test_a_leader_whose_replica_went_on_without_it_feeds_nothing_over_the_gap() -> None:
     """LD3: another term trimmed what this one never applied."""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         old = await world.node()
         await world.depose(old)
         new = await world.node()
@@ -455,13 +417,10 @@ def test_a_leader_whose_replica_went_on_without_it_feeds_nothing_over_the_gap() 
         assert leader.has_ended and await leader_rows(leader.database) == {}
         assert await rows_of(old) == {b"a": b"1", b"b": b"2"}
 
-    run(body, DomainWorld())
 
-
-def test_a_refused_batch_changes_nothing_and_its_client_and_leader_are_told() -> None:
+async def test_a_refused_batch_changes_nothing_and_its_client_and_leader_are_told() -> None:
     """[F21] The domain is renamed under the leader, by a record of its own term."""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         leader = await world.node()
         old = leader._leader
         assert old is not None
@@ -474,8 +433,6 @@ def test_a_refused_batch_changes_nothing_and_its_client_and_leader_are_told() ->
         assert leader.domain_uuid == "renamed" and await rows_of(leader) == {}
         assert await leader.commit([(b"a", b"2")]) > 0
 
-    run(body, DomainWorld())
-
 
 async def leader_rows(database: Database) -> dict[bytes, bytes]:
     found: dict[bytes, bytes] = {}
@@ -487,20 +444,17 @@ async def leader_rows(database: Database) -> dict[bytes, bytes]:
 # reads ----------------------------------------------------------------------------------------------------------
 
 
-def test_those_who_sync_at_once_share_one_read_of_consensus() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_those_who_sync_at_once_share_one_read_of_consensus() -> None:
+    async with DomainWorld() as world:
         leader, consensus = await held(world)
         before = consensus.heads
         await asyncio.gather(*[leader.sync() for _ in range(50)])
         assert 1 <= consensus.heads - before <= 2
 
-    run(body, DomainWorld())
 
-
-def test_a_leader_s_sync_waits_for_what_landed_before_it_was_answered() -> None:
+async def test_a_leader_s_sync_waits_for_what_landed_before_it_was_answered() -> None:
     """Somebody else may have read it already: this process may not read less."""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         leader, consensus = await held(world)
         follower = await world.node(FOLLOWS)
         consensus.hold_answer = asyncio.Event()
@@ -513,11 +467,9 @@ def test_a_leader_s_sync_waits_for_what_landed_before_it_was_answered() -> None:
         consensus.hold_answer.set()
         await committing
 
-    run(body, DomainWorld())
 
-
-def test_a_follower_goes_over_to_a_renamed_domain() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_follower_goes_over_to_a_renamed_domain() -> None:
+    async with DomainWorld() as world:
         leader, follower = await world.node(), await world.node(FOLLOWS)
         await follower.sync()
         before = follower._follower.database
@@ -527,11 +479,9 @@ def test_a_follower_goes_over_to_a_renamed_domain() -> None:
         assert await rows_of(follower) == {b"a": b"1"}
         assert follower._follower.database is not before and follower.domain_uuid == "renamed"
 
-    run(body, DomainWorld())
 
-
-def test_a_sync_does_not_join_a_read_that_began_before_it() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_sync_does_not_join_a_read_that_began_before_it() -> None:
+    async with DomainWorld() as world:
         leader = await world.node()
         consensus = Trouble(world)
         consensus.deaf = True
@@ -554,11 +504,9 @@ def test_a_sync_does_not_join_a_read_that_began_before_it() -> None:
         await asyncio.gather(early, late)
         assert await follower.get(b"a") == b"1"
 
-    run(body, DomainWorld())
 
-
-def test_a_follower_whose_file_was_collected_refreshes_and_reads_on() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_follower_whose_file_was_collected_refreshes_and_reads_on() -> None:
+    async with DomainWorld() as world:
         options = Options(gc_delay_ms=0, manifests_kept=1, l0_compact=8)  # compacted when told, not by itself
         leader = await world.node(replace(LEADS, options=options))
         for i in range(4):
@@ -579,13 +527,10 @@ def test_a_follower_whose_file_was_collected_refreshes_and_reads_on() -> None:
         assert follower.state.manifest is not old
         assert await rows_of(follower) == await rows_of(leader)
 
-    run(body, DomainWorld())
 
-
-def test_a_follower_released_while_it_refreshed_stays_closed() -> None:
+async def test_a_follower_released_while_it_refreshed_stays_closed() -> None:
     """Else it would be read, as old as it is, once this process has led and leads no more."""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         leader = await world.node()
         await leader.commit([(b"a", b"1")])
         consensus = Trouble(world)
@@ -608,10 +553,8 @@ def test_a_follower_released_while_it_refreshed_stays_closed() -> None:
         assert node._follower.database is None
         assert await rows_of(node) == {b"a": b"1"}
 
-    run(body, DomainWorld())
 
-
-def test_the_loop_turns_while_a_long_buffer_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_loop_turns_while_a_long_buffer_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
     """By a leader that opens, and by a follower; neither shows anything before it has all."""
     fed, longest = 0, 0
     apply = Database.apply
@@ -627,7 +570,7 @@ def test_the_loop_turns_while_a_long_buffer_is_replayed(monkeypatch: pytest.Monk
             longest, fed = max(longest, fed), 0
             await asyncio.sleep(0)
 
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         first = await world.node()
         for i in range(3 * REPLAY_ROWS):
             await first.commit([(b"%06d" % i, b"v")])
@@ -644,14 +587,12 @@ def test_the_loop_turns_while_a_long_buffer_is_replayed(monkeypatch: pytest.Monk
             assert longest <= max(REPLAY_ROWS, APPLY_ROWS)
         assert len(await rows_of(second)) == 3 * REPLAY_ROWS
 
-    run(body, DomainWorld())
-
 
 # persisting -----------------------------------------------------------------------------------------------------
 
 
-def test_a_row_is_persisted_within_the_interval_without_anybody_asking() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_row_is_persisted_within_the_interval_without_anybody_asking() -> None:
+    async with DomainWorld() as world:
         leader = await world.node(replace(LEADS, persist_interval_s=0.1))
         for _ in range(3):
             seqno = await leader.commit([(b"a", b"1")])
@@ -660,11 +601,9 @@ def test_a_row_is_persisted_within_the_interval_without_anybody_asking() -> None
         await asyncio.sleep(0.3)
         assert leader.state.manifest is manifest  # nothing new: nothing written
 
-    run(body, DomainWorld())
 
-
-def test_a_full_write_buffer_is_persisted_and_trims_the_log() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_full_write_buffer_is_persisted_and_trims_the_log() -> None:
+    async with DomainWorld() as world:
         settings = replace(LEADS, rollup_after_records=4, options=Options(write_buffer_bytes=100_000))
         leader = await world.node(settings)
         for i in range(100):
@@ -675,11 +614,9 @@ def test_a_full_write_buffer_is_persisted_and_trims_the_log() -> None:
         assert_invariants(leader.state)
         assert len(await rows_of(await world.node(FOLLOWS))) == 100
 
-    run(body, DomainWorld())
 
-
-def test_commits_wait_for_room_while_the_bucket_is_down_and_go_on_when_it_is_back() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_commits_wait_for_room_while_the_bucket_is_down_and_go_on_when_it_is_back() -> None:
+    async with DomainWorld() as world:
         bucket = Bucket(world)
         leader = await world.node(replace(LEADS, volatile_bytes=50_000), objects=bucket)
         bucket.down.set()
@@ -697,11 +634,9 @@ def test_commits_wait_for_room_while_the_bucket_is_down_and_go_on_when_it_is_bac
         assert len(await rows_of(leader)) == 40
         assert ROOM_WAIT_S > 0
 
-    run(body, DomainWorld())
 
-
-def test_a_manifest_upload_without_known_outcome_is_tried_again() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_manifest_upload_without_known_outcome_is_tried_again() -> None:
+    async with DomainWorld() as world:
         bucket = Bucket(world)
         leader = await world.node(objects=bucket)
         bucket.error, bucket.only = UnknownOutcomeError, "/manifest/"
@@ -712,13 +647,10 @@ def test_a_manifest_upload_without_known_outcome_is_tried_again() -> None:
         bucket.down.clear()
         assert await leader.flush(10) == seqno and leader.leading
 
-    run(body, DomainWorld())
 
-
-def test_a_manifest_whose_append_has_no_known_outcome_ends_the_term_and_loses_nothing() -> None:
+async def test_a_manifest_whose_append_has_no_known_outcome_ends_the_term_and_loses_nothing() -> None:
     """[L6]"""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         leader, consensus = await held(world)
         await leader.commit([(b"a", b"1")])
         term = leader.term
@@ -738,11 +670,9 @@ def test_a_manifest_whose_append_has_no_known_outcome_ends_the_term_and_loses_no
         await leader.flush(10)
         assert not leader.state.volatile
 
-    run(body, DomainWorld())
 
-
-def test_a_manifest_of_a_newer_format_is_named_and_the_domain_not_led() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_manifest_of_a_newer_format_is_named_and_the_domain_not_led() -> None:
+    async with DomainWorld() as world:
         import crc32c
 
         leader = await world.node()
@@ -758,11 +688,9 @@ def test_a_manifest_of_a_newer_format_is_named_and_the_domain_not_led() -> None:
             await other.wait_until_leading(1)
         await other.aclose()
 
-    run(body, DomainWorld())
 
-
-def test_a_manifest_of_another_domain_is_refused() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_manifest_of_another_domain_is_refused() -> None:
+    async with DomainWorld() as world:
         one = await world.node()
         await one.commit([(b"a", b"1")])
         await one.flush(10)
@@ -791,11 +719,9 @@ def test_a_manifest_of_another_domain_is_refused() -> None:
         await follower.aclose()
         await other.aclose()
 
-    run(body, DomainWorld())
 
-
-def test_marks_say_how_far_the_bucket_is() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_marks_say_how_far_the_bucket_is() -> None:
+    async with DomainWorld() as world:
         tracker = StatusTracker()
         leader = await world.node(tracker=tracker)
         seqno = await leader.commit([(b"a", b"1")])
@@ -811,11 +737,9 @@ def test_marks_say_how_far_the_bucket_is() -> None:
         await leader.aclose()
         assert not tracker.report("p", 0).marks
 
-    run(body, DomainWorld())
 
-
-def test_a_leader_whose_database_lost_its_background_work_opens_anew() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_leader_whose_database_lost_its_background_work_opens_anew() -> None:
+    async with DomainWorld() as world:
         leader = await world.node(replace(LEADS, lease_ttl_ms=300))
         await leader.commit([(b"a", b"1")])
         assert leader._leader is not None
@@ -824,11 +748,9 @@ def test_a_leader_whose_database_lost_its_background_work_opens_anew() -> None:
         await until(lambda: leader.leading and leader._leader is not first)
         assert await rows_of(leader) == {b"a": b"1"}
 
-    run(body, DomainWorld())
 
-
-def test_a_closed_domain_answers_closed_and_gives_its_lease_up() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_a_closed_domain_answers_closed_and_gives_its_lease_up() -> None:
+    async with DomainWorld() as world:
         leader = await world.node()
         await leader.commit([(b"a", b"1")])
         await leader.aclose()
@@ -838,14 +760,12 @@ def test_a_closed_domain_answers_closed_and_gives_its_lease_up() -> None:
             with pytest.raises(TidemillError, match="closed"):
                 await call()
 
-    run(body, DomainWorld())
-
 
 # planted faults -------------------------------------------------------------------------------------------------
 
 
-def test_planted_replay_at_persisted_loses_the_first_batch_after_the_manifest() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_planted_replay_at_persisted_loses_the_first_batch_after_the_manifest() -> None:
+    async with DomainWorld() as world:
         old = await world.node()
         await old.commit([(b"a", b"1")])
         await old.commit([(b"b", b"1")])
@@ -854,11 +774,9 @@ def test_planted_replay_at_persisted_loses_the_first_batch_after_the_manifest() 
             broken = await world.node()
         assert await rows_of(broken) == {b"b": b"1"}
 
-    run(body, DomainWorld())
 
-
-def test_planted_silent_reject_trims_nothing_and_calls_it_persisted() -> None:
-    async def body(world: DomainWorld) -> None:
+async def test_planted_silent_reject_trims_nothing_and_calls_it_persisted() -> None:
+    async with DomainWorld() as world:
         with planted("silent-reject"):
             leader = await world.node()
         seqno = await leader.commit([(b"a", b"1")])
@@ -867,13 +785,10 @@ def test_planted_silent_reject_trims_nothing_and_calls_it_persisted() -> None:
         assert await leader.flush(10) == seqno
         assert leader.state.manifest is higher and len(leader.state.volatile) == 1
 
-    run(body, DomainWorld())
 
-
-def test_every_persisted_manifest_claims_only_what_was_written() -> None:
+async def test_every_persisted_manifest_claims_only_what_was_written() -> None:
     """[F22] over everything a run proposes."""
-
-    async def body(world: DomainWorld) -> None:
+    async with DomainWorld() as world:
         leader = await world.node()
         for round_ in range(5):
             flushing = asyncio.ensure_future(leader.flush(10))
@@ -889,5 +804,3 @@ def test_every_persisted_manifest_claims_only_what_was_written() -> None:
             elif not isinstance(command, SetDomainUuid):
                 issued = state.seqno(record.position)
         assert issued
-
-    run(body, DomainWorld())

@@ -7,7 +7,8 @@ import base64
 import ssl
 import time
 import urllib.request
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -87,32 +88,27 @@ async def topics_of(table: str) -> list[str]:
     return [f"shop.{table}"]
 
 
-def world(
-    scenario: Callable[[AuthMiddleware, Users, AclCache], Coroutine[Any, Any, None]], *, within_tls: bool = True
-) -> None:
-    async def run() -> None:
-        clock, rand = SystemClock(), Rand()
-        consensus = MemoryConsensus(clock)
-        metastore = create_metastore(consensus, MemoryObjects(clock), clock, rand)
-        users, rulebook = Users(metastore, clock), AclCache(metastore, clock, ["User:root"])
-        for mechanism in NAMES:
-            await users.put(derive_credential("alice", mechanism, "pässword", b"salt" * 6))
-        guard = AuthMiddleware(app, clock, within_tls=within_tls)
-        guard.parties = AuthDependencies(
-            Authenticator(users, rand, TokenVerifier(OauthSection(secret=SECRET), clock)), rulebook, topics_of
-        )
-        try:
-            async with asyncio.timeout(60):
-                await scenario(guard, users, rulebook)
-        finally:
-            await metastore.aclose()
-            await consensus.aclose()
-
-    asyncio.run(run())
+@asynccontextmanager
+async def opened_world(*, within_tls: bool = True) -> AsyncIterator[tuple[AuthMiddleware, Users, AclCache]]:
+    clock, rand = SystemClock(), Rand()
+    consensus = MemoryConsensus(clock)
+    metastore = create_metastore(consensus, MemoryObjects(clock), clock, rand)
+    users, rulebook = Users(metastore, clock), AclCache(metastore, clock, ["User:root"])
+    for mechanism in NAMES:
+        await users.put(derive_credential("alice", mechanism, "pässword", b"salt" * 6))
+    guard = AuthMiddleware(app, clock, within_tls=within_tls)
+    guard.parties = AuthDependencies(
+        Authenticator(users, rand, TokenVerifier(OauthSection(secret=SECRET), clock)), rulebook, topics_of
+    )
+    try:
+        yield guard, users, rulebook
+    finally:
+        await metastore.aclose()
+        await consensus.aclose()
 
 
-def test_who_proves_nothing_sees_only_whether_the_node_lives() -> None:
-    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
+async def test_who_proves_nothing_sees_only_whether_the_node_lives() -> None:
+    async with opened_world() as (guard, _, _):
         for path in ("/healthz", "/readyz", "/v1/health"):
             assert (await ask(guard, scope_of(path)))[0] == 200
         assert (await ask(guard, scope_of("/v1/shape", method="OPTIONS")))[0] == 200
@@ -120,11 +116,9 @@ def test_who_proves_nothing_sees_only_whether_the_node_lives() -> None:
             status, headers = await ask(guard, scope_of(path))
             assert status == 401 and headers[b"www-authenticate"].startswith(b"Bearer")
 
-    world(scenario)
 
-
-def test_f248_what_proves_nothing_is_turned_away() -> None:
-    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
+async def test_f248_what_proves_nothing_is_turned_away() -> None:
+    async with opened_world() as (guard, _, _):
         for proof in (
             "Bearer a.b.c",
             bearer("alice", -600),
@@ -142,11 +136,9 @@ def test_f248_what_proves_nothing_is_turned_away() -> None:
         twice["headers"] *= 2
         assert (await ask(guard, twice))[0] == 401
 
-    world(scenario)
 
-
-def test_a_principal_may_what_the_rules_of_kafka_allow() -> None:
-    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
+async def test_a_principal_may_what_the_rules_of_kafka_allow() -> None:
+    async with opened_world() as (guard, _, rulebook):
         rule = AclRule(int(R.TOPIC), 3, "shop.public.orders", "User:alice", "*", int(OP.READ), 3)
         await rulebook.add([rule])
         for proof in (bearer("alice"), basic("alice", "pässword")):
@@ -160,43 +152,34 @@ def test_a_principal_may_what_the_rules_of_kafka_allow() -> None:
         await rulebook.delete([rule])
         assert (await ask(guard, scope_of("/v1/shape", **one)))[0] == 403, "also who was known a moment ago"
 
-    world(scenario)
 
-
-def test_a_password_outside_of_tls_counts_only_from_this_machine() -> None:
-    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
+async def test_a_password_outside_of_tls_counts_only_from_this_machine() -> None:
+    async with opened_world(within_tls=False) as (guard, _, rulebook):
         await rulebook.add([AclRule(int(R.CLUSTER), 3, CLUSTER_NAME, "User:alice", "*", int(OP.DESCRIBE), 3)])
         proof = basic("alice", "pässword")
         assert (await ask(guard, scope_of("/metrics", authorization=proof)))[0] == 401
         assert (await ask(guard, scope_of("/metrics", authorization=proof, host="127.0.0.1")))[0] == 200
         assert (await ask(guard, scope_of("/metrics", authorization=bearer("alice"))))[0] == 200
 
-    world(scenario, within_tls=False)
 
-
-def test_a_proof_from_this_machine_does_not_serve_another() -> None:
+async def test_a_proof_from_this_machine_does_not_serve_another() -> None:
     """What counted from the loopback is known for a while, and not for who sends the same from elsewhere."""
-
-    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
+    async with opened_world(within_tls=False) as (guard, _, _):
         proof = basic("alice", "pässword")
         assert (await ask(guard, scope_of("/metrics", authorization=proof, host="127.0.0.1")))[0] == 403
         assert (await ask(guard, scope_of("/metrics", authorization=proof)))[0] == 401
 
-    world(scenario, within_tls=False)
 
-
-def test_answers_are_kept_by_no_cache_that_serves_others() -> None:
-    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
+async def test_answers_are_kept_by_no_cache_that_serves_others() -> None:
+    async with opened_world() as (guard, _, _):
         _, headers = await ask(guard, scope_of("/metrics", authorization=bearer("root")))
         assert headers[b"cache-control"] == b"private, max-age=5" and headers[b"vary"] == b"authorization"
         _, headers = await ask(guard, scope_of("/healthz"))
         assert headers[b"cache-control"] == b"public, max-age=5, s-maxage=60"
 
-    world(scenario)
 
-
-def test_before_the_node_can_tell_and_while_it_cannot_everything_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
+async def test_before_the_node_can_tell_and_while_it_cannot_everything_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened_world() as (guard, users, _):
         parties, guard.parties = guard.parties, None
         assert (await ask(guard, scope_of("/metrics", authorization=bearer("root"))))[0] == 503
         assert (await ask(guard, scope_of("/readyz")))[0] == 200
@@ -208,18 +191,14 @@ def test_before_the_node_can_tell_and_while_it_cannot_everything_waits(monkeypat
         monkeypatch.setattr(users, "credential", away)
         assert (await ask(guard, scope_of("/metrics", authorization=basic("alice", "pässword"))))[0] == 503
 
-    world(scenario)
 
-
-def test_what_is_known_of_proofs_is_bounded() -> None:
-    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
+async def test_what_is_known_of_proofs_is_bounded() -> None:
+    async with opened_world() as (guard, _, _):
         assert guard.parties is not None
         guard.parties = guard.parties._replace(rulebook=None)
         for i in range(1_100):
             assert (await ask(guard, scope_of("/metrics", authorization=bearer(f"u{i}"))))[0] == 200
         assert len(guard._known) <= 1_000
-
-    world(scenario)
 
 
 @pytest.mark.parametrize(
@@ -290,8 +269,8 @@ def test_who_ends_a_shape_by_its_handle_alone_may_change_the_cluster() -> None:
 
 
 @pytest.mark.parametrize("path", ["/api/rows", "/api/dead-letters"])
-def test_rows_of_a_table_need_what_its_shape_needs_and_nothing_else(path: str) -> None:
-    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
+async def test_rows_of_a_table_need_what_its_shape_needs_and_nothing_else(path: str) -> None:
+    async with opened_world() as (guard, _, rulebook):
         rule = AclRule(int(R.TOPIC), 3, "shard.orders", "User:alice", "*", int(OP.READ), 3)
         await rulebook.add([rule])
         mine = basic("alice", "pässword")
@@ -307,16 +286,12 @@ def test_rows_of_a_table_need_what_its_shape_needs_and_nothing_else(path: str) -
         assert (await ask(guard, scope_of("/api/overview", query="table=orders", authorization=mine)))[0] == 403
         assert (await ask(guard, scope_of(path, method="POST", query="table=orders", authorization=mine)))[0] == 403
 
-    world(scenario)
 
-
-def test_a_path_that_a_router_would_take_for_another_is_none() -> None:
-    async def scenario(guard: AuthMiddleware, users: Users, rulebook: AclCache) -> None:
+async def test_a_path_that_a_router_would_take_for_another_is_none() -> None:
+    async with opened_world() as (guard, _, _):
         for path in ("/v1/shape\n", "/metrics\n", "/healthz\n"):
             status, _ = await ask(guard, scope_of(path, query="table=a", authorization=bearer("root")))
             assert status == 404
-
-    world(scenario)
 
 
 def test_a_subset_by_post_needs_what_reading_its_shape_needs() -> None:
@@ -347,23 +322,19 @@ def test_no_method_or_path_needs_what_nobody_can_be_given() -> None:
     assert not Authorizer().allows("User:x", "h", OP.DESCRIBE, R.CLUSTER, CLUSTER_NAME)
 
 
-def test_http_within_tls(tmp_path: Path) -> None:
+async def test_http_within_tls(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
+    server = HttpServer(app, on_failure=lambda *_: None, tls=authority.tls())
+    await server.start()
+    context = ssl.create_default_context(cafile=authority.certificate)
 
-    async def scenario() -> None:
-        server = HttpServer(app, on_failure=lambda *_: None, tls=authority.tls())
-        await server.start()
-        context = ssl.create_default_context(cafile=authority.certificate)
+    def get(url: str, **more: Any) -> int:
+        with urllib.request.urlopen(url, timeout=20, **more) as answer:
+            return int(answer.status)
 
-        def get(url: str, **more: Any) -> int:
-            with urllib.request.urlopen(url, timeout=20, **more) as answer:
-                return int(answer.status)
-
-        try:
-            assert await asyncio.to_thread(get, server.url, context=context) == 200
-            with pytest.raises((OSError, HTTPException)):
-                await asyncio.to_thread(get, server.url.replace("https", "http"))
-        finally:
-            await server.aclose()
-
-    asyncio.run(scenario())
+    try:
+        assert await asyncio.to_thread(get, server.url, context=context) == 200
+        with pytest.raises((OSError, HTTPException)):
+            await asyncio.to_thread(get, server.url.replace("https", "http"))
+    finally:
+        await server.aclose()

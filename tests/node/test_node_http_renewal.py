@@ -20,7 +20,7 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from support.kafka.security import Authority
-from support.waiting import run
+from support.waiting import until
 from tidemill.base.errors import InvalidError
 from tidemill.node.http import embedded_granian
 from tidemill.node.http import server as http_module
@@ -101,97 +101,80 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_module, "RENEW_INTERVAL_S", 0.05)
 
 
-def test_f249_new_connections_get_the_new_certificate_and_old_ones_go_on(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        world = World(tmp_path)
-        await world.server.start()
-        following = asyncio.ensure_future(world.follow())
-        try:
+async def test_f249_new_connections_get_the_new_certificate_and_old_ones_go_on(tmp_path: Path) -> None:
+    world = World(tmp_path)
+    await world.server.start()
+    following = asyncio.ensure_future(world.follow())
+    try:
+        reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port, ssl=world.context)
+        writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert b"first" in await reader.readuntil(b"first")
+        for _ in range(2):
+            await world.renewed()
+        world.go_on.set()
+        assert b"last" in await reader.readuntil(b"last"), "a request under way ends as it began"
+        writer.close()
+        key = world.authority.certificate.parent / "server.key"
+        good, works = key.read_bytes(), world.works
+        world.reported.clear()  # of a key that was there before its certificate
+        key.write_text("nothing")
+        await until(lambda: world.reported)
+        await world.settled()  # the former one serves
+        key.write_bytes(good)
+        await until(lambda: world.works > works + 1)
+        await world.settled()
+    finally:
+        following.cancel()
+        await world.server.aclose()
+    with pytest.raises(OSError):
+        await asyncio.open_connection("127.0.0.1", world.server.port, ssl=world.context)
+
+
+async def test_a_connection_that_never_ends_holds_no_renewal_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(http_module, "FORMER_CONNECTIONS_S", 0.3)
+    world = World(tmp_path)
+    await world.server.start()
+    following = asyncio.ensure_future(world.follow())
+    try:
+        for _ in range(3):
             reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port, ssl=world.context)
             writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
-            assert b"first" in await reader.readuntil(b"first")
-            for _ in range(2):
-                await world.renewed()
-            world.go_on.set()
-            assert b"last" in await reader.readuntil(b"last"), "a request under way ends as it began"
+            await reader.readuntil(b"first")
+            await world.renewed()
+            async with asyncio.timeout(40):
+                with contextlib.suppress(OSError):
+                    await reader.read()  # until it is ended
             writer.close()
-            key = world.authority.certificate.parent / "server.key"
-            good, works = key.read_bytes(), world.works
-            world.reported.clear()  # of a key that was there before its certificate
-            key.write_text("nothing")
-            async with asyncio.timeout(40):
-                while not world.reported:
-                    await asyncio.sleep(0.02)
-            await world.settled()  # the former one serves
-            key.write_bytes(good)
-            async with asyncio.timeout(40):
-                while world.works <= works + 1:
-                    await asyncio.sleep(0.02)
-            await world.settled()
-        finally:
-            following.cancel()
-            await world.server.aclose()
-        with pytest.raises(OSError):
-            await asyncio.open_connection("127.0.0.1", world.server.port, ssl=world.context)
-
-    run(scenario())
+        await until(lambda: listening(world.server.port) <= 2)
+        # Seen between the two files it is one certificate with the key of another: told, and tried again.
+        assert [each for each in world.reported if "certificate and key" not in str(each)] == []
+    finally:
+        world.go_on.set()
+        following.cancel()
+        await world.server.aclose()
 
 
-def test_a_connection_that_never_ends_holds_no_renewal_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_module, "FORMER_CONNECTIONS_S", 0.3)
-
-    async def scenario() -> None:
-        world = World(tmp_path)
-        await world.server.start()
-        following = asyncio.ensure_future(world.follow())
-        try:
-            for _ in range(3):
-                reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port, ssl=world.context)
-                writer.write(b"GET /slow HTTP/1.1\r\nHost: x\r\n\r\n")
-                await reader.readuntil(b"first")
-                await world.renewed()
-                async with asyncio.timeout(40):
-                    with contextlib.suppress(OSError):
-                        await reader.read()  # until it is ended
-                writer.close()
-            async with asyncio.timeout(40):
-                while listening(world.server.port) > 2:  # ours, and the worker's
-                    await asyncio.sleep(0.02)
-            # Seen between the two files it is one certificate with the key of another: told, and tried again.
-            assert [each for each in world.reported if "certificate and key" not in str(each)] == []
-        finally:
-            world.go_on.set()
-            following.cancel()
-            await world.server.aclose()
-
-    run(scenario())
-
-
-def test_a_renewal_that_is_cut_off_leaves_no_worker_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_renewal_that_is_cut_off_leaves_no_worker_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A node that ends while it waits to see whether the next worker serves."""
     monkeypatch.setattr(embedded_granian, "WORKER_START_CHECK_S", 600.0)
-
-    async def scenario() -> None:
-        world = World(tmp_path)
-        await world.server.start()
-        inner, workers = world.server._server, list[Any]()
-        spawn = inner._spawn_worker
-        inner._spawn_worker = lambda *what: workers.append(spawn(*what)) or workers[-1]
-        following = asyncio.ensure_future(world.follow())
-        world.replace()
-        async with asyncio.timeout(40):
-            while not workers:
-                await asyncio.sleep(0.001)
-        following.cancel()
-        await asyncio.gather(following, return_exceptions=True)
-        await world.server.aclose()
-        async with asyncio.timeout(40):
-            while not all(worker._task.done() for worker in workers):
-                await asyncio.sleep(0.01)
-        with pytest.raises(OSError):
-            await asyncio.open_connection("127.0.0.1", world.server.port, ssl=world.context)
-
-    run(scenario())
+    world = World(tmp_path)
+    await world.server.start()
+    inner, workers = world.server._server, list[Any]()
+    spawn = inner._spawn_worker
+    inner._spawn_worker = lambda *what: workers.append(spawn(*what)) or workers[-1]
+    following = asyncio.ensure_future(world.follow())
+    world.replace()
+    await until(lambda: workers)
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
+    await world.server.aclose()
+    await until(lambda: all(worker._task.done() for worker in workers))
+    with pytest.raises(OSError):
+        await asyncio.open_connection("127.0.0.1", world.server.port, ssl=world.context)
 
 
 def listening(port: int) -> int:

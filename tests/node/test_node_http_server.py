@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from support.waiting import eventually, run
+from support.waiting import eventually, run, until
 from tidemill.base.errors import InvalidError
 from tidemill.node.http import embedded_granian
 from tidemill.node.http.server import HttpServer
@@ -41,22 +41,19 @@ async def fetch(port: int, path: str = "/") -> bytes:
         writer.close()
 
 
-def test_port_zero_gives_a_free_port_that_answers_and_is_free_again_after_the_end() -> None:
-    async def main() -> None:
-        server = HttpServer(app(), on_failure=broke)
-        port = await server.start()
-        assert port == server.port > 0
-        assert (await fetch(port)).endswith(b"hello")
-        await server.aclose()
-        await server.aclose()
-        with pytest.raises(OSError):
-            await fetch(port)
-        again = HttpServer(app(), port=port, on_failure=broke)
-        assert await again.start() == port
-        assert (await fetch(port)).endswith(b"hello")
-        await again.aclose()
-
-    run(main())
+async def test_port_zero_gives_a_free_port_that_answers_and_is_free_again_after_the_end() -> None:
+    server = HttpServer(app(), on_failure=broke)
+    port = await server.start()
+    assert port == server.port > 0
+    assert (await fetch(port)).endswith(b"hello")
+    await server.aclose()
+    await server.aclose()
+    with pytest.raises(OSError):
+        await fetch(port)
+    again = HttpServer(app(), port=port, on_failure=broke)
+    assert await again.start() == port
+    assert (await fetch(port)).endswith(b"hello")
+    await again.aclose()
 
 
 def test_at_its_end_no_thread_is_left_to_ask_for_connections() -> None:
@@ -73,83 +70,72 @@ def test_at_its_end_no_thread_is_left_to_ask_for_connections() -> None:
     eventually(lambda: len(os.listdir("/proc/self/task")) <= before)
 
 
-def test_a_taken_port_is_invalid_and_names_the_key() -> None:
-    async def main() -> None:
-        first = HttpServer(app(), on_failure=broke)
-        port = await first.start()
-        with pytest.raises(InvalidError, match=r"key=node\.http"):
-            await HttpServer(app(), port=port, on_failure=broke).start()
-        assert (await fetch(port)).endswith(b"hello")
-        await first.aclose()
-        with socket.socket() as foreign:
-            foreign.bind(("127.0.0.1", 0))
-            foreign.listen()
-            with pytest.raises(InvalidError, match="Set node"):
-                await HttpServer(app(), port=foreign.getsockname()[1], on_failure=broke).start()
-
-    run(main())
+async def test_a_taken_port_is_invalid_and_names_the_key() -> None:
+    first = HttpServer(app(), on_failure=broke)
+    port = await first.start()
+    with pytest.raises(InvalidError, match=r"key=node\.http"):
+        await HttpServer(app(), port=port, on_failure=broke).start()
+    assert (await fetch(port)).endswith(b"hello")
+    await first.aclose()
+    with socket.socket() as foreign:
+        foreign.bind(("127.0.0.1", 0))
+        foreign.listen()
+        with pytest.raises(InvalidError, match="Set node"):
+            await HttpServer(app(), port=foreign.getsockname()[1], on_failure=broke).start()
 
 
-def test_a_stream_arrives_piece_by_piece_and_is_cancelled_when_the_client_goes() -> None:
-    async def main() -> None:
-        over = asyncio.Event()
+async def test_a_stream_arrives_piece_by_piece_and_is_cancelled_when_the_client_goes() -> None:
+    over = asyncio.Event()
 
-        async def stream(request: Request) -> Response:
-            async def pieces() -> AsyncIterator[bytes]:
-                try:
-                    while True:
-                        yield b"piece\n"
-                        await asyncio.sleep(0.01)
-                finally:
-                    over.set()
+    async def stream(request: Request) -> Response:
+        async def pieces() -> AsyncIterator[bytes]:
+            try:
+                while True:
+                    yield b"piece\n"
+                    await asyncio.sleep(0.01)
+            finally:
+                over.set()
 
-            return StreamingResponse(pieces())
+        return StreamingResponse(pieces())
 
-        server = HttpServer(app(Route("/stream", stream)), on_failure=broke)
-        port = await server.start()
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
-        await reader.readuntil(b"piece")
-        assert not over.is_set()
-        writer.close()
-        await over.wait()
-        await server.aclose()
-
-    run(main())
+    server = HttpServer(app(Route("/stream", stream)), on_failure=broke)
+    port = await server.start()
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"GET /stream HTTP/1.1\r\nhost: x\r\n\r\n")
+    await reader.readuntil(b"piece")
+    assert not over.is_set()
+    writer.close()
+    await over.wait()
+    await server.aclose()
 
 
-def test_many_held_requests_are_answered_and_the_end_does_not_wait_for_them() -> None:
-    async def main() -> None:
-        gate = asyncio.Event()
-        held = 0
+async def test_many_held_requests_are_answered_and_the_end_does_not_wait_for_them() -> None:
+    gate = asyncio.Event()
+    held = 0
 
-        async def hold(request: Request) -> Response:
-            nonlocal held
-            held += 1
-            await gate.wait()
-            return PlainTextResponse("released")
+    async def hold(request: Request) -> Response:
+        nonlocal held
+        held += 1
+        await gate.wait()
+        return PlainTextResponse("released")
 
-        server = HttpServer(app(Route("/hold", hold)), on_failure=broke)
-        port = await server.start()
-        waiting = [asyncio.ensure_future(fetch(port, "/hold")) for _ in range(200)]
-        while held < 200:
-            await asyncio.sleep(0.01)
-        assert (await fetch(port)).endswith(b"hello")
-        gate.set()
-        assert all(answer.endswith(b"released") for answer in await asyncio.gather(*waiting))
-        gate.clear()
-        last = asyncio.ensure_future(fetch(port, "/hold"))
-        while held < 201:
-            await asyncio.sleep(0.01)
-        await server.aclose()
-        gate.set()
-        last.cancel()
-        await asyncio.gather(last, return_exceptions=True)
-
-    run(main())
+    server = HttpServer(app(Route("/hold", hold)), on_failure=broke)
+    port = await server.start()
+    waiting = [asyncio.ensure_future(fetch(port, "/hold")) for _ in range(200)]
+    await until(lambda: held >= 200)
+    assert (await fetch(port)).endswith(b"hello")
+    gate.set()
+    assert all(answer.endswith(b"released") for answer in await asyncio.gather(*waiting))
+    gate.clear()
+    last = asyncio.ensure_future(fetch(port, "/hold"))
+    await until(lambda: held >= 201)
+    await server.aclose()
+    gate.set()
+    last.cancel()
+    await asyncio.gather(last, return_exceptions=True)
 
 
-def test_an_unknown_granian_is_refused_at_the_start_and_the_installed_one_is_known(
+async def test_an_unknown_granian_is_refused_at_the_start_and_the_installed_one_is_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     embedded_granian.check_version()
@@ -164,11 +150,8 @@ def test_an_unknown_granian_is_refused_at_the_start_and_the_installed_one_is_kno
     with pytest.raises(InvalidError, match="method=_spawn_worker parameters="):
         embedded_granian.check_version(server=Changed)
 
-    async def main() -> None:
-        server = HttpServer(app(), on_failure=broke)
-        with pytest.raises(InvalidError, match="missing=another"):
-            await server.start()
-        await server.aclose()
-
     monkeypatch.setattr(embedded_granian, "_ATTRIBUTES", (*embedded_granian._ATTRIBUTES, "another"))
-    run(main())
+    server = HttpServer(app(), on_failure=broke)
+    with pytest.raises(InvalidError, match="missing=another"):
+        await server.start()
+    await server.aclose()

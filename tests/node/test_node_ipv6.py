@@ -15,6 +15,7 @@ import pytest
 from confluent_kafka import Consumer, Producer
 
 from support.ports import free_port
+from support.waiting import until
 from tidemill.base.config.config import Config
 from tidemill.console.app import console_routes
 from tidemill.node import node as assembly
@@ -43,8 +44,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     async def run() -> None:
         node = assembly.Node(config, console_routes)
         running = asyncio.ensure_future(node.run(stop))
-        while not running.done() and (node.not_ready_reason() or not can_connect(kafka)):
-            await asyncio.sleep(0.05)
+        await until(lambda: running.done() or (not node.not_ready_reason() and can_connect(kafka)))
         ready.set()
         await running
 

@@ -112,38 +112,32 @@ def test_a_subset_by_post_is_sent_to_the_node_that_captures_its_table() -> None:
     assert asyncio.run(Router().ask("orders", "DELETE")) == (200, "")
 
 
-def test_while_consensus_is_away_what_was_known_is_used_and_else_the_client_tries_again() -> None:
-    async def scenario() -> None:
-        router = Router()
-        router.cluster.away = True
-        assert await router.ask("orders") == (503, "")
-        assert await router.ask("tidemill.orders") == await router.ask("shard.orders") == (200, "")
-        router.cluster.away = False
-        router.clock.advance(1_500)
-        assert await router.ask("orders") == (307, "http://b")
-        router.cluster.away = True
-        router.clock.advance(1_500)
-        assert await router.ask("orders") == (307, "http://b")
-
-    asyncio.run(scenario())
+async def test_while_consensus_is_away_what_was_known_is_used_and_else_the_client_tries_again() -> None:
+    router = Router()
+    router.cluster.away = True
+    assert await router.ask("orders") == (503, "")
+    assert await router.ask("tidemill.orders") == await router.ask("shard.orders") == (200, "")
+    router.cluster.away = False
+    router.clock.advance(1_500)
+    assert await router.ask("orders") == (307, "http://b")
+    router.cluster.away = True
+    router.clock.advance(1_500)
+    assert await router.ask("orders") == (307, "http://b")
 
 
-def test_many_requests_share_one_look() -> None:
-    async def scenario() -> None:
-        router = Router()
-        router.cluster.slow.clear()
-        first = [asyncio.ensure_future(router.ask("orders")) for _ in range(20)]
-        await asyncio.sleep(0)
-        router.cluster.slow.set()
-        assert set(await asyncio.gather(*first)) == {(307, "http://b")}
-        assert router.cluster.looks == 1
-        router.clock.advance(1_500)
-        router.cluster.slow.clear()
-        looking = asyncio.ensure_future(router.ask("orders"))
-        await asyncio.sleep(0)
-        assert await router.ask("orders") == (307, "http://b"), "nobody else waits for the look under way"
-        router.cluster.slow.set()
-        await looking
-        assert router.cluster.looks == 2
-
-    asyncio.run(scenario())
+async def test_many_requests_share_one_look() -> None:
+    router = Router()
+    router.cluster.slow.clear()
+    first = [asyncio.ensure_future(router.ask("orders")) for _ in range(20)]
+    await asyncio.sleep(0)
+    router.cluster.slow.set()
+    assert set(await asyncio.gather(*first)) == {(307, "http://b")}
+    assert router.cluster.looks == 1
+    router.clock.advance(1_500)
+    router.cluster.slow.clear()
+    looking = asyncio.ensure_future(router.ask("orders"))
+    await asyncio.sleep(0)
+    assert await router.ask("orders") == (307, "http://b"), "nobody else waits for the look under way"
+    router.cluster.slow.set()
+    await looking
+    assert router.cluster.looks == 2

@@ -73,7 +73,7 @@ def users_and_rules(path: Path) -> None:
         opened.portal.call(rulebook.add([rule]))
 
 
-def test_a_node_with_every_door_locked_lets_in_whom_its_rules_allow(tmp_path: Path) -> None:
+async def test_a_node_with_every_door_locked_lets_in_whom_its_rules_allow(tmp_path: Path) -> None:
     authority = Authority(tmp_path / "ca")
     path = configuration(tmp_path, authority)
     users_and_rules(path)
@@ -125,20 +125,17 @@ def test_a_node_with_every_door_locked_lets_in_whom_its_rules_allow(tmp_path: Pa
         with pytest.raises(ck.KafkaException):
             AdminClient({"bootstrap.servers": config.node.kafka, "socket.timeout.ms": 2000}).list_topics(timeout=3)
 
-    async def scenario() -> None:
-        node, stop = Node(config, console_routes), asyncio.Event()
-        running = asyncio.ensure_future(node.run(stop))
-        async with asyncio.timeout(90):
-            while node.not_ready_reason():
-                assert not running.done(), running.exception()
-                await asyncio.sleep(0.05)
-            try:
-                await asyncio.to_thread(client_side)
-            finally:
-                stop.set()
-                await running
-
-    asyncio.run(scenario())
+    node, stop = Node(config, console_routes), asyncio.Event()
+    running = asyncio.ensure_future(node.run(stop))
+    async with asyncio.timeout(90):
+        while node.not_ready_reason():
+            assert not running.done(), running.exception()
+            await asyncio.sleep(0.05)
+        try:
+            await asyncio.to_thread(client_side)
+        finally:
+            stop.set()
+            await running
 
 
 @pytest.mark.parametrize(

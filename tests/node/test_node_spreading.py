@@ -17,67 +17,61 @@ from tidemill.node.captures.balancer import CaptureBalancer
 LEASE = Lease("capture/a", "n1/1", 1, 1, 60_000, True)
 
 
-def test_s2_what_who_should_have_it_does_not_take_is_taken_by_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_s2_what_who_should_have_it_does_not_take_is_taken_by_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(balancer, "TRY_INTERVAL_S", 0.05)
 
-    async def scenario() -> None:
-        async def look() -> tuple[dict[str, str], dict[str, list[str]]]:
-            await asyncio.sleep(0.005)
-            return {"b": "n1/1", "c": "n1/1"}, {"n1": ["a", "b", "c"], "dead": ["a"]}
+    async def look() -> tuple[dict[str, str], dict[str, list[str]]]:
+        await asyncio.sleep(0.005)
+        return {"b": "n1/1", "c": "n1/1"}, {"n1": ["a", "b", "c"], "dead": ["a"]}
 
-        async with asyncio.timeout(30):
-            await CaptureBalancer("n1/2", look, SystemClock()).wait_for_turn("a")
-            await CaptureBalancer("unknown/2", look, SystemClock()).wait_for_turn(
-                "a"
-            )  # not even told of: yet it comes to try
-            await CaptureBalancer("n1/2", look, SystemClock()).wait_for_turn("b")  # an earlier life's
-        waits = asyncio.create_task(CaptureBalancer("n1/1", look, SystemClock()).wait_for_turn("b"))
-        await asyncio.wait([waits], timeout=0.1)
-        assert not waits.done()  # its own, which it has just given up: others come first
-        waits.cancel()
-
-    asyncio.run(scenario())
+    async with asyncio.timeout(30):
+        await CaptureBalancer("n1/2", look, SystemClock()).wait_for_turn("a")
+        await CaptureBalancer("unknown/2", look, SystemClock()).wait_for_turn(
+            "a"
+        )  # not even told of: yet it comes to try
+        await CaptureBalancer("n1/2", look, SystemClock()).wait_for_turn("b")  # an earlier life's
+    waits = asyncio.create_task(CaptureBalancer("n1/1", look, SystemClock()).wait_for_turn("b"))
+    await asyncio.wait([waits], timeout=0.1)
+    assert not waits.done()  # its own, which it has just given up: others come first
+    waits.cancel()
 
 
-def test_a_capture_that_another_should_have_ends_before_its_lease_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_capture_that_another_should_have_ends_before_its_lease_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(balancer, "HANDOVER_DELAY_S", 0.0)
+    consensus = MemoryConsensus(SystemClock())
+    uneven, at_end = asyncio.Event(), list[bool]()
 
-    async def scenario() -> None:
-        consensus = MemoryConsensus(SystemClock())
-        uneven, at_end = asyncio.Event(), list[bool]()
+    async def look() -> tuple[dict[str, str], dict[str, list[str]]]:
+        await uneven.wait()
+        await asyncio.sleep(0)
+        return {"a": "n1/1", "b": "n1/1"}, {"n1": ["a", "b"], "n2": ["a"]}
 
-        async def look() -> tuple[dict[str, str], dict[str, list[str]]]:
-            await uneven.wait()
-            await asyncio.sleep(0)
-            return {"a": "n1/1", "b": "n1/1"}, {"n1": ["a", "b"], "n2": ["a"]}
-
-        async def run(_: Lease) -> None:
-            uneven.set()
-            try:
-                await asyncio.sleep(3600)
-            finally:
-                at_end.extend(lease.live for lease in await consensus.leases("capture/"))
-
-        body = CaptureBalancer("n1/1", look, SystemClock()).with_handover("a", run)
-        async with asyncio.timeout(30):
-            await run_while_leading(consensus, LeaseRequest("capture/a", "n1/1"), body)
-        assert at_end == [True]
-        assert not any(lease.live for lease in await consensus.leases("capture/"))
-
-    asyncio.run(scenario())
-
-
-def test_what_a_capture_raises_is_raised_to_who_holds_the_lease() -> None:
-    async def scenario() -> None:
-        async def look() -> tuple[dict[str, str], dict[str, list[str]]]:
+    async def run(_: Lease) -> None:
+        uneven.set()
+        try:
             await asyncio.sleep(3600)
-            return {}, {}
+        finally:
+            at_end.extend(lease.live for lease in await consensus.leases("capture/"))
 
-        async def run(_: Lease) -> None:
-            raise RuntimeError("of whatever type")
+    body = CaptureBalancer("n1/1", look, SystemClock()).with_handover("a", run)
+    async with asyncio.timeout(30):
+        await run_while_leading(consensus, LeaseRequest("capture/a", "n1/1"), body)
+    assert at_end == [True]
+    assert not any(lease.live for lease in await consensus.leases("capture/"))
 
-        async with Tasks(print):
-            with pytest.raises(RuntimeError, match="of whatever type"):
-                await CaptureBalancer("n1/1", look, SystemClock()).with_handover("a", run)(LEASE)
 
-    asyncio.run(scenario())
+async def test_what_a_capture_raises_is_raised_to_who_holds_the_lease() -> None:
+    async def look() -> tuple[dict[str, str], dict[str, list[str]]]:
+        await asyncio.sleep(3600)
+        return {}, {}
+
+    async def run(_: Lease) -> None:
+        raise RuntimeError("of whatever type")
+
+    async with Tasks(print):
+        with pytest.raises(RuntimeError, match="of whatever type"):
+            await CaptureBalancer("n1/1", look, SystemClock()).with_handover("a", run)(LEASE)

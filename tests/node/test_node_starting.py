@@ -62,53 +62,50 @@ class GoesAway:
         (assembly.KafkaServer, "start"),
     ],
 )
-def test_f612_consensus_that_goes_away_between_two_steps_of_the_start_is_waited_for_and_told(
+async def test_f612_consensus_that_goes_away_between_two_steps_of_the_start_is_waited_for_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str
 ) -> None:
-    async def scenario() -> None:
-        consensus = GoesAway(MemoryConsensus(SystemClock()))
+    consensus = GoesAway(MemoryConsensus(SystemClock()))
 
-        async def opened(*_: Any) -> Any:
-            return consensus
+    async def opened(*_: Any) -> Any:
+        return consensus
 
-        monkeypatch.setattr(assembly, "open_consensus", opened)
-        works = getattr(owner, name)
-        tries = []
+    monkeypatch.setattr(assembly, "open_consensus", opened)
+    works = getattr(owner, name)
+    tries = []
 
-        async def begins(*args: Any, **named: Any) -> Any:
-            consensus.away = consensus.away or not tries
-            tries.append(1)
-            return await works(*args, **named)
+    async def begins(*args: Any, **named: Any) -> Any:
+        consensus.away = consensus.away or not tries
+        tries.append(1)
+        return await works(*args, **named)
 
-        monkeypatch.setattr(owner, name, begins)
-        config = Config.model_validate(
-            {
-                "node": {"name": "n1", "data": str(tmp_path), "http": free_address(), "kafka": free_address()},
-                "objects": {"url": "memory://"},
-                "topics": {"clicks": {"partitions": 1}},
-            }
-        )
-        node, stop = Node(config, lambda *_: []), asyncio.Event()
-        running = asyncio.ensure_future(node.run(stop))
-        board = StatusBoard(consensus, Rand())  # type: ignore[arg-type]
+    monkeypatch.setattr(owner, name, begins)
+    config = Config.model_validate(
+        {
+            "node": {"name": "n1", "data": str(tmp_path), "http": free_address(), "kafka": free_address()},
+            "objects": {"url": "memory://"},
+            "topics": {"clicks": {"partitions": 1}},
+        }
+    )
+    node, stop = Node(config, lambda *_: []), asyncio.Event()
+    running = asyncio.ensure_future(node.run(stop))
+    board = StatusBoard(consensus, Rand())  # type: ignore[arg-type]
 
-        async def reported() -> StageStatus | None:
-            return next((m for r in await board.reports() for m in r.marks if m.name == "node:n1" and m.error), None)
+    async def reported() -> StageStatus | None:
+        return next((m for r in await board.reports() for m in r.marks if m.name == "node:n1" and m.error), None)
 
-        await until(lambda: running.done() or (len(tries) >= 2 and "cannot start" in node.not_ready_reason()))
-        assert not running.done(), running.exception()
-        while (mark := await reported()) is None:
-            await asyncio.sleep(0.02)
-        assert WHY in mark.error and mark.held_by == "consensus@node:n1"
-        consensus.away = False
-        await until(lambda: running.done() or not node.not_ready_reason())
-        assert not running.done(), running.exception()
-        while await reported() is not None:
-            await asyncio.sleep(0.02)
-        stop.set()
-        await running
-        (last,) = [report for report in await board.reports() if report.process == "node:n1"]
-        assert last.left and last.marks, "a node that is stopped in order says so"
-        await consensus.inner.aclose()
-
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    await until(lambda: running.done() or (len(tries) >= 2 and "cannot start" in node.not_ready_reason()))
+    assert not running.done(), running.exception()
+    while (mark := await reported()) is None:
+        await asyncio.sleep(0.02)
+    assert WHY in mark.error and mark.held_by == "consensus@node:n1"
+    consensus.away = False
+    await until(lambda: running.done() or not node.not_ready_reason())
+    assert not running.done(), running.exception()
+    while await reported() is not None:
+        await asyncio.sleep(0.02)
+    stop.set()
+    await running
+    (last,) = [report for report in await board.reports() if report.process == "node:n1"]
+    assert last.left and last.marks, "a node that is stopped in order says so"
+    await consensus.inner.aclose()

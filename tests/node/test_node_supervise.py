@@ -28,70 +28,58 @@ def alive(pid: int) -> bool:
         return False
 
 
-def test_a_killed_child_comes_back_under_a_new_pid_and_stop_ends_it(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        failures: list[BaseException] = []
-        supervisor = Supervisor(tmp_path, SystemClock(), failures.append)
-        child = supervisor.add(ChildSpec("sleeper", SLEEPER))
-        await until(lambda: child.pid)
-        first = child.pid
-        assert child.kill()
-        await until(lambda: child.pid not in (None, first))
-        second = child.pid
-        assert second is not None
-        assert child.restarts == 1
-        await supervisor.stop()
-        assert not alive(second)
-        assert failures == []
-
-    asyncio.run(scenario())
+async def test_a_killed_child_comes_back_under_a_new_pid_and_stop_ends_it(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+    supervisor = Supervisor(tmp_path, SystemClock(), failures.append)
+    child = supervisor.add(ChildSpec("sleeper", SLEEPER))
+    await until(lambda: child.pid)
+    first = child.pid
+    assert child.kill()
+    await until(lambda: child.pid not in (None, first))
+    second = child.pid
+    assert second is not None
+    assert child.restarts == 1
+    await supervisor.stop()
+    assert not alive(second)
+    assert failures == []
 
 
-def test_a_node_whose_cluster_was_replaced_ends_everything_also_after_it_ran_steadily(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        failures: list[BaseException] = []
-        supervisor = Supervisor(tmp_path, SystemClock(), failures.append)
-        said = "import sys; print('tidemill: The bucket belongs to another cluster.'); sys.exit(5)"
-        child = supervisor.add(ChildSpec("node", [sys.executable, "-c", said], vital=True))
-        child._steady = True
-        await until(lambda: failures)
-        assert isinstance(failures[0], ClusterReplacedError)
-        assert "The bucket belongs to another cluster" in str(failures[0])
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+async def test_a_node_whose_cluster_was_replaced_ends_everything_also_after_it_ran_steadily(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+    supervisor = Supervisor(tmp_path, SystemClock(), failures.append)
+    said = "import sys; print('tidemill: The bucket belongs to another cluster.'); sys.exit(5)"
+    child = supervisor.add(ChildSpec("node", [sys.executable, "-c", said], vital=True))
+    child._steady = True
+    await until(lambda: failures)
+    assert isinstance(failures[0], ClusterReplacedError)
+    assert "The bucket belongs to another cluster" in str(failures[0])
+    await supervisor.stop()
 
 
-def test_a_child_that_was_asked_to_end_is_started_anew_and_tells_no_failure(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        said: list[str] = []
-        supervisor = Supervisor(tmp_path, SystemClock(), print, said.append)
-        child = supervisor.add(ChildSpec("ends", [sys.executable, "-c", "pass"], marks=("pipeline:p",)))
-        await until(lambda: child.restarts >= 2)
-        assert supervisor.tracker.failure("pipeline:p") is None and not said
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+async def test_a_child_that_was_asked_to_end_is_started_anew_and_tells_no_failure(tmp_path: Path) -> None:
+    said: list[str] = []
+    supervisor = Supervisor(tmp_path, SystemClock(), print, said.append)
+    child = supervisor.add(ChildSpec("ends", [sys.executable, "-c", "pass"], marks=("pipeline:p",)))
+    await until(lambda: child.restarts >= 2)
+    assert supervisor.tracker.failure("pipeline:p") is None and not said
+    await supervisor.stop()
 
 
 REFUSES = [sys.executable, "-c", "import sys; print('tidemill: node.http is taken.', file=sys.stderr); sys.exit(2)"]
 
 
-def test_a_node_that_refuses_its_configuration_at_once_ends_everything_with_its_sentence(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        failures: list[BaseException] = []
-        supervisor = Supervisor(tmp_path, SystemClock(), failures.append)
-        child = supervisor.add(ChildSpec("refuses", REFUSES, vital=True))
-        await until(lambda: failures)
-        assert isinstance(failures[0], InvalidError)
-        assert "node.http is taken." in str(failures[0])
-        assert child.restarts == 0
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+async def test_a_node_that_refuses_its_configuration_at_once_ends_everything_with_its_sentence(tmp_path: Path) -> None:
+    failures: list[BaseException] = []
+    supervisor = Supervisor(tmp_path, SystemClock(), failures.append)
+    child = supervisor.add(ChildSpec("refuses", REFUSES, vital=True))
+    await until(lambda: failures)
+    assert isinstance(failures[0], InvalidError)
+    assert "node.http is taken." in str(failures[0])
+    assert child.restarts == 0
+    await supervisor.stop()
 
 
-def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_and_a_correction_starts_it(
+async def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_and_a_correction_starts_it(
     tmp_path: Path,
 ) -> None:
     """The real driver's process, up to where it would open its stores."""
@@ -106,99 +94,81 @@ def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_and_a_
         "objects": {"url": "ftp://nowhere"},
     }
     spec = driver_spec(parse(values, origin=""), ["shop"])
-
-    async def scenario() -> None:
-        failures: list[BaseException] = []
-        said: list[str] = []
-        supervisor = Supervisor(tmp_path, SystemClock(), failures.append, said.append)
-        other = supervisor.add(ChildSpec("other", SLEEPER))
-        supervisor.add(spec)
-        await until(lambda: supervisor.tracker.failure("pipeline:shop"))
-        failure = supervisor.tracker.failure("pipeline:shop")
-        assert failure is not None and failure.parked
-        assert "line=1 error=ModuleNotFoundError" in failure.error
-        (mark,) = supervisor.tracker.report("up", 0).marks
-        assert (mark.name, mark.held_by) == ("pipeline:shop", "operator")
-        file.write_text("def build(p):\n    p.table('t', p.topic('t', key='a', schema='a long'))\n")
-        await until(lambda: len(said) > 1)  # long before the pause is over: its file changed
-        assert "objects.url" in said[1], "it got further, to the next thing that is wrong"
-        assert len(set(said)) == len(said) and other.pid and not failures
-        first = failure.since_ms
-        again = supervisor.tracker.failure("pipeline:shop")
-        assert again is not None and (again.since_ms, again.tries) == (first, 2)
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    failures: list[BaseException] = []
+    said: list[str] = []
+    supervisor = Supervisor(tmp_path, SystemClock(), failures.append, said.append)
+    other = supervisor.add(ChildSpec("other", SLEEPER))
+    supervisor.add(spec)
+    await until(lambda: supervisor.tracker.failure("pipeline:shop"))
+    failure = supervisor.tracker.failure("pipeline:shop")
+    assert failure is not None and failure.parked
+    assert "line=1 error=ModuleNotFoundError" in failure.error
+    (mark,) = supervisor.tracker.report("up", 0).marks
+    assert (mark.name, mark.held_by) == ("pipeline:shop", "operator")
+    file.write_text("def build(p):\n    p.table('t', p.topic('t', key='a', schema='a long'))\n")
+    await until(lambda: len(said) > 1)  # long before the pause is over: its file changed
+    assert "objects.url" in said[1], "it got further, to the next thing that is wrong"
+    assert len(set(said)) == len(said) and other.pid and not failures
+    first = failure.since_ms
+    again = supervisor.tracker.failure("pipeline:shop")
+    assert again is not None and (again.since_ms, again.tries) == (first, 2)
+    await supervisor.stop()
 
 
-def test_f310_a_child_that_ends_again_and_again_is_told_with_its_last_words_and_one_age(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        said: list[str] = []
-        supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None, said.append)
-        program = "import sys; sys.stderr.write('Traceback\\nOSError: the bucket is away\\n'); sys.exit(1)"
-        child = supervisor.add(ChildSpec("driver", [sys.executable, "-c", program], marks=("pipeline:shop",)))
-        await until(lambda: child.restarts >= 3)
-        failure = supervisor.tracker.failure("pipeline:shop")
-        assert failure is not None and (failure.tries, failure.parked) == (child.restarts, False)
-        assert failure.error == "OSError: the bucket is away"
-        assert said == ["driver: OSError: the bucket is away"]
-        (mark,) = supervisor.tracker.report("up", 0).marks
-        stuck_ms = failure.since_ms + mark.budget_ms + 1
-        assert derive_status(mark, "up", stuck_ms, stuck_ms).state is StageState.STUCK
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+async def test_f310_a_child_that_ends_again_and_again_is_told_with_its_last_words_and_one_age(tmp_path: Path) -> None:
+    said: list[str] = []
+    supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None, said.append)
+    program = "import sys; sys.stderr.write('Traceback\\nOSError: the bucket is away\\n'); sys.exit(1)"
+    child = supervisor.add(ChildSpec("driver", [sys.executable, "-c", program], marks=("pipeline:shop",)))
+    await until(lambda: child.restarts >= 3)
+    failure = supervisor.tracker.failure("pipeline:shop")
+    assert failure is not None and (failure.tries, failure.parked) == (child.restarts, False)
+    assert failure.error == "OSError: the bucket is away"
+    assert said == ["driver: OSError: the bucket is away"]
+    (mark,) = supervisor.tracker.report("up", 0).marks
+    stuck_ms = failure.since_ms + mark.budget_ms + 1
+    assert derive_status(mark, "up", stuck_ms, stuck_ms).state is StageState.STUCK
+    await supervisor.stop()
 
 
-def test_f317_a_shared_driver_that_dies_or_freezes_is_named_for_every_pipeline_of_it(tmp_path: Path) -> None:
+async def test_f317_a_shared_driver_that_dies_or_freezes_is_named_for_every_pipeline_of_it(tmp_path: Path) -> None:
     processes = ("pipeline:a", "pipeline:b:2")
-
-    async def scenario() -> None:
-        said: list[str] = []
-        supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None, said.append)
-        child = supervisor.add(ChildSpec("driver-small", SLEEPER, marks=processes))
-        await until(lambda: child.pid)
-        assert child.kill()
-        await until(lambda: child.restarts)
-        failures = [supervisor.tracker.failure(mark) for mark in processes]
-        assert ["killed by SIGKILL" in failure.error for failure in failures if failure is not None] == [True, True]
-        assert len(said) == 1
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+    said: list[str] = []
+    supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None, said.append)
+    child = supervisor.add(ChildSpec("driver-small", SLEEPER, marks=processes))
+    await until(lambda: child.pid)
+    assert child.kill()
+    await until(lambda: child.restarts)
+    failures = [supervisor.tracker.failure(mark) for mark in processes]
+    assert ["killed by SIGKILL" in failure.error for failure in failures if failure is not None] == [True, True]
+    assert len(said) == 1
+    await supervisor.stop()
     reports = [StatusReport(process, 0, (), pid=7, host="here") for process in processes]
     marks = derive_statuses(reports, STATUS_BLIND_AFTER_MS + 1)
     assert [marks[f"process:{process}"].mark.held_by for process in processes] == ["pid 7 on here"] * 2
 
 
-def test_the_last_words_of_a_life_are_its_own(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        (tmp_path / "quiet.log").write_text("an earlier life said this\n")
-        supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None)
-        supervisor.add(ChildSpec("quiet", [sys.executable, "-c", "raise SystemExit(7)"]))
-        await until(lambda: supervisor.tracker.failure("process:quiet"))
-        failure = supervisor.tracker.failure("process:quiet")
-        assert failure is not None and "ended with code 7" in failure.error
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+async def test_the_last_words_of_a_life_are_its_own(tmp_path: Path) -> None:
+    (tmp_path / "quiet.log").write_text("an earlier life said this\n")
+    supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None)
+    supervisor.add(ChildSpec("quiet", [sys.executable, "-c", "raise SystemExit(7)"]))
+    await until(lambda: supervisor.tracker.failure("process:quiet"))
+    failure = supervisor.tracker.failure("process:quiet")
+    assert failure is not None and "ended with code 7" in failure.error
+    await supervisor.stop()
 
 
-def test_a_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_log_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tidemill.node.supervise import supervisor as supervise
 
     monkeypatch.setattr(supervise, "LOG_BYTES", 10_000)
-
-    async def scenario() -> None:
-        program = "print('x' * 8_000); print('the end')"
-        supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None)
-        child = supervisor.add(ChildSpec("talks", [sys.executable, "-c", program]))
-        await until(lambda: child.restarts >= 4)
-        await supervisor.stop()
-        assert (tmp_path / "talks.log").stat().st_size <= 10_000 + 2 * 8_100
-        assert (tmp_path / "talks.log.1").stat().st_size > 10_000
-
-    asyncio.run(scenario())
+    program = "print('x' * 8_000); print('the end')"
+    supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None)
+    child = supervisor.add(ChildSpec("talks", [sys.executable, "-c", program]))
+    await until(lambda: child.restarts >= 4)
+    await supervisor.stop()
+    assert (tmp_path / "talks.log").stat().st_size <= 10_000 + 2 * 8_100
+    assert (tmp_path / "talks.log.1").stat().st_size > 10_000
 
 
 def test_no_password_is_on_a_command_line_or_in_a_file_that_others_may_read(tmp_path: Path) -> None:
@@ -265,16 +235,13 @@ def test_a_child_whose_parent_is_gone_before_it_begins_does_not_begin(tmp_path: 
     assert not begun.exists()
 
 
-def test_a_command_that_cannot_be_run_is_named(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        said: list[str] = []
-        supervisor = Supervisor(tmp_path, SystemClock(), print, said.append)
-        supervisor.add(ChildSpec("absent", [str(tmp_path / "absent")]))
-        await until(lambda: said)
-        assert said == [f"absent: {tmp_path / 'absent'} cannot be run: No such file or directory."]
-        await supervisor.stop()
-
-    asyncio.run(scenario())
+async def test_a_command_that_cannot_be_run_is_named(tmp_path: Path) -> None:
+    said: list[str] = []
+    supervisor = Supervisor(tmp_path, SystemClock(), print, said.append)
+    supervisor.add(ChildSpec("absent", [str(tmp_path / "absent")]))
+    await until(lambda: said)
+    assert said == [f"absent: {tmp_path / 'absent'} cannot be run: No such file or directory."]
+    await supervisor.stop()
 
 
 def test_an_unwritable_data_directory_is_refused_by_name(tmp_path: Path) -> None:

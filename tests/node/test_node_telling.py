@@ -29,40 +29,36 @@ async def reported(board: StatusBoard, process: str) -> StatusReport | None:
     return next((r for r in await board.reports() if r.process == process), None)
 
 
-def test_a_child_that_cannot_start_is_told_with_one_age_over_restarts_of_up_and_silence_costs_nothing(
+async def test_a_child_that_cannot_start_is_told_with_one_age_over_restarts_of_up_and_silence_costs_nothing(
     tmp_path: Path,
 ) -> None:
     url = f"sqlite://{tmp_path}/consensus.db"
     clock, rand = SystemClock(), Rand()
-
-    async def scenario() -> None:
-        consensus = await open_consensus(url, clock, rand)
-        board = StatusBoard(consensus, rand)
-        since: list[int] = []
-        for life, now_ms in enumerate((1_000, 50_000)):
-            tracker = StatusTracker()
-            telling = SupervisorStatus("n1", url, tracker, clock, rand, lambda _: None, OwnDrivers())
-            await telling.adopt()
-            if life == 0:
-                await telling._publish()
-                assert await reported(board, "up:n1") is None, "nothing is written while every child runs"
-            failing(tracker, now_ms, "the bucket is away.")
+    consensus = await open_consensus(url, clock, rand)
+    board = StatusBoard(consensus, rand)
+    since: list[int] = []
+    for life, now_ms in enumerate((1_000, 50_000)):
+        tracker = StatusTracker()
+        telling = SupervisorStatus("n1", url, tracker, clock, rand, lambda _: None, OwnDrivers())
+        await telling.adopt()
+        if life == 0:
             await telling._publish()
-            report = await reported(board, "up:n1")
-            assert report is not None
-            (mark,) = report.marks
-            since.append(mark.failing_since_ms)
-            assert (mark.name, mark.error, mark.tries) == ("pipeline:shop", "the bucket is away.", life + 1)
-            if life == 1:
-                tracker.clear_failure("pipeline:shop")
-                tracker.remove("pipeline:shop")
-                await telling._publish()
-                assert await reported(board, "up:n1") is None, "an empty report would turn blind, while all is well"
-            await telling.aclose()
-        assert since == [1_000, 1_000]
-        await consensus.aclose()
-
-    asyncio.run(scenario())
+            assert await reported(board, "up:n1") is None, "nothing is written while every child runs"
+        failing(tracker, now_ms, "the bucket is away.")
+        await telling._publish()
+        report = await reported(board, "up:n1")
+        assert report is not None
+        (mark,) = report.marks
+        since.append(mark.failing_since_ms)
+        assert (mark.name, mark.error, mark.tries) == ("pipeline:shop", "the bucket is away.", life + 1)
+        if life == 1:
+            tracker.clear_failure("pipeline:shop")
+            tracker.remove("pipeline:shop")
+            await telling._publish()
+            assert await reported(board, "up:n1") is None, "an empty report would turn blind, while all is well"
+        await telling.aclose()
+    assert since == [1_000, 1_000]
+    await consensus.aclose()
 
 
 def test_each_error_of_a_driver_is_printed_once_and_again_when_it_comes_back(tmp_path: Path) -> None:
@@ -77,21 +73,17 @@ def test_each_error_of_a_driver_is_printed_once_and_again_when_it_comes_back(tmp
     assert said == ["shard:orders: other columns."] * 2
 
 
-def test_an_empty_report_of_an_earlier_life_is_taken_away(tmp_path: Path) -> None:
+async def test_an_empty_report_of_an_earlier_life_is_taken_away(tmp_path: Path) -> None:
     clock, rand = SystemClock(), Rand()
-
-    async def scenario() -> None:
-        telling = SupervisorStatus(
-            "n1", f"sqlite://{tmp_path}/consensus.db", StatusTracker(), clock, rand, lambda _: None, OwnDrivers()
-        )
-        board = await telling._open_board()
-        await board.publish(StatusReport("up:n1", 1, ()))
-        await telling.adopt()
-        await telling._publish()
-        assert await reported(board, "up:n1") is None
-        await telling.aclose()
-
-    asyncio.run(scenario())
+    telling = SupervisorStatus(
+        "n1", f"sqlite://{tmp_path}/consensus.db", StatusTracker(), clock, rand, lambda _: None, OwnDrivers()
+    )
+    board = await telling._open_board()
+    await board.publish(StatusReport("up:n1", 1, ()))
+    await telling.adopt()
+    await telling._publish()
+    assert await reported(board, "up:n1") is None
+    await telling.aclose()
 
 
 def test_what_may_have_been_told_is_taken_away_though_nobody_knows_that_it_was(
@@ -135,37 +127,33 @@ def test_what_may_have_been_told_is_taken_away_though_nobody_knows_that_it_was(
         asyncio.run(scenario(found))
 
 
-def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and_blind_where_none_does(
+async def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and_blind_where_none_does(
     tmp_path: Path,
 ) -> None:
     url = f"sqlite://{tmp_path}/consensus.db"
     clock, rand = SystemClock(), Rand()
-
-    async def scenario() -> None:
-        consensus = await open_consensus(url, clock, rand)
-        board = StatusBoard(consensus, rand)
-        now_ms = clock.now_ms()
-        silent_ms = now_ms - 10 * STATUS_BLIND_AFTER_MS
-        for process, at_ms in (
-            ("pipeline:two", now_ms), ("pipeline:two:2", now_ms), ("pipeline:one", now_ms), ("node:n1", now_ms),
-            ("pipeline:dead", now_ms), ("pipeline:dead:b", silent_ms),
-        ):  # fmt: skip
-            await board.publish(StatusReport(process, at_ms, ()))
-        tracker = StatusTracker()
-        tracker.fail("pipeline:two:2", "killed by SIGKILL.", now_ms=now_ms)
-        telling = SupervisorStatus("n1", url, tracker, clock, rand, lambda _: None, OwnDrivers())
-        await telling._publish()
-        assert await reported(board, "up:n1") is not None
-        await telling.forget_ended(["pipeline:two:2", "pipeline:one", "pipeline:dead", "node:n1"])
-        await telling._publish()  # its rounds go on until it is closed
-        left = {report.process for report in await board.reports()}
-        assert left == {"pipeline:two", "pipeline:one", "pipeline:dead", "pipeline:dead:b", "node:n1"}
-        await board.publish(StatusReport("pipeline:two:2", now_ms, ()))  # it may come again
-        assert await reported(board, "pipeline:two:2") is not None
-        await telling.aclose()
-        await consensus.aclose()
-
-    asyncio.run(scenario())
+    consensus = await open_consensus(url, clock, rand)
+    board = StatusBoard(consensus, rand)
+    now_ms = clock.now_ms()
+    silent_ms = now_ms - 10 * STATUS_BLIND_AFTER_MS
+    for process, at_ms in (
+        ("pipeline:two", now_ms), ("pipeline:two:2", now_ms), ("pipeline:one", now_ms), ("node:n1", now_ms),
+        ("pipeline:dead", now_ms), ("pipeline:dead:b", silent_ms),
+    ):  # fmt: skip
+        await board.publish(StatusReport(process, at_ms, ()))
+    tracker = StatusTracker()
+    tracker.fail("pipeline:two:2", "killed by SIGKILL.", now_ms=now_ms)
+    telling = SupervisorStatus("n1", url, tracker, clock, rand, lambda _: None, OwnDrivers())
+    await telling._publish()
+    assert await reported(board, "up:n1") is not None
+    await telling.forget_ended(["pipeline:two:2", "pipeline:one", "pipeline:dead", "node:n1"])
+    await telling._publish()  # its rounds go on until it is closed
+    left = {report.process for report in await board.reports()}
+    assert left == {"pipeline:two", "pipeline:one", "pipeline:dead", "pipeline:dead:b", "node:n1"}
+    await board.publish(StatusReport("pipeline:two:2", now_ms, ()))  # it may come again
+    assert await reported(board, "pipeline:two:2") is not None
+    await telling.aclose()
+    await consensus.aclose()
 
 
 def test_drivers_that_are_not_started_any_more_are_forgotten_once_they_are_dead(tmp_path: Path) -> None:

@@ -31,14 +31,6 @@ from tidemill.objects.retrying import RetryingObjects
 T = TypeVar("T")
 
 
-def run(body: Callable[[], Awaitable[None]], timeout_s: float = 60) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(timeout_s):
-            await body()
-
-    asyncio.run(bounded())
-
-
 def waited(opening: Callable[[], Awaitable[T]], said: list[str]) -> asyncio.Future[T]:
     return asyncio.ensure_future(open_with_retry(opening, SystemClock(), waiting=said.append))
 
@@ -74,187 +66,160 @@ def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
 
 
-def test_f507_thousands_of_reads_cancelled_at_any_moment_leave_no_descriptor(
+async def test_f507_thousands_of_reads_cancelled_at_any_moment_leave_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "_NOWAIT", 0)  # every large read goes through the pool
-
-    async def body() -> None:
-        store = LocalObjects.open(tmp_path, SystemClock(), Rand())
-        await store.put("large", os.urandom(CACHED_READ_BYTES + 1))
-        rand = Rand(7)
-        before = descriptors()
-        for _ in range(100):
-            reads = [asyncio.ensure_future(store.get("large")) for _ in range(40)]
-            for _ in range(rand.below(4)):
-                await asyncio.sleep(0)
-            for read in reads:
-                read.cancel()
-            await asyncio.gather(*reads, return_exceptions=True)
-        await until(lambda: descriptors() <= before + THREADS)
-        assert await store.get("large", 0, 10)
-        await store.aclose()
-        assert descriptors() <= before
-
-    run(body)
+    store = LocalObjects.open(tmp_path, SystemClock(), Rand())
+    await store.put("large", os.urandom(CACHED_READ_BYTES + 1))
+    rand = Rand(7)
+    before = descriptors()
+    for _ in range(100):
+        reads = [asyncio.ensure_future(store.get("large")) for _ in range(40)]
+        for _ in range(rand.below(4)):
+            await asyncio.sleep(0)
+        for read in reads:
+            read.cancel()
+        await asyncio.gather(*reads, return_exceptions=True)
+    await until(lambda: descriptors() <= before + THREADS)
+    assert await store.get("large", 0, 10)
+    await store.aclose()
+    assert descriptors() <= before
 
 
-def test_f507_a_read_that_finds_the_pool_closed_leaves_no_descriptor(
+async def test_f507_a_read_that_finds_the_pool_closed_leaves_no_descriptor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "_NOWAIT", 0)
-
-    async def body() -> None:
-        store = LocalObjects.open(tmp_path, SystemClock(), Rand())
-        await store.put("large", os.urandom(CACHED_READ_BYTES + 1))
-        store._pool.shutdown()
-        before = descriptors()
-        for _ in range(50):
-            with contextlib.suppress(Exception):
-                await store.get("large")
-        assert descriptors() == before
-
-    run(body)
+    store = LocalObjects.open(tmp_path, SystemClock(), Rand())
+    await store.put("large", os.urandom(CACHED_READ_BYTES + 1))
+    store._pool.shutdown()
+    before = descriptors()
+    for _ in range(50):
+        with contextlib.suppress(Exception):
+            await store.get("large")
+    assert descriptors() == before
 
 
 # a directory -------------------------------------------------------------------------------------
 
 
-def test_f508_a_directory_that_goes_read_only_is_waited_for_and_told_and_heals(
+async def test_f508_a_directory_that_goes_read_only_is_waited_for_and_told_and_heals(
     small: Mount, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(retrying, "PROBE_INTERVAL_S", 0.2)
     monkeypatch.setattr(health, "CONFIRM_S", 0.2)
-
-    async def body() -> None:
-        store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=20)
-        await store.put("a", b"1")
-        small.read_only(True)
-        writing = asyncio.ensure_future(store.put("b", b"2"))
-        await until(store.trouble)
-        assert "EROFS" in store.trouble() and "writable" in store.trouble()
-        assert await store.get("a") == b"1"  # reads go on
-        assert not writing.done()
-        small.read_only(False)
-        await writing
-        assert store.trouble() == "" and await store.get("b") == b"2"
-        # A writer that gave up leaves its trouble behind; `keep_proving` ends it.
-        small.read_only(True)
-        with pytest.raises(UnavailableError, match="EROFS"):
-            await RetryingObjects(store.inner, SystemClock(), Rand(), store="l", budget_s=0).put("c", b"")
-        giving_up = asyncio.ensure_future(store.put("c", b"3"))
-        await until(store.trouble)
-        giving_up.cancel()
-        small.read_only(False)
-        proving = asyncio.ensure_future(store.probe_while_suspected())
-        await until(lambda: not store.trouble())
-        proving.cancel()
-        await store.aclose()
-
-    run(body)
+    store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=20)
+    await store.put("a", b"1")
+    small.read_only(True)
+    writing = asyncio.ensure_future(store.put("b", b"2"))
+    await until(store.trouble)
+    assert "EROFS" in store.trouble() and "writable" in store.trouble()
+    assert await store.get("a") == b"1"  # reads go on
+    assert not writing.done()
+    small.read_only(False)
+    await writing
+    assert store.trouble() == "" and await store.get("b") == b"2"
+    # A writer that gave up leaves its trouble behind; `keep_proving` ends it.
+    small.read_only(True)
+    with pytest.raises(UnavailableError, match="EROFS"):
+        await RetryingObjects(store.inner, SystemClock(), Rand(), store="l", budget_s=0).put("c", b"")
+    giving_up = asyncio.ensure_future(store.put("c", b"3"))
+    await until(store.trouble)
+    giving_up.cancel()
+    small.read_only(False)
+    proving = asyncio.ensure_future(store.probe_while_suspected())
+    await until(lambda: not store.trouble())
+    proving.cancel()
+    await store.aclose()
 
 
-def test_f508_a_full_directory_refuses_writes_as_unavailable_serves_reads_and_heals(small: Mount) -> None:
-    async def body() -> None:
-        store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=0.2)
-        await store.put("a", b"1")
-        filler = small.at / "filler"
-        with contextlib.suppress(OSError), filler.open("wb") as file:
-            while True:
-                file.write(b"x" * 65536)
-                file.flush()
-        with pytest.raises(UnavailableError, match="space"):
-            await store.put("b", os.urandom(1 << 20))
-        assert "Free space" in store.recent_fault()
-        await until(store.trouble)
-        assert "Free space" in store.trouble()
-        assert await store.get("a") == b"1"
-        assert os.listdir(small.at / "bucket" / ".tmp") == []
-        filler.unlink()
+async def test_f508_a_full_directory_refuses_writes_as_unavailable_serves_reads_and_heals(small: Mount) -> None:
+    store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=0.2)
+    await store.put("a", b"1")
+    filler = small.at / "filler"
+    with contextlib.suppress(OSError), filler.open("wb") as file:
+        while True:
+            file.write(b"x" * 65536)
+            file.flush()
+    with pytest.raises(UnavailableError, match="space"):
         await store.put("b", os.urandom(1 << 20))
-        assert store.trouble() == ""
-        await store.aclose()
-
-    run(body)
-
-
-def test_f616_a_file_system_without_inodes_is_told_as_that(small: Mount) -> None:
-    async def body() -> None:
-        small.run("mount", "-o", "remount,nr_inodes=12", str(small.at))
-        store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=0.1)
-        puts = (store.put(f"k{number}", b"x") for number in range(20))
-        outcomes = await asyncio.gather(*puts, return_exceptions=True)
-        assert any(isinstance(each, UnavailableError) and "no free inode" in str(each) for each in outcomes), outcomes
-        assert "no free inode" in store.recent_fault()
-        await store.aclose()
-
-    run(body)
+    assert "Free space" in store.recent_fault()
+    await until(store.trouble)
+    assert "Free space" in store.trouble()
+    assert await store.get("a") == b"1"
+    assert os.listdir(small.at / "bucket" / ".tmp") == []
+    filler.unlink()
+    await store.put("b", os.urandom(1 << 20))
+    assert store.trouble() == ""
+    await store.aclose()
 
 
-def test_f508_a_directory_that_is_gone_proves_nothing_missing(small: Mount) -> None:
-    async def body() -> None:
-        store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=0.2)
-        await store.put("a/b", b"1")
-        (small.at / "bucket").rename(small.at / "elsewhere")
-        (small.at / "bucket").mkdir()  # an empty mount point
-        for ask in (store.get("a/b"), store.head("a/b"), store.put("a/c", b"2")):
-            with pytest.raises(UnavailableError):
-                await ask
+async def test_f616_a_file_system_without_inodes_is_told_as_that(small: Mount) -> None:
+    small.run("mount", "-o", "remount,nr_inodes=12", str(small.at))
+    store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=0.1)
+    puts = (store.put(f"k{number}", b"x") for number in range(20))
+    outcomes = await asyncio.gather(*puts, return_exceptions=True)
+    assert any(isinstance(each, UnavailableError) and "no free inode" in str(each) for each in outcomes), outcomes
+    assert "no free inode" in store.recent_fault()
+    await store.aclose()
+
+
+async def test_f508_a_directory_that_is_gone_proves_nothing_missing(small: Mount) -> None:
+    store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=0.2)
+    await store.put("a/b", b"1")
+    (small.at / "bucket").rename(small.at / "elsewhere")
+    (small.at / "bucket").mkdir()  # an empty mount point
+    for ask in (store.get("a/b"), store.head("a/b"), store.put("a/c", b"2")):
         with pytest.raises(UnavailableError):
-            async for _ in store.list(""):
-                pass
-        await until(store.trouble)
-        (small.at / "bucket").rmdir()
-        (small.at / "elsewhere").rename(small.at / "bucket")
-        assert await store.get("a/b") == b"1"
-        await store.put("a/c", b"2")
-        assert store.trouble() == ""
-        with pytest.raises(MissingError):
-            await store.get("a/none")
-        await store.aclose()
+            await ask
+    with pytest.raises(UnavailableError):
+        async for _ in store.list(""):
+            pass
+    await until(store.trouble)
+    (small.at / "bucket").rmdir()
+    (small.at / "elsewhere").rename(small.at / "bucket")
+    assert await store.get("a/b") == b"1"
+    await store.put("a/c", b"2")
+    assert store.trouble() == ""
+    with pytest.raises(MissingError):
+        await store.get("a/none")
+    await store.aclose()
 
-    run(body)
 
-
-def test_f508_a_read_only_directory_is_waited_for_at_the_start(small: Mount) -> None:
-    async def body() -> None:
-        (small.at / "bucket").mkdir()
-        small.read_only(True)
-        with pytest.raises(UnavailableError, match="EROFS"):
-            await open_objects(str(small.at / "bucket"), SystemClock(), Rand())
-        said: list[str] = []
-        opening = asyncio.ensure_future(
-            open_with_retry(
-                lambda: open_objects(str(small.at / "bucket"), SystemClock(), Rand()),
-                SystemClock(),
-                waiting=said.append,
-            )
+async def test_f508_a_read_only_directory_is_waited_for_at_the_start(small: Mount) -> None:
+    (small.at / "bucket").mkdir()
+    small.read_only(True)
+    with pytest.raises(UnavailableError, match="EROFS"):
+        await open_objects(str(small.at / "bucket"), SystemClock(), Rand())
+    said: list[str] = []
+    opening = asyncio.ensure_future(
+        open_with_retry(
+            lambda: open_objects(str(small.at / "bucket"), SystemClock(), Rand()),
+            SystemClock(),
+            waiting=said.append,
         )
-        await until(lambda: len(said) > 1)
-        small.read_only(False)
-        store = await opening
-        await store.put("a", b"1")
-        assert all("EROFS" in sentence for sentence in said if sentence)
-        await store.aclose()
+    )
+    await until(lambda: len(said) > 1)
+    small.read_only(False)
+    store = await opening
+    await store.put("a", b"1")
+    assert all("EROFS" in sentence for sentence in said if sentence)
+    await store.aclose()
 
-    run(body)
 
-
-def test_a_new_directory_is_private_and_a_link_in_an_objects_place_is_not_followed(tmp_path: Path) -> None:
-    async def body() -> None:
-        store = LocalObjects.open(tmp_path / "bucket", SystemClock(), Rand())
-        assert (tmp_path / "bucket").stat().st_mode & 0o777 == 0o700
-        (tmp_path / "secret").write_bytes(b"elsewhere")
-        (tmp_path / "bucket" / "link").symlink_to(tmp_path / "secret")
-        for ask in (store.get("link"), store.get("link", 0, 3), store.get_ranges("link", [(0, 3)])):
-            with pytest.raises(UnavailableError, match="ELOOP"):
-                await ask
-        with pytest.raises(Exception, match="exists"):
-            await store.put("link", b"new")
-        assert (tmp_path / "secret").read_bytes() == b"elsewhere"
-        await store.aclose()
-
-    run(body)
+async def test_a_new_directory_is_private_and_a_link_in_an_objects_place_is_not_followed(tmp_path: Path) -> None:
+    store = LocalObjects.open(tmp_path / "bucket", SystemClock(), Rand())
+    assert (tmp_path / "bucket").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "secret").write_bytes(b"elsewhere")
+    (tmp_path / "bucket" / "link").symlink_to(tmp_path / "secret")
+    for ask in (store.get("link"), store.get("link", 0, 3), store.get_ranges("link", [(0, 3)])):
+        with pytest.raises(UnavailableError, match="ELOOP"):
+            await ask
+    with pytest.raises(Exception, match="exists"):
+        await store.put("link", b"new")
+    assert (tmp_path / "secret").read_bytes() == b"elsewhere"
+    await store.aclose()
 
 
 # S3 ----------------------------------------------------------------------------------------------
@@ -300,75 +265,66 @@ def moto() -> Iterator[Moto]:
     server.stop()
 
 
-def test_f509_an_s3_endpoint_that_is_down_at_the_start_is_waited_for_and_told(moto: Moto) -> None:
-    async def body() -> None:
-        url = f"s3://away-at-start/p?endpoint={moto.endpoint}"
-        said: list[str] = []
-        opening = asyncio.ensure_future(
-            open_with_retry(
-                lambda: open_objects(url, SystemClock(), Rand(), env=CREDENTIALS), SystemClock(), waiting=said.append
-            )
+async def test_f509_an_s3_endpoint_that_is_down_at_the_start_is_waited_for_and_told(moto: Moto) -> None:
+    url = f"s3://away-at-start/p?endpoint={moto.endpoint}"
+    said: list[str] = []
+    opening = asyncio.ensure_future(
+        open_with_retry(
+            lambda: open_objects(url, SystemClock(), Rand(), env=CREDENTIALS), SystemClock(), waiting=said.append
         )
-        await until(lambda: len(said) > 1)
-        assert all("cannot be reached" in sentence and moto.endpoint in sentence for sentence in said if sentence)
-        assert not opening.done()
-        await asyncio.to_thread(moto.start)
-        # Up, and the bucket is not there: that is for the operator, at once.
-        with pytest.raises(InvalidError, match="away-at-start"):
-            await opening
-        await asyncio.to_thread(moto.make_bucket, "away-at-start")
-        store = await open_objects(url, SystemClock(), Rand(), env=CREDENTIALS)
-        await store.put("a", b"1")
-        await store.aclose()
-
-    run(body)
-
-
-def test_f509_an_s3_endpoint_that_goes_away_later_is_waited_for_and_told(moto: Moto) -> None:
-    async def body() -> None:
-        await asyncio.to_thread(moto.start)
-        await asyncio.to_thread(moto.make_bucket, "away-later")
-        url = f"s3://away-later?endpoint={moto.endpoint}"
-        store = await open_objects(url, SystemClock(), Rand(), env=CREDENTIALS, retry_budget_s=30)
-        await store.put("a", b"1")
-        await asyncio.to_thread(moto.stop)
-        writing, reading = asyncio.ensure_future(store.put("b", b"2")), asyncio.ensure_future(store.get("a"))
-        await until(store.trouble)
-        assert moto.endpoint in store.trouble()
-        await asyncio.to_thread(moto.start)
-        await writing
-        assert await reading == b"1" and store.trouble() == ""
-        await store.aclose()
-
-    run(body)
+    )
+    await until(lambda: len(said) > 1)
+    assert all("cannot be reached" in sentence and moto.endpoint in sentence for sentence in said if sentence)
+    assert not opening.done()
+    await asyncio.to_thread(moto.start)
+    # Up, and the bucket is not there: that is for the operator, at once.
+    with pytest.raises(InvalidError, match="away-at-start"):
+        await opening
+    await asyncio.to_thread(moto.make_bucket, "away-at-start")
+    store = await open_objects(url, SystemClock(), Rand(), env=CREDENTIALS)
+    await store.put("a", b"1")
+    await store.aclose()
 
 
-def test_f509_rights_lost_later_are_waited_for_and_told(moto: Moto) -> None:
+async def test_f509_an_s3_endpoint_that_goes_away_later_is_waited_for_and_told(moto: Moto) -> None:
+    await asyncio.to_thread(moto.start)
+    await asyncio.to_thread(moto.make_bucket, "away-later")
+    url = f"s3://away-later?endpoint={moto.endpoint}"
+    store = await open_objects(url, SystemClock(), Rand(), env=CREDENTIALS, retry_budget_s=30)
+    await store.put("a", b"1")
+    await asyncio.to_thread(moto.stop)
+    writing, reading = asyncio.ensure_future(store.put("b", b"2")), asyncio.ensure_future(store.get("a"))
+    await until(store.trouble)
+    assert moto.endpoint in store.trouble()
+    await asyncio.to_thread(moto.start)
+    await writing
+    assert await reading == b"1" and store.trouble() == ""
+    await store.aclose()
+
+
+async def test_f509_rights_lost_later_are_waited_for_and_told(moto: Moto) -> None:
     """What moto cannot refuse, a bucket that is gone stands for: every answer of its kind takes the same way."""
     import boto3
 
-    async def body() -> None:
-        await asyncio.to_thread(moto.start)
-        await asyncio.to_thread(moto.make_bucket, "taken-away")
-        url = f"s3://taken-away?endpoint={moto.endpoint}"
-        store = await open_objects(url, SystemClock(), Rand(), env=CREDENTIALS, retry_budget_s=20)
-        client = boto3.client(
-            "s3",
-            endpoint_url=moto.endpoint,
-            aws_access_key_id="test",
-            aws_secret_access_key="test",
-            region_name="us-east-1",
-        )
-        await asyncio.to_thread(client.delete_bucket, Bucket="taken-away")
-        writing = asyncio.ensure_future(store.put("b", b"2"))
-        await until(store.trouble)
-        assert "does not exist" in store.trouble() and "Create it" in store.trouble()
-        await asyncio.to_thread(moto.make_bucket, "taken-away")
-        await writing
-        assert store.trouble() == ""
-        await store.aclose()
-
-    run(body)
+    await asyncio.to_thread(moto.start)
+    await asyncio.to_thread(moto.make_bucket, "taken-away")
+    url = f"s3://taken-away?endpoint={moto.endpoint}"
+    store = await open_objects(url, SystemClock(), Rand(), env=CREDENTIALS, retry_budget_s=20)
+    client = boto3.client(
+        "s3",
+        endpoint_url=moto.endpoint,
+        aws_access_key_id="test",
+        aws_secret_access_key="test",
+        region_name="us-east-1",
+    )
+    await asyncio.to_thread(client.delete_bucket, Bucket="taken-away")
+    writing = asyncio.ensure_future(store.put("b", b"2"))
+    await until(store.trouble)
+    assert "does not exist" in store.trouble() and "Create it" in store.trouble()
+    await asyncio.to_thread(moto.make_bucket, "taken-away")
+    await writing
+    assert store.trouble() == ""
+    await store.aclose()
 
 
 def test_a_store_without_an_answer_is_trouble_before_its_requests_have_failed() -> None:

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from support.waiting import run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
@@ -30,7 +29,7 @@ from tidemill.shards.read.verified_file import VerifiedFile
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
-def test_f620_a_flipped_answer_is_a_notice_and_a_damaged_object_an_error_and_a_notice(synchronous: bool) -> None:
+async def test_f620_a_flipped_answer_is_a_notice_and_a_damaged_object_an_error_and_a_notice(synchronous: bool) -> None:
     clock = ManualClock()
     objects = RetryingObjects(MemoryObjects(clock), clock, Rand(1), store="s3")
     answers = ["flipped", "right", "flipped", "flipped", "right"]
@@ -49,26 +48,21 @@ def test_f620_a_flipped_answer_is_a_notice_and_a_damaged_object_an_error_and_a_n
 
         return read_verified_sync(objects, "l1/x", read) if synchronous else await read_verified(objects, "l1/x", asked)
 
-    async def body() -> None:
-        assert await ask() == "right"
-        said = objects.recent_fault()
-        assert "answered a read with damaged bytes, and then with valid ones" in said
-        assert "key=l1/x" in said and "checksum: flipped" in said and "store=s3" in said
-        assert objects.trouble() == ""
-        with pytest.raises(CorruptError, match="flipped"):
-            await ask()
-        assert (
-            "an object is damaged, or the object store damages its answers: reads=2 key=l1/x" in objects.recent_fault()
-        )
-        clock.advance(60_000)
-        assert await ask() == "right"
-        assert objects.recent_fault() == ""
-        answers.extend(["flipped", "away"])
-        with pytest.raises(UnavailableError):
-            await ask()
-        assert objects.recent_fault() == "", "nobody knows what was damaged"
-
-    run(body())
+    assert await ask() == "right"
+    said = objects.recent_fault()
+    assert "answered a read with damaged bytes, and then with valid ones" in said
+    assert "key=l1/x" in said and "checksum: flipped" in said and "store=s3" in said
+    assert objects.trouble() == ""
+    with pytest.raises(CorruptError, match="flipped"):
+        await ask()
+    assert "an object is damaged, or the object store damages its answers: reads=2 key=l1/x" in objects.recent_fault()
+    clock.advance(60_000)
+    assert await ask() == "right"
+    assert objects.recent_fault() == ""
+    answers.extend(["flipped", "away"])
+    with pytest.raises(UnavailableError):
+        await ask()
+    assert objects.recent_fault() == "", "nobody knows what was damaged"
 
 
 class Flipping(MemoryObjects):
@@ -92,46 +86,43 @@ class Flipping(MemoryObjects):
         return self._flipped(await super().get(key, start, end))
 
 
-def test_f620_every_reader_of_the_metastores_files_reads_a_flipped_answer_again() -> None:
-    async def body() -> None:
-        objects, rand = Flipping(), Rand(1)
-        files = SstFiles(objects, "metastore/test/")
-        writer = SstWriter(Options(block_bytes=64))
-        writer.add([b"%03d" % n for n in range(100)], [b"v" * 20] * 100, list(range(1, 101)))
-        buffers, summary = writer.finish()
-        file = summary.named(1, 1, "n")
-        await files.put(file, buffers)
-        for flips, broken in ((0, False), (1, False), (2, True)):
-            for ask in ("meta", "block", "blocks"):
-                tables = TableCache(files, BlockCache(1 << 20))
-                objects.notices.clear()
-                if ask != "meta":
-                    await tables.meta(file)
-                objects.flips = flips
-                asked = {
-                    "meta": lambda tables=tables: tables.meta(file),
-                    "block": lambda tables=tables: tables.block(file, 0),
-                    "blocks": lambda tables=tables: tables.blocks(file, 0, 3),
-                }[ask]
-                if broken:
-                    with pytest.raises(CorruptError):
-                        await asked()
-                else:
+async def test_f620_every_reader_of_the_metastores_files_reads_a_flipped_answer_again() -> None:
+    objects, rand = Flipping(), Rand(1)
+    files = SstFiles(objects, "metastore/test/")
+    writer = SstWriter(Options(block_bytes=64))
+    writer.add([b"%03d" % n for n in range(100)], [b"v" * 20] * 100, list(range(1, 101)))
+    buffers, summary = writer.finish()
+    file = summary.named(1, 1, "n")
+    await files.put(file, buffers)
+    for flips, broken in ((0, False), (1, False), (2, True)):
+        for ask in ("meta", "block", "blocks"):
+            tables = TableCache(files, BlockCache(1 << 20))
+            objects.notices.clear()
+            if ask != "meta":
+                await tables.meta(file)
+            objects.flips = flips
+            asked = {
+                "meta": lambda tables=tables: tables.meta(file),
+                "block": lambda tables=tables: tables.block(file, 0),
+                "blocks": lambda tables=tables: tables.blocks(file, 0, 3),
+            }[ask]
+            if broken:
+                with pytest.raises(CorruptError):
                     await asked()
-                assert len(objects.notices) == bool(flips), ask
-                assert all(files.key(file) in said for said in objects.notices)
-                objects.flips = 0
+            else:
+                await asked()
+            assert len(objects.notices) == bool(flips), ask
+            assert all(files.key(file) in said for said in objects.notices)
+            objects.flips = 0
 
-        objects.notices.clear()
-        await write_sign_of_life(objects, rand, SignOfLife("c", 1, "n", 5))
-        objects.flips = 1
-        assert [alive.at_ms async for alive, _ in signs_of_life(objects)] == [5]
-        objects.flips = 2
-        with pytest.raises(CorruptError):
-            _ = [alive async for alive, _ in signs_of_life(objects)]
-        assert len(objects.notices) == 2
-
-    run(body())
+    objects.notices.clear()
+    await write_sign_of_life(objects, rand, SignOfLife("c", 1, "n", 5))
+    objects.flips = 1
+    assert [alive.at_ms async for alive, _ in signs_of_life(objects)] == [5]
+    objects.flips = 2
+    with pytest.raises(CorruptError):
+        _ = [alive async for alive, _ in signs_of_life(objects)]
+    assert len(objects.notices) == 2
 
 
 def test_f620_every_reader_of_a_part_reads_a_flipped_answer_again() -> None:
@@ -173,27 +164,24 @@ def test_f620_every_reader_of_a_part_reads_a_flipped_answer_again() -> None:
                 objects.flips = 0
 
 
-def test_a_listing_that_is_cancelled_or_left_is_no_request_without_an_answer() -> None:
+async def test_a_listing_that_is_cancelled_or_left_is_no_request_without_an_answer() -> None:
     class Hanging(MemoryObjects):
         async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
             yield ObjectMeta("a", 1, 1)
             await asyncio.Event().wait()
 
-    async def body() -> None:
-        clock = ManualClock()
-        objects = RetryingObjects(Hanging(clock), clock, Rand(1), store="s3")
+    clock = ManualClock()
+    objects = RetryingObjects(Hanging(clock), clock, Rand(1), store="s3")
 
-        async def read() -> None:
-            async for _ in objects.list(""):
-                pass
+    async def read() -> None:
+        async for _ in objects.list(""):
+            pass
 
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.05):
-                await read()
-        listing = objects.list("")
-        await anext(listing)
-        await listing.aclose()  # type: ignore[attr-defined]
-        clock.advance(600_000)
-        assert objects.recent_fault() == ""
-
-    run(body())
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await read()
+    listing = objects.list("")
+    await anext(listing)
+    await listing.aclose()  # type: ignore[attr-defined]
+    clock.advance(600_000)
+    assert objects.recent_fault() == ""

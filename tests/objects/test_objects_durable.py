@@ -129,7 +129,7 @@ def test_the_real_system_calls_come_in_the_durable_order(tmp_path: Path) -> None
     assert order == sorted(order)
 
 
-def test_what_was_acknowledged_before_kill_9_is_there_afterwards(tmp_path: Path) -> None:
+async def test_what_was_acknowledged_before_kill_9_is_there_afterwards(tmp_path: Path) -> None:
     program = (
         "import asyncio, sys\n"
         "from tidemill.base.clock import Rand, SystemClock\n"
@@ -151,47 +151,35 @@ def test_what_was_acknowledged_before_kill_9_is_there_afterwards(tmp_path: Path)
     rest = process.stdout.read().split("\n")
     acknowledged += rest[:-1]  # the last line may be cut
     process.wait()
-
-    async def main() -> None:
-        later = ManualClock(SystemClock().now_ms() + TEMPORARY_AGE_MS + 60_000)
-        store = LocalObjects.open(tmp_path, later, Rand())
-        for key in acknowledged:
-            assert await store.get(key) == (key + "|").encode() * 3000
-        for key in [meta.key async for meta in store.list("")]:
-            assert await store.get(key) == (key + "|").encode() * 3000, "visible, so it must be whole"
-        assert os.listdir(tmp_path / ".tmp") == []
-        await store.aclose()
-
-    asyncio.run(main())
+    later = ManualClock(SystemClock().now_ms() + TEMPORARY_AGE_MS + 60_000)
+    store = LocalObjects.open(tmp_path, later, Rand())
+    for key in acknowledged:
+        assert await store.get(key) == (key + "|").encode() * 3000
+    for key in [meta.key async for meta in store.list("")]:
+        assert await store.get(key) == (key + "|").encode() * 3000, "visible, so it must be whole"
+    assert os.listdir(tmp_path / ".tmp") == []
+    await store.aclose()
 
 
-def test_old_temporary_files_are_swept_at_open_and_young_ones_kept(tmp_path: Path) -> None:
+async def test_old_temporary_files_are_swept_at_open_and_young_ones_kept(tmp_path: Path) -> None:
     (tmp_path / ".tmp").mkdir()
     (tmp_path / ".tmp" / "old").write_bytes(b"x")
     (tmp_path / ".tmp" / "young").write_bytes(b"x")
     two_hours_ago = time.time() - 7200
     os.utime(tmp_path / ".tmp" / "old", (two_hours_ago, two_hours_ago))
-
-    async def main() -> None:
-        store = LocalObjects.open(tmp_path, SystemClock(), Rand())
-        assert os.listdir(tmp_path / ".tmp") == ["young"]
-        assert [meta.key async for meta in store.list("")] == []
-        await store.aclose()
-
-    asyncio.run(main())
+    store = LocalObjects.open(tmp_path, SystemClock(), Rand())
+    assert os.listdir(tmp_path / ".tmp") == ["young"]
+    assert [meta.key async for meta in store.list("")] == []
+    await store.aclose()
 
 
-def test_a_temporary_name_left_by_an_equally_seeded_process_is_no_conflict(tmp_path: Path) -> None:
+async def test_a_temporary_name_left_by_an_equally_seeded_process_is_no_conflict(tmp_path: Path) -> None:
     (tmp_path / ".tmp").mkdir()
     (tmp_path / ".tmp" / f"{Rand(5).nonce()}.0").write_bytes(b"left over")
-
-    async def main() -> None:
-        store = LocalObjects.open(tmp_path, SystemClock(), Rand(5))
-        await store.put("k", b"mine")
-        assert await store.get("k") == b"mine"
-        await store.aclose()
-
-    asyncio.run(main())
+    store = LocalObjects.open(tmp_path, SystemClock(), Rand(5))
+    await store.put("k", b"mine")
+    assert await store.get("k") == b"mine"
+    await store.aclose()
 
 
 class Failing(RealSyscalls):
@@ -239,19 +227,16 @@ class Failing(RealSyscalls):
         ("fsync_directory", errno.EIO, UnknownOutcomeError, "syncing it failed"),
     ],
 )
-def test_each_failure_of_the_disk_has_its_kind(
+async def test_each_failure_of_the_disk_has_its_kind(
     tmp_path: Path, call: str, code: int, kind: type[Exception], word: str
 ) -> None:
-    async def main() -> None:
-        store = LocalObjects.open(tmp_path, SystemClock(), Rand(), Failing(call, code))
-        with pytest.raises(kind, match=word) as raised:
-            await store.put("sub/key", b"data")
-        assert type(raised.value) is kind
-        assert os.listdir(tmp_path / ".tmp") == []
-        assert (await store.head("sub/key") is None) == (kind is not UnknownOutcomeError)
-        await store.aclose()
-
-    asyncio.run(main())
+    store = LocalObjects.open(tmp_path, SystemClock(), Rand(), Failing(call, code))
+    with pytest.raises(kind, match=word) as raised:
+        await store.put("sub/key", b"data")
+    assert type(raised.value) is kind
+    assert os.listdir(tmp_path / ".tmp") == []
+    assert (await store.head("sub/key") is None) == (kind is not UnknownOutcomeError)
+    await store.aclose()
 
 
 class DirectorySyncFails(RealSyscalls):
@@ -270,24 +255,20 @@ class DirectorySyncFails(RealSyscalls):
         super().fsync_directory(path)
 
 
-def test_an_object_that_can_be_seen_but_was_never_made_safe_is_not_acknowledged(tmp_path: Path) -> None:
+async def test_an_object_that_can_be_seen_but_was_never_made_safe_is_not_acknowledged(tmp_path: Path) -> None:
     """Reading it back proves nothing: the page cache shows what a power cut takes away."""
-
-    async def main() -> None:
-        for times in (2, 1_000):
-            calls = DirectorySyncFails(times)
-            local = LocalObjects.open(tmp_path / str(times), SystemClock(), Rand(), calls)
-            store = RetryingObjects(local, SystemClock(), Rand(1), store="local", budget_s=0.5)
-            if times == 2:
+    for times in (2, 1_000):
+        calls = DirectorySyncFails(times)
+        local = LocalObjects.open(tmp_path / str(times), SystemClock(), Rand(), calls)
+        store = RetryingObjects(local, SystemClock(), Rand(1), store="local", budget_s=0.5)
+        if times == 2:
+            await store.put("sub/key", b"data")
+            assert calls.synced == 1
+        else:
+            with pytest.raises(UnknownOutcomeError):
                 await store.put("sub/key", b"data")
-                assert calls.synced == 1
-            else:
-                with pytest.raises(UnknownOutcomeError):
-                    await store.put("sub/key", b"data")
-            assert await store.get("sub/key") == b"data"
-            await store.aclose()
-
-    asyncio.run(main())
+        assert await store.get("sub/key") == b"data"
+        await store.aclose()
 
 
 def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
@@ -298,18 +279,15 @@ def test_a_root_that_is_a_file_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == b""
 
 
-def test_a_key_below_an_object_is_refused(tmp_path: Path) -> None:
-    async def main() -> None:
-        store = LocalObjects.open(tmp_path, SystemClock(), Rand())
-        await store.put("a", b"object")
-        with pytest.raises(InvalidError, match="directory of another key"):
-            await store.put("a/b", b"below")
-        await store.put("c/d", b"object")
-        with pytest.raises(InvalidError, match="directory of"):
-            await store.put("c", b"above")
-        await store.aclose()
-
-    asyncio.run(main())
+async def test_a_key_below_an_object_is_refused(tmp_path: Path) -> None:
+    store = LocalObjects.open(tmp_path, SystemClock(), Rand())
+    await store.put("a", b"object")
+    with pytest.raises(InvalidError, match="directory of another key"):
+        await store.put("a/b", b"below")
+    await store.put("c/d", b"object")
+    with pytest.raises(InvalidError, match="directory of"):
+        await store.put("c", b"above")
+    await store.aclose()
 
 
 def test_a_read_only_directory_is_refused_at_open(tmp_path: Path) -> None:

@@ -20,16 +20,13 @@ from tidemill.objects.reads import plan_reads, split_response
 from tidemill.objects.store import Buffer
 
 
-def test_each_form_of_the_url_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main() -> None:
-        monkeypatch.chdir(tmp_path)
-        for url in (f"file://{tmp_path}/a", f"{tmp_path}/b", "c/d", "./e", "memory:"):
-            store = await open_objects(url, SystemClock(), Rand())
-            await store.put("k", b"v")
-            assert await store.get("k") == b"v"
-            await store.aclose()
-
-    asyncio.run(main())
+async def test_each_form_of_the_url_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for url in (f"file://{tmp_path}/a", f"{tmp_path}/b", "c/d", "./e", "memory:"):
+        store = await open_objects(url, SystemClock(), Rand())
+        await store.put("k", b"v")
+        assert await store.get("k") == b"v"
+        await store.aclose()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c", "e"]
 
 
@@ -49,13 +46,10 @@ def test_each_form_of_the_url_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ("s3://b", "credentials"),
     ],
 )
-def test_a_wrong_url_is_refused_with_its_fix(url: str, word: str) -> None:
-    async def main() -> None:
-        with pytest.raises(InvalidError, match=word) as raised:
-            await open_objects(url, SystemClock(), Rand(), env={})
-        assert raised.value.fix
-
-    asyncio.run(main())
+async def test_a_wrong_url_is_refused_with_its_fix(url: str, word: str) -> None:
+    with pytest.raises(InvalidError, match=word) as raised:
+        await open_objects(url, SystemClock(), Rand(), env={})
+    assert raised.value.fix
 
 
 def test_secrets_never_reach_a_message() -> None:
@@ -76,31 +70,25 @@ def test_credentials_come_from_the_query_before_the_environment() -> None:
     assert "access_key_id" not in config
 
 
-def test_a_bucket_that_is_not_there_is_named_at_open(s3_endpoint: str) -> None:
-    async def main() -> None:
-        with pytest.raises(InvalidError, match="no-such-bucket"):
-            await open_objects(f"s3://no-such-bucket?endpoint={s3_endpoint}", SystemClock(), Rand(), env=CREDENTIALS)
-        with pytest.raises(UnavailableError, match="endpoint"):
-            await open_objects("s3://b?endpoint=http://127.0.0.1:1", SystemClock(), Rand(), env=CREDENTIALS)
-
-    asyncio.run(main())
+async def test_a_bucket_that_is_not_there_is_named_at_open(s3_endpoint: str) -> None:
+    with pytest.raises(InvalidError, match="no-such-bucket"):
+        await open_objects(f"s3://no-such-bucket?endpoint={s3_endpoint}", SystemClock(), Rand(), env=CREDENTIALS)
+    with pytest.raises(UnavailableError, match="endpoint"):
+        await open_objects("s3://b?endpoint=http://127.0.0.1:1", SystemClock(), Rand(), env=CREDENTIALS)
 
 
-def test_the_probe_passes_on_stores_that_keep_the_contract(
+async def test_the_probe_passes_on_stores_that_keep_the_contract(
     tmp_path: Path, s3_endpoint: str, new_bucket: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def main() -> None:
-        for name, value in CREDENTIALS.items():
-            monkeypatch.setenv(name, value)
-        for url in ("memory:", str(tmp_path / "p"), f"s3://{new_bucket()}/p?endpoint={s3_endpoint}"):
-            checks = await probe_url(url, SystemClock(), Rand())
-            assert [check.name for check in checks if not check.ok] == []
-            assert len(checks) == 7
-            store = await open_objects(url, SystemClock(), Rand())
-            assert [meta.key async for meta in store.list("")] == [], "the probe cleans up"
-            await store.aclose()
-
-    asyncio.run(main())
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    for url in ("memory:", str(tmp_path / "p"), f"s3://{new_bucket()}/p?endpoint={s3_endpoint}"):
+        checks = await probe_url(url, SystemClock(), Rand())
+        assert [check.name for check in checks if not check.ok] == []
+        assert len(checks) == 7
+        store = await open_objects(url, SystemClock(), Rand())
+        assert [meta.key async for meta in store.list("")] == [], "the probe cleans up"
+        await store.aclose()
 
 
 class Overwrites(MemoryObjects):
@@ -135,21 +123,15 @@ class ReadOnly(MemoryObjects):
         (ReadOnly, ["objects create"]),
     ],
 )
-def test_the_probe_names_what_a_bad_store_gets_wrong(store: type[MemoryObjects], failed: list[str]) -> None:
-    async def main() -> None:
-        checks = await probe_objects(store(SystemClock()), Rand())
-        assert [check.name for check in checks if not check.ok] == failed
-        assert all(check.fix for check in checks if not check.ok)
-
-    asyncio.run(main())
+async def test_the_probe_names_what_a_bad_store_gets_wrong(store: type[MemoryObjects], failed: list[str]) -> None:
+    checks = await probe_objects(store(SystemClock()), Rand())
+    assert [check.name for check in checks if not check.ok] == failed
+    assert all(check.fix for check in checks if not check.ok)
 
 
-def test_the_probe_of_a_wrong_url_is_one_failed_check() -> None:
-    async def main() -> None:
-        [check] = await probe_url("gs://x", SystemClock(), Rand())
-        assert not check.ok and "objects.url" in check.detail and check.fix
-
-    asyncio.run(main())
+async def test_the_probe_of_a_wrong_url_is_one_failed_check() -> None:
+    [check] = await probe_url("gs://x", SystemClock(), Rand())
+    assert not check.ok and "objects.url" in check.detail and check.fix
 
 
 RANGES = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 60)).map(lambda t: (t[0], t[0] + t[1])), max_size=30)
@@ -173,28 +155,22 @@ def test_near_ranges_travel_together_and_far_ones_do_not() -> None:
     assert plan_reads([]) == []
 
 
-def test_errors_are_of_our_kinds_only(tmp_path: Path) -> None:
-    async def main() -> None:
-        (tmp_path / "f").write_bytes(b"")
-        with pytest.raises(TidemillError):
-            await open_objects(str(tmp_path / "f"), SystemClock(), Rand())
-
-    asyncio.run(main())
+async def test_errors_are_of_our_kinds_only(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(b"")
+    with pytest.raises(TidemillError):
+        await open_objects(str(tmp_path / "f"), SystemClock(), Rand())
 
 
-def test_memory_keeps_one_buffer_that_it_is_given_and_copies_several() -> None:
-    async def main() -> None:
-        store = await open_objects("memory:", SystemClock(), Rand())
-        given, again = bytearray(b"given away"), bytearray(b"used again")
-        await store.put("k/one", given)
-        await store.put("k/two", [memoryview(again)])
-        given[:5], again[:4] = b"GIVEN", b"gone"
-        assert await store.get("k/one") == b"GIVEN away"
-        assert await store.get_ranges("k/two", [(0, 4), (5, 10)]) == [b"used", b"again"]
-        found = await store.get("k/one", 1, 3)
-        assert type(found) is bytes
-        given[1:3] = b"--"
-        assert found == b"IV"
-        await store.aclose()
-
-    asyncio.run(main())
+async def test_memory_keeps_one_buffer_that_it_is_given_and_copies_several() -> None:
+    store = await open_objects("memory:", SystemClock(), Rand())
+    given, again = bytearray(b"given away"), bytearray(b"used again")
+    await store.put("k/one", given)
+    await store.put("k/two", [memoryview(again)])
+    given[:5], again[:4] = b"GIVEN", b"gone"
+    assert await store.get("k/one") == b"GIVEN away"
+    assert await store.get_ranges("k/two", [(0, 4), (5, 10)]) == [b"used", b"again"]
+    found = await store.get("k/one", 1, 3)
+    assert type(found) is bytes
+    given[1:3] = b"--"
+    assert found == b"IV"
+    await store.aclose()

@@ -100,124 +100,99 @@ def resilient(inner: MemoryObjects, budget_s: float = 5.0, **options: bool | int
         [(False, UnknownOutcomeError), (True, ConflictError)],
     ],
 )
-def test_a_put_in_trouble_ends_as_the_success_it_is(script: Script) -> None:
-    async def main() -> None:
-        inner = Scripted(script)
-        await resilient(inner).put("k", [b"ours", b"!"])
-        assert await MemoryObjects.get(inner, "k") == b"ours!"
-
-    asyncio.run(main())
+async def test_a_put_in_trouble_ends_as_the_success_it_is(script: Script) -> None:
+    inner = Scripted(script)
+    await resilient(inner).put("k", [b"ours", b"!"])
+    assert await MemoryObjects.get(inner, "k") == b"ours!"
 
 
-def test_a_late_duplicate_of_our_own_put_is_not_a_conflict() -> None:
-    async def main() -> None:
-        inner = Scripted([(False, UnknownOutcomeError)])
-        first_head = inner.head
+async def test_a_late_duplicate_of_our_own_put_is_not_a_conflict() -> None:
+    inner = Scripted([(False, UnknownOutcomeError)])
+    first_head = inner.head
 
-        async def head_then_late_arrival(key: str) -> ObjectMeta | None:
-            found = await first_head(key)
-            if found is None:  # read back: absent; now the lost request lands after all
-                await MemoryObjects.put(inner, key, b"ours")
-            return found
+    async def head_then_late_arrival(key: str) -> ObjectMeta | None:
+        found = await first_head(key)
+        if found is None:  # read back: absent; now the lost request lands after all
+            await MemoryObjects.put(inner, key, b"ours")
+        return found
 
-        inner.head = head_then_late_arrival  # type: ignore[method-assign]
-        await resilient(inner).put("k", b"ours")
-        assert inner.calls == 2
-
-    asyncio.run(main())
+    inner.head = head_then_late_arrival  # type: ignore[method-assign]
+    await resilient(inner).put("k", b"ours")
+    assert inner.calls == 2
 
 
-def test_our_own_object_that_a_sweep_took_before_it_was_read_back_is_no_conflict() -> None:
+async def test_our_own_object_that_a_sweep_took_before_it_was_read_back_is_no_conflict() -> None:
     """The put was so long under way that its object was old: nobody else wrote it, so nobody may be blamed."""
+    inner = Scripted([(True, UnknownOutcomeError), (False, ConflictError)])
+    first_head = inner.head
 
-    async def main() -> None:
-        inner = Scripted([(True, UnknownOutcomeError), (False, ConflictError)])
-        first_head = inner.head
+    async def swept_then_head(key: str) -> ObjectMeta | None:
+        await MemoryObjects.delete(inner, key)
+        return await first_head(key)
 
-        async def swept_then_head(key: str) -> ObjectMeta | None:
-            await MemoryObjects.delete(inner, key)
-            return await first_head(key)
-
-        inner.head = swept_then_head  # type: ignore[method-assign]
-        with pytest.raises(UnknownOutcomeError, match="deleted before"):
-            await resilient(inner).put("k", b"ours")
-        assert inner.calls == 2, "its key is never used again"
-
-    asyncio.run(main())
+    inner.head = swept_then_head  # type: ignore[method-assign]
+    with pytest.raises(UnknownOutcomeError, match="deleted before"):
+        await resilient(inner).put("k", b"ours")
+    assert inner.calls == 2, "its key is never used again"
 
 
 @pytest.mark.parametrize("script", [[], [(False, UnavailableError)], [(False, UnknownOutcomeError)]])
-def test_another_writers_object_is_a_conflict(script: Script) -> None:
-    async def main() -> None:
-        inner = Scripted([(True, None), *script])
-        await inner.put("k", b"theirs")
-        with pytest.raises(ConflictError):
-            await resilient(inner).put("k", b"ours!!")
-        assert await MemoryObjects.get(inner, "k") == b"theirs"
-
-    asyncio.run(main())
+async def test_another_writers_object_is_a_conflict(script: Script) -> None:
+    inner = Scripted([(True, None), *script])
+    await inner.put("k", b"theirs")
+    with pytest.raises(ConflictError):
+        await resilient(inner).put("k", b"ours!!")
+    assert await MemoryObjects.get(inner, "k") == b"theirs"
 
 
-def test_when_the_budget_ends_the_caller_hears_the_truth() -> None:
-    async def main() -> None:
-        with pytest.raises(UnavailableError):
-            await resilient(Scripted([(False, UnavailableError)] * 100), 0.2).put("k", b"x")
-        with pytest.raises(UnknownOutcomeError):
-            await resilient(Scripted([(False, UnknownOutcomeError)] + [(False, UnavailableError)] * 100), 0.2).put(
-                "k", b"x"
-            )
-        with pytest.raises(UnknownOutcomeError):  # it cannot be read back
-            await resilient(Scripted([(True, UnknownOutcomeError)], [UnavailableError] * 100), 0.2).put("k", b"x")
-
-    asyncio.run(main())
+async def test_when_the_budget_ends_the_caller_hears_the_truth() -> None:
+    with pytest.raises(UnavailableError):
+        await resilient(Scripted([(False, UnavailableError)] * 100), 0.2).put("k", b"x")
+    with pytest.raises(UnknownOutcomeError):
+        await resilient(Scripted([(False, UnknownOutcomeError)] + [(False, UnavailableError)] * 100), 0.2).put(
+            "k", b"x"
+        )
+    with pytest.raises(UnknownOutcomeError):  # it cannot be read back
+        await resilient(Scripted([(True, UnknownOutcomeError)], [UnavailableError] * 100), 0.2).put("k", b"x")
 
 
 @pytest.mark.parametrize("kind", [InvalidError, MissingError, CorruptError])
-def test_what_a_retry_cannot_mend_is_not_retried(kind: type[TidemillError]) -> None:
-    async def main() -> None:
-        inner = Scripted([(False, kind)])
-        with pytest.raises(kind):
-            await resilient(inner).put("k", b"x")
-        assert inner.calls == 1
-
-    asyncio.run(main())
+async def test_what_a_retry_cannot_mend_is_not_retried(kind: type[TidemillError]) -> None:
+    inner = Scripted([(False, kind)])
+    with pytest.raises(kind):
+        await resilient(inner).put("k", b"x")
+    assert inner.calls == 1
 
 
-def test_reads_lists_and_deletes_retry_too() -> None:
-    async def main() -> None:
-        inner = Scripted([], [UnavailableError, UnavailableError, None, UnavailableError])
-        for i in range(5):
-            await MemoryObjects.put(inner, f"k{i}", b"x")
-        store = resilient(inner)
-        assert await store.get("k0") == b"x"
-        inner.reads = [UnavailableError]
-        assert await store.head("k0") is not None
-        inner.reads = [UnavailableError, None]
-        assert [meta.key async for meta in store.list("k")] == [f"k{i}" for i in range(5)]
-        inner.script = [(True, UnknownOutcomeError), (False, UnavailableError)]
-        await store.delete("k0")
-        assert await store.head("k0") is None
-
-    asyncio.run(main())
+async def test_reads_lists_and_deletes_retry_too() -> None:
+    inner = Scripted([], [UnavailableError, UnavailableError, None, UnavailableError])
+    for i in range(5):
+        await MemoryObjects.put(inner, f"k{i}", b"x")
+    store = resilient(inner)
+    assert await store.get("k0") == b"x"
+    inner.reads = [UnavailableError]
+    assert await store.head("k0") is not None
+    inner.reads = [UnavailableError, None]
+    assert [meta.key async for meta in store.list("k")] == [f"k{i}" for i in range(5)]
+    inner.script = [(True, UnknownOutcomeError), (False, UnavailableError)]
+    await store.delete("k0")
+    assert await store.head("k0") is None
 
 
-def test_concurrency_is_bounded_and_ranges_are_merged() -> None:
-    async def main() -> None:
-        inner = Scripted([])
-        data = bytes(range(256)) * 4000
-        await inner.put("k", data)
-        store = resilient(inner, concurrency=3, coalesce=True)
-        wanted = [(i * 100_000, i * 100_000 + 10) for i in range(10)] + [(20, 30), (5, 5)]
-        assert await store.get_ranges("k", wanted) == [data[a:b] for a, b in wanted]
-        assert inner.most == 3
-        await asyncio.gather(*(store.get("k") for _ in range(20)))
-        assert inner.most == 3
-        with pytest.raises(InvalidError):
-            await store.get_ranges("k", [(0, 1), (500_000, len(data) + 1)])
-        with pytest.raises(MissingError):
-            await store.get_ranges("absent", [(0, 1), (500_000, 500_001)])
-
-    asyncio.run(main())
+async def test_concurrency_is_bounded_and_ranges_are_merged() -> None:
+    inner = Scripted([])
+    data = bytes(range(256)) * 4000
+    await inner.put("k", data)
+    store = resilient(inner, concurrency=3, coalesce=True)
+    wanted = [(i * 100_000, i * 100_000 + 10) for i in range(10)] + [(20, 30), (5, 5)]
+    assert await store.get_ranges("k", wanted) == [data[a:b] for a, b in wanted]
+    assert inner.most == 3
+    await asyncio.gather(*(store.get("k") for _ in range(20)))
+    assert inner.most == 3
+    with pytest.raises(InvalidError):
+        await store.get_ranges("k", [(0, 1), (500_000, len(data) + 1)])
+    with pytest.raises(MissingError):
+        await store.get_ranges("absent", [(0, 1), (500_000, 500_001)])
 
 
 class Held(MemoryObjects):
@@ -241,38 +216,32 @@ class Held(MemoryObjects):
         await super().delete(key)
 
 
-def test_a_put_does_not_stand_behind_any_number_of_reads_and_deletes() -> None:
-    async def main() -> None:
-        inner = Held()
-        await inner.put("k", b"data")
-        store = resilient(inner, concurrency=16)
-        others = [asyncio.ensure_future(store.get("k")) for _ in range(500)]
-        others += [asyncio.ensure_future(store.get_ranges("k", [(0, 2)])) for _ in range(500)]
-        others += [asyncio.ensure_future(store.delete(f"gone{number}")) for number in range(500)]
-        async with asyncio.timeout(30):
-            while not inner.waiting:
-                await asyncio.sleep(0)
-            await asyncio.gather(*(store.put(f"p{number}", b"batch") for number in range(4)))
-        assert inner.waiting == 12
-        inner.go.set()
-        await asyncio.gather(*others)
-
-    asyncio.run(main())
+async def test_a_put_does_not_stand_behind_any_number_of_reads_and_deletes() -> None:
+    inner = Held()
+    await inner.put("k", b"data")
+    store = resilient(inner, concurrency=16)
+    others = [asyncio.ensure_future(store.get("k")) for _ in range(500)]
+    others += [asyncio.ensure_future(store.get_ranges("k", [(0, 2)])) for _ in range(500)]
+    others += [asyncio.ensure_future(store.delete(f"gone{number}")) for number in range(500)]
+    async with asyncio.timeout(30):
+        while not inner.waiting:
+            await asyncio.sleep(0)
+        await asyncio.gather(*(store.put(f"p{number}", b"batch") for number in range(4)))
+    assert inner.waiting == 12
+    inner.go.set()
+    await asyncio.gather(*others)
 
 
-def test_metrics_count_calls_bytes_retries_and_what_reading_back_showed() -> None:
+async def test_metrics_count_calls_bytes_retries_and_what_reading_back_showed() -> None:
     def value(metric: str, **labels: str) -> float:
         return REGISTRY.get_sample_value(metric, labels) or 0.0
 
-    async def main() -> None:
-        inner = Scripted([(False, UnavailableError), (True, UnknownOutcomeError)])
-        store = RetryingObjects(inner, SystemClock(), Rand(1), store="metered")
-        await store.put("k", [b"abc", b"de"])
-        await store.get("k", 1, 3)
-        with pytest.raises(MissingError):
-            await store.get("nothing")
-
-    asyncio.run(main())
+    inner = Scripted([(False, UnavailableError), (True, UnknownOutcomeError)])
+    store = RetryingObjects(inner, SystemClock(), Rand(1), store="metered")
+    await store.put("k", [b"abc", b"de"])
+    await store.get("k", 1, 3)
+    with pytest.raises(MissingError):
+        await store.get("nothing")
     assert value("tidemill_objects_requests_total", store="metered", operation="put", outcome="ok") == 1
     assert value("tidemill_objects_requests_total", store="metered", operation="get", outcome="missing") == 1
     assert value("tidemill_objects_bytes_total", store="metered", operation="put") == 5
@@ -349,56 +318,49 @@ def code(name: str) -> bytes:
         (0, b"", UnknownOutcomeError, UnavailableError),
     ],
 )
-def test_every_answer_of_s3_has_its_kind(
+async def test_every_answer_of_s3_has_its_kind(
     server: Server, status: int, body: bytes, on_put: type[TidemillError], on_get: type[TidemillError]
 ) -> None:
-    async def main() -> None:
-        server.status, server.body = status, body
-        with pytest.raises(TidemillError) as raised:
-            await s3(server.endpoint).put("503-connect-error/k", b"x")
-        assert type(raised.value) is on_put
-        with pytest.raises(TidemillError) as raised:
-            await s3(server.endpoint).get("503-connect-error/k")
-        assert type(raised.value) is on_get
-        if status in (403, 404) and on_put is MisconfiguredError:
-            assert raised.value.fix
-
-    asyncio.run(main())
+    server.status, server.body = status, body
+    with pytest.raises(TidemillError) as raised:
+        await s3(server.endpoint).put("503-connect-error/k", b"x")
+    assert type(raised.value) is on_put
+    with pytest.raises(TidemillError) as raised:
+        await s3(server.endpoint).get("503-connect-error/k")
+    assert type(raised.value) is on_get
+    if status in (403, 404) and on_put is MisconfiguredError:
+        assert raised.value.fix
 
 
-def test_a_cut_connection_is_unknown_and_a_refused_one_unavailable(server: Server) -> None:
-    async def main() -> None:
-        server.cut = True
-        with pytest.raises(UnknownOutcomeError):
-            await s3(server.endpoint).put("k", b"x")
-        with pytest.raises(UnavailableError, match="endpoint"):
-            await s3(f"http://{free_address()}").put("k", b"x")
-
-    asyncio.run(main())
+async def test_a_cut_connection_is_unknown_and_a_refused_one_unavailable(server: Server) -> None:
+    server.cut = True
+    with pytest.raises(UnknownOutcomeError):
+        await s3(server.endpoint).put("k", b"x")
+    with pytest.raises(UnavailableError, match="endpoint"):
+        await s3(f"http://{free_address()}").put("k", b"x")
 
 
-def test_on_s3_the_nonce_tells_our_object_from_an_equal_one(s3_endpoint: str, new_bucket: Callable[[], str]) -> None:
-    async def main() -> None:
-        config = {"endpoint": s3_endpoint, "region": "us-east-1", "access_key_id": "k", "secret_access_key": "s"}
-        bucket = new_bucket()
+async def test_on_s3_the_nonce_tells_our_object_from_an_equal_one(
+    s3_endpoint: str, new_bucket: Callable[[], str]
+) -> None:
+    config = {"endpoint": s3_endpoint, "region": "us-east-1", "access_key_id": "k", "secret_access_key": "s"}
+    bucket = new_bucket()
 
-        class LosesAcknowledgements(S3Objects):
-            lost = 0
+    class LosesAcknowledgements(S3Objects):
+        lost = 0
 
-            async def put_with_nonce(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
-                await super().put_with_nonce(key, data, nonce)
-                if self.lost < 1:
-                    self.lost += 1
-                    raise UnknownOutcomeError("scripted.")
-
-        class NeverSends(S3Objects):
-            async def put_with_nonce(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
+        async def put_with_nonce(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
+            await super().put_with_nonce(key, data, nonce)
+            if self.lost < 1:
+                self.lost += 1
                 raise UnknownOutcomeError("scripted.")
 
-        ours = RetryingObjects(LosesAcknowledgements(bucket, "", config, Rand(1)), SystemClock(), Rand(2), store="s3")
-        await ours.put("k", b"equal bytes")
-        other = RetryingObjects(NeverSends(bucket, "", config, Rand(3)), SystemClock(), Rand(4), store="s3")
-        with pytest.raises(ConflictError):
-            await other.put("k", b"equal bytes")
+    class NeverSends(S3Objects):
+        async def put_with_nonce(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
+            raise UnknownOutcomeError("scripted.")
 
-    asyncio.run(main())
+    ours = RetryingObjects(LosesAcknowledgements(bucket, "", config, Rand(1)), SystemClock(), Rand(2), store="s3")
+    await ours.put("k", b"equal bytes")
+    other = RetryingObjects(NeverSends(bucket, "", config, Rand(3)), SystemClock(), Rand(4), store="s3")
+    with pytest.raises(ConflictError):
+        await other.put("k", b"equal bytes")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from support.registry.world import Cluster, Faulty, Rest, record, run
+from support.registry.world import Cluster, Faulty, Rest, record
 from tidemill.base.clock import Rand
 from tidemill.base.config.sections import RegistrySection
 from tidemill.base.errors import FencedError, UnavailableError, UnknownOutcomeError
@@ -51,8 +51,8 @@ def test_f801_a_comparison_of_hostile_schemas_ends(rest: Rest) -> None:
     assert rest.error("POST", "/subjects/wide/versions", {"schema": other, "schemaType": "JSON"}) == 42201
 
 
-def test_f802_what_the_thread_does_not_get_through_is_turned_away() -> None:
-    async def body(cluster: Cluster) -> None:
+async def test_f802_what_the_thread_does_not_get_through_is_turned_away() -> None:
+    async with Cluster() as cluster:
         gate = asyncio.Event()
 
         async def slow(work: Callable[[], Any]) -> Any:
@@ -72,8 +72,6 @@ def test_f802_what_the_thread_does_not_get_through_is_turned_away() -> None:
         gate.set()
         assert {(await one).version.version for one in waiting} == {1}
         assert (await registry.register("s2", given[2])).version.version == 1
-
-    run(body)
 
 
 TEXT = 'syntax = "proto3"; message Fault { int32 a = 1; }'
@@ -106,8 +104,8 @@ def test_f803_a_compiler_that_is_not_there_is_told(monkeypatch: pytest.MonkeyPat
         parse_schema(SubmittedSchema("PROTOBUF", TEXT), {})
 
 
-def test_f804_a_change_goes_on_over_what_the_metastore_meets() -> None:
-    async def body(cluster: Cluster) -> None:
+async def test_f804_a_change_goes_on_over_what_the_metastore_meets() -> None:
+    async with Cluster() as cluster:
         faulty = Faulty(cluster.metastore())
         node, other = cluster.node(metastore=faulty), cluster.node()
         faulty.faults = [
@@ -123,5 +121,3 @@ def test_f804_a_change_goes_on_over_what_the_metastore_meets() -> None:
         with pytest.raises(UnavailableError):
             await node.register("s", SubmittedSchema("AVRO", record("b:int")))
         assert [row.version for row in await other.book.versions("s", fresh=True)] == [1]
-
-    run(body)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from support.registry.world import Cluster, Faulty, record, run
+from support.registry.world import Cluster, Faulty, record
 from tidemill.base.errors import UnknownOutcomeError
 from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
 from tidemill.registry.errors import RegistryError
@@ -31,8 +31,8 @@ async def settled(cluster: Cluster) -> None:
     assert head.next_id > max(schemas, default=0)
 
 
-def test_one_schema_registered_by_many_nodes_has_one_id_and_one_version() -> None:
-    async def body(cluster: Cluster) -> None:
+async def test_one_schema_registered_by_many_nodes_has_one_id_and_one_version() -> None:
+    async with Cluster() as cluster:
         nodes = [cluster.node() for _ in range(4)]
         given = SubmittedSchema("AVRO", record("a:int"))
         found = await asyncio.gather(*(node.register("s", given) for node in nodes for _ in range(5)))
@@ -40,11 +40,9 @@ def test_one_schema_registered_by_many_nodes_has_one_id_and_one_version() -> Non
         assert [row.version for row in await nodes[0].book.versions("s", fresh=True)] == [1]
         await settled(cluster)
 
-    run(body)
 
-
-def test_different_schemas_of_racing_nodes_get_ids_and_versions_without_gaps() -> None:
-    async def body(cluster: Cluster) -> None:
+async def test_different_schemas_of_racing_nodes_get_ids_and_versions_without_gaps() -> None:
+    async with Cluster() as cluster:
         nodes = [cluster.node() for _ in range(3)]
         await nodes[0].set_level("", "NONE")
         texts = [record(f"f{n}:int") for n in range(6)]
@@ -59,11 +57,9 @@ def test_different_schemas_of_racing_nodes_get_ids_and_versions_without_gaps() -
         assert {one.version.version for one in found} == set(range(1, 7))
         await settled(cluster)
 
-    run(body)
 
-
-def test_a_registration_of_unknown_outcome_counts_once() -> None:
-    async def body(cluster: Cluster) -> None:
+async def test_a_registration_of_unknown_outcome_counts_once() -> None:
+    async with Cluster() as cluster:
         for number, faults in enumerate((["after"], ["before"], ["after", "before"], ["before", "after", "after"])):
             faulty = Faulty(cluster.metastore())
             node = cluster.node(metastore=faulty)
@@ -74,11 +70,9 @@ def test_a_registration_of_unknown_outcome_counts_once() -> None:
             assert [row.version for row in await node.book.versions(subject, fresh=True)] == [1]
         await settled(cluster)
 
-    run(body)
 
-
-def test_a_deletion_of_unknown_outcome_is_told_as_done() -> None:
-    async def body(cluster: Cluster) -> None:
+async def test_a_deletion_of_unknown_outcome_is_told_as_done() -> None:
+    async with Cluster() as cluster:
         faulty = Faulty(cluster.metastore())
         node = cluster.node(metastore=faulty)
         for permanent in (False, True):
@@ -93,13 +87,10 @@ def test_a_deletion_of_unknown_outcome_is_told_as_done() -> None:
                 assert all(row.deleted for row in shown)
         await settled(cluster)
 
-    run(body)
 
-
-def test_any_mixture_of_changes_by_many_nodes_with_faults_leaves_whole_rows() -> None:
+async def test_any_mixture_of_changes_by_many_nodes_with_faults_leaves_whole_rows() -> None:
     """Seeded: registrations and deletions of both kinds race, and a third of the commits ends unknown."""
-
-    async def body(cluster: Cluster) -> None:
+    async with Cluster() as cluster:
         for seed in range(4):
             rand = random.Random(seed)
             faulties = [Faulty(cluster.metastore()) for _ in range(3)]
@@ -111,8 +102,6 @@ def test_any_mixture_of_changes_by_many_nodes_with_faults_leaves_whole_rows() ->
                 faulty.faults = [(when, UnknownOutcomeError("nobody knows.")) for when in outcomes]
             await asyncio.gather(*(_work(node, random.Random(seed * 10 + n)) for n, node in enumerate(nodes)))
             await settled(cluster)
-
-    run(body)
 
 
 NOT_THERE = {40401, 40402, 40403, 40404, 40405, 40406, 40407}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from support.registry.world import Cluster, record, run
+from support.registry.world import Cluster, record
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.maintenance.check.deep_check import deep_check
 from tidemill.maintenance.restore.restore import SCHEMA_IDS_SKIPPED, Restorer
@@ -31,8 +31,8 @@ async def filled(cluster: Cluster) -> Registry:
 
 
 @pytest.mark.processes
-def test_a_bucket_alone_brings_schemas_versions_and_configuration_back() -> None:
-    async def body(cluster: Cluster) -> None:
+async def test_a_bucket_alone_brings_schemas_versions_and_configuration_back() -> None:
+    async with Cluster() as cluster:
         before = await filled(cluster)
         await cluster.persisted()
         state = MemoryState()
@@ -52,8 +52,6 @@ def test_a_bucket_alone_brings_schemas_versions_and_configuration_back() -> None
         finally:
             await again.aclose()
 
-    run(body)
-
 
 @pytest.mark.parametrize(
     ("key", "found"),
@@ -67,8 +65,8 @@ def test_a_bucket_alone_brings_schemas_versions_and_configuration_back() -> None
     ],
 )
 @pytest.mark.processes
-def test_the_deep_check_names_every_broken_reference(key: object, found: str) -> None:
-    async def body(cluster: Cluster) -> None:
+async def test_the_deep_check_names_every_broken_reference(key: object, found: str) -> None:
+    async with Cluster() as cluster:
         await filled(cluster)
         metastore = cluster.metastore()
         if key is DIGESTS:
@@ -84,8 +82,6 @@ def test_the_deep_check_names_every_broken_reference(key: object, found: str) ->
         checked = await deep_check(consensus, cluster.objects, cluster.clock, cluster.rand)
         reported = [str(one) for one in checked.findings.broken]
         assert any(found in line for line in reported), reported
-
-    run(body)
 
 
 def test_rows_grow_at_their_end_only() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from support.shapes.consumer import COLUMNS, ENDLESS, OTHER, TABLE, row
 from support.shapes.world import ShapeWorld
-from support.waiting import run, until
+from support.waiting import until
 from tidemill.base.clock import ManualClock
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Fragment, Relation
@@ -34,27 +34,23 @@ HOUSE_S = 1.0
 
 
 @pytest.mark.postgres
-def test_f120_a_large_transaction_ends_no_shape_of_a_table_that_it_does_not_touch(postgres_dsn: str) -> None:
+async def test_f120_a_large_transaction_ends_no_shape_of_a_table_that_it_does_not_touch(postgres_dsn: str) -> None:
     ddl = (
         "CREATE TABLE big (id int PRIMARY KEY, v text); INSERT INTO big SELECT n, 'old' FROM generate_series(1, 5000) n"
         "; CREATE TABLE calm (id int PRIMARY KEY, v text); INSERT INTO calm VALUES (1, 'old')"
     )
-
-    async def main() -> None:
-        settings = ShapeSettings(long_poll_s=0.5, backlog=BacklogLimits(size_bytes=200_000))
-        async with ShapeWorld(postgres_dsn, ddl, settings, fragment_changes=100) as world:
-            calm = [await world.sync(table="calm", where=f"id > {-n}") for n in range(5)]
-            touched = await world.sync(table="big", where="id % 50 = 0")
-            await world.db.execute("UPDATE big SET v = 'new'")
-            await world.db.execute("UPDATE calm SET v = 'new'")
-            for client in calm:
-                await client.follow_until(lambda c=client: _values(c.rows) == {"new"})  # type: ignore[misc]
-                assert client.refetches == 0
-            await touched.follow_until(lambda: _values(touched.rows) == {"new"} and len(touched.rows) == 100)
-            assert world.service.facts()["fell_behind"] == touched.refetches == 1
-            await until(lambda: world.sink.held_bytes == 0)
-
-    run(main())
+    settings = ShapeSettings(long_poll_s=0.5, backlog=BacklogLimits(size_bytes=200_000))
+    async with ShapeWorld(postgres_dsn, ddl, settings, fragment_changes=100) as world:
+        calm = [await world.sync(table="calm", where=f"id > {-n}") for n in range(5)]
+        touched = await world.sync(table="big", where="id % 50 = 0")
+        await world.db.execute("UPDATE big SET v = 'new'")
+        await world.db.execute("UPDATE calm SET v = 'new'")
+        for client in calm:
+            await client.follow_until(lambda c=client: _values(c.rows) == {"new"})  # type: ignore[misc]
+            assert client.refetches == 0
+        await touched.follow_until(lambda: _values(touched.rows) == {"new"} and len(touched.rows) == 100)
+        assert world.service.facts()["fell_behind"] == touched.refetches == 1
+        await until(lambda: world.sink.held_bytes == 0)
 
 
 def _values(rows: dict[str, dict[str, str]]) -> set[str]:

@@ -13,7 +13,7 @@ import pytest
 
 from support.ports import free_port
 from support.shapes.world import Answer, ShapeWorld, _fetch
-from support.waiting import run, until
+from support.waiting import until
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.settings import CacheAges
@@ -86,81 +86,70 @@ async def answers(port: int) -> bool:
     return True
 
 
-def test_nginx_serves_initial_rows_and_chunks_and_says_hit_stale_and_revalidated(
+async def test_nginx_serves_initial_rows_and_chunks_and_says_hit_stale_and_revalidated(
     postgres_dsn: str, tmp_path: Path
 ) -> None:
     settings = ShapeSettings(long_poll_s=1, cache=CacheAges(initial_s=30, later_s=2, live_s=1))
-
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL, settings) as world, nginx(tmp_path, world.server.port) as cache:
-            first = await cache.get(table="item", offset="-1")
-            assert (first.status, first.headers["x-cache"]) == (200, "MISS")
-            again = await cache.get(table="item", offset="-1")
-            assert (again.headers["x-cache"], again.body, again.handle) == ("HIT", first.body, first.handle)
-            assert again.headers["x-request-id"] == first.headers["x-request-id"]
-            known = await cache.get(first.headers["etag"], table="item", offset="-1")
-            assert known.status == 304
-            later = {"table": "item", "offset": first.offset, "handle": first.handle}
-            assert [await cache.said(**later), await cache.said(**later)] == ["MISS", "HIT"]
-            await until(lambda: is_said(cache, later, "STALE"))
-            await until(lambda: is_said(cache, later, "HIT"))
-            await world.db.execute("DELETE FROM item WHERE id = 1")
-            await until(lambda: bool(world.service.shapes()[0]["log_bytes"]))
-            await until(lambda: shows_the_delete(cache, later))
-            assert await cache.said(table="item", offset="now") == "MISS"
-            assert await cache.said(table="item", offset="now") == "MISS", "no-cache is never kept"
-            subset = {"table": "item", "offset": "now", "subset__where": "id = 2"}
-            assert [await cache.said(**subset), await cache.said(**subset)] == ["MISS", "MISS"]
-            wrong = {"table": "nope", "offset": "-1"}
-            assert [await cache.said(**wrong), await cache.said(**wrong)] == ["MISS", "MISS"]
-
-    run(main())
+    async with ShapeWorld(postgres_dsn, DDL, settings) as world, nginx(tmp_path, world.server.port) as cache:
+        first = await cache.get(table="item", offset="-1")
+        assert (first.status, first.headers["x-cache"]) == (200, "MISS")
+        again = await cache.get(table="item", offset="-1")
+        assert (again.headers["x-cache"], again.body, again.handle) == ("HIT", first.body, first.handle)
+        assert again.headers["x-request-id"] == first.headers["x-request-id"]
+        known = await cache.get(first.headers["etag"], table="item", offset="-1")
+        assert known.status == 304
+        later = {"table": "item", "offset": first.offset, "handle": first.handle}
+        assert [await cache.said(**later), await cache.said(**later)] == ["MISS", "HIT"]
+        await until(lambda: is_said(cache, later, "STALE"))
+        await until(lambda: is_said(cache, later, "HIT"))
+        await world.db.execute("DELETE FROM item WHERE id = 1")
+        await until(lambda: bool(world.service.shapes()[0]["log_bytes"]))
+        await until(lambda: shows_the_delete(cache, later))
+        assert await cache.said(table="item", offset="now") == "MISS"
+        assert await cache.said(table="item", offset="now") == "MISS", "no-cache is never kept"
+        subset = {"table": "item", "offset": "now", "subset__where": "id = 2"}
+        assert [await cache.said(**subset), await cache.said(**subset)] == ["MISS", "MISS"]
+        wrong = {"table": "nope", "offset": "-1"}
+        assert [await cache.said(**wrong), await cache.said(**wrong)] == ["MISS", "MISS"]
 
 
-def test_nginx_asks_again_for_what_is_too_old_to_be_shown_and_keeps_it_when_it_is_the_same(
+async def test_nginx_asks_again_for_what_is_too_old_to_be_shown_and_keeps_it_when_it_is_the_same(
     postgres_dsn: str, tmp_path: Path
 ) -> None:
     """Without stale-while-revalidate, as many a CDN: an age of 0 leaves none."""
-
-    async def main() -> None:
-        ages = CacheAges(initial_s=1, later_s=1, live_s=1)
-        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1, cache=ages)) as world:
-            plain = CONFIG.replace("proxy_cache_background_update on; proxy_cache_use_stale updating;", "")
-            plain = plain.replace(
-                "proxy_cache shapes;",
-                "proxy_cache shapes; proxy_ignore_headers Cache-Control; proxy_cache_valid 200 1s;",
-            )
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setitem(globals(), "CONFIG", plain)
-                async with nginx(tmp_path, world.server.port) as cache:
-                    first = await cache.get(table="item", offset="-1")
-                    await until(lambda: is_said(cache, {"table": "item", "offset": "-1"}, "REVALIDATED"))
-                    assert (await cache.get(table="item", offset="-1")).body == first.body
-                    tail = {"table": "item", "offset": first.offset, "handle": first.handle}
-                    await cache.get(**tail)
-                    await until(lambda: is_said(cache, tail, "REVALIDATED"))
-
-    run(main())
+    ages = CacheAges(initial_s=1, later_s=1, live_s=1)
+    async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1, cache=ages)) as world:
+        plain = CONFIG.replace("proxy_cache_background_update on; proxy_cache_use_stale updating;", "")
+        plain = plain.replace(
+            "proxy_cache shapes;",
+            "proxy_cache shapes; proxy_ignore_headers Cache-Control; proxy_cache_valid 200 1s;",
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(globals(), "CONFIG", plain)
+            async with nginx(tmp_path, world.server.port) as cache:
+                first = await cache.get(table="item", offset="-1")
+                await until(lambda: is_said(cache, {"table": "item", "offset": "-1"}, "REVALIDATED"))
+                assert (await cache.get(table="item", offset="-1")).body == first.body
+                tail = {"table": "item", "offset": first.offset, "handle": first.handle}
+                await cache.get(**tail)
+                await until(lambda: is_said(cache, tail, "REVALIDATED"))
 
 
-def test_clients_that_poll_together_are_one_request_to_the_node(postgres_dsn: str, tmp_path: Path) -> None:
-    async def main() -> None:
-        async with (
-            ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=3)) as world,
-            nginx(tmp_path, world.server.port) as cache,
-        ):
-            first = await cache.get(table="item", offset="-1")
-            tail = {"table": "item", "offset": first.offset, "handle": first.handle, "live": "true", "cursor": "7"}
-            polls = [asyncio.ensure_future(cache.get(**tail)) for _ in range(5)]
-            await until(lambda: any(shape["waiting"] for shape in world.service.shapes()))
-            assert [shape["waiting"] for shape in world.service.shapes()] == [1]
-            await world.db.execute("DELETE FROM item WHERE id = 1")
-            found = await asyncio.gather(*polls)
-            assert sorted(answer.headers["x-cache"] for answer in found) == ["HIT"] * 4 + ["MISS"]
-            assert {answer.headers["electric-cursor"] for answer in found} != {"7"}
-            assert len({answer.body for answer in found}) == 1
-
-    run(main())
+async def test_clients_that_poll_together_are_one_request_to_the_node(postgres_dsn: str, tmp_path: Path) -> None:
+    async with (
+        ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=3)) as world,
+        nginx(tmp_path, world.server.port) as cache,
+    ):
+        first = await cache.get(table="item", offset="-1")
+        tail = {"table": "item", "offset": first.offset, "handle": first.handle, "live": "true", "cursor": "7"}
+        polls = [asyncio.ensure_future(cache.get(**tail)) for _ in range(5)]
+        await until(lambda: any(shape["waiting"] for shape in world.service.shapes()))
+        assert [shape["waiting"] for shape in world.service.shapes()] == [1]
+        await world.db.execute("DELETE FROM item WHERE id = 1")
+        found = await asyncio.gather(*polls)
+        assert sorted(answer.headers["x-cache"] for answer in found) == ["HIT"] * 4 + ["MISS"]
+        assert {answer.headers["electric-cursor"] for answer in found} != {"7"}
+        assert len({answer.body for answer in found}) == 1
 
 
 async def is_said(cache: Cache, params: dict[str, str], word: str) -> bool:
@@ -171,23 +160,19 @@ async def shows_the_delete(cache: Cache, params: dict[str, Any]) -> bool:
     return [item["headers"]["operation"] for item in (await cache.get(**params)).items] == ["delete"]
 
 
-def test_a_chunk_that_ended_where_the_log_did_is_another_answer_once_more_came(postgres_dsn: str) -> None:
+async def test_a_chunk_that_ended_where_the_log_did_is_another_answer_once_more_came(postgres_dsn: str) -> None:
     """Its items are the same, and it says no more that nothing follows."""
-
-    async def main() -> None:
-        settings = ShapeSettings(long_poll_s=1, limits=LogLimits(chunk_bytes=1))
-        async with ShapeWorld(postgres_dsn, DDL, settings) as world:
-            client = await world.sync(table="item")
-            asked = {"table": "item", "offset": client.offset, "handle": client.handle}
-            await world.db.execute("DELETE FROM item WHERE id = 1")
-            await client.follow_until(lambda: len(client.rows) == 8)
-            ended = await world.get(**asked)
-            assert (len(ended.items), ended.controls) == (1, ["up-to-date"])
-            same = await world.request("/v1/shape", asked, {"if-none-match": ended.headers["etag"]})
-            assert same.status == 304
-            await world.db.execute("DELETE FROM item WHERE id = 2")
-            await client.follow_until(lambda: len(client.rows) == 7)
-            grown = await world.request("/v1/shape", asked, {"if-none-match": ended.headers["etag"]})
-            assert (grown.status, grown.items, grown.controls) == (200, ended.items, [])
-
-    run(main())
+    settings = ShapeSettings(long_poll_s=1, limits=LogLimits(chunk_bytes=1))
+    async with ShapeWorld(postgres_dsn, DDL, settings) as world:
+        client = await world.sync(table="item")
+        asked = {"table": "item", "offset": client.offset, "handle": client.handle}
+        await world.db.execute("DELETE FROM item WHERE id = 1")
+        await client.follow_until(lambda: len(client.rows) == 8)
+        ended = await world.get(**asked)
+        assert (len(ended.items), ended.controls) == (1, ["up-to-date"])
+        same = await world.request("/v1/shape", asked, {"if-none-match": ended.headers["etag"]})
+        assert same.status == 304
+        await world.db.execute("DELETE FROM item WHERE id = 2")
+        await client.follow_until(lambda: len(client.rows) == 7)
+        grown = await world.request("/v1/shape", asked, {"if-none-match": ended.headers["etag"]})
+        assert (grown.status, grown.items, grown.controls) == (200, ended.items, [])

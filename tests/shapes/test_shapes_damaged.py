@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from support.shapes.consumer import TABLE
 from support.shapes.storage import INFO, written
-from support.waiting import run, until
+from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import CorruptError
 from tidemill.base.status.status import StatusTracker
@@ -47,33 +47,29 @@ def flip(path: Path, table: str, column: str, key: int, at: int) -> None:
     connection.close()
 
 
-def test_f131_what_is_damaged_in_a_shapes_file_ends_that_shape_alone(tmp_path: Path) -> None:
+async def test_f131_what_is_damaged_in_a_shapes_file_ends_that_shape_alone(tmp_path: Path) -> None:
     path = tmp_path / "main.db"
     filled(path)
     flip(path, "base", "json", BASE, -3)
     flip(path, "items", "json", ITEM, -3)
     flip(path, "shapes", "record", RECORD, -1)
-
-    async def main() -> None:
-        service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
-        sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
-        service._tables._databases["main"].infos[TABLE] = INFO
-        sink.begin_session(["owner"])
-        sink.set_carried_relations([TABLE.oid])
-        sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), 0)  # type: ignore[arg-type]
-        await until(lambda: not sink.restoring)
-        assert service.find_by_handle(f"h{RECORD}") is None, "its definition may be another: it is not restored"
-        base, item, whole = (service.find_by_handle(f"h{key}") for key in (BASE, ITEM, WHOLE))
-        assert base is not None and item is not None and whole is not None
-        assert (await base.fetch(BEFORE_ALL)).items == () and base.has_ended and "damaged" in base.end_reason
-        assert list((await item.fetch(BEFORE_ALL)).items) == [b'{"value":{"n":"2"}}'] and not item.has_ended
-        assert (await item.fetch(BASE_END)).items == () and item.has_ended and "tx=700 op=2" in item.end_reason
-        assert list((await whole.fetch(BEFORE_ALL)).items) == [b'{"value":{"n":"4"}}']
-        (later,) = (await whole.fetch(BASE_END)).items
-        assert b'"n":"4"' in later and not whole.has_ended
-        await service.aclose()
-
-    run(main())
+    service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
+    sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
+    service._tables._databases["main"].infos[TABLE] = INFO
+    sink.begin_session(["owner"])
+    sink.set_carried_relations([TABLE.oid])
+    sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), 0)  # type: ignore[arg-type]
+    await until(lambda: not sink.restoring)
+    assert service.find_by_handle(f"h{RECORD}") is None, "its definition may be another: it is not restored"
+    base, item, whole = (service.find_by_handle(f"h{key}") for key in (BASE, ITEM, WHOLE))
+    assert base is not None and item is not None and whole is not None
+    assert (await base.fetch(BEFORE_ALL)).items == () and base.has_ended and "damaged" in base.end_reason
+    assert list((await item.fetch(BEFORE_ALL)).items) == [b'{"value":{"n":"2"}}'] and not item.has_ended
+    assert (await item.fetch(BASE_END)).items == () and item.has_ended and "tx=700 op=2" in item.end_reason
+    assert list((await whole.fetch(BEFORE_ALL)).items) == [b'{"value":{"n":"4"}}']
+    (later,) = (await whole.fetch(BASE_END)).items
+    assert b'"n":"4"' in later and not whole.has_ended
+    await service.aclose()
 
 
 def test_every_flipped_bit_of_a_row_is_corrupt_when_it_is_read(tmp_path: Path) -> None:

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from starlette.applications import Starlette
 
 from support.shapes.world import ShapeWorld
-from support.waiting import run
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.node.http.server import HttpServer
 from tidemill.shapes import LogLimits, ShapeService, ShapeSettings, shape_routes
@@ -51,82 +50,78 @@ class Jumping(ManualClock):
 
 
 @pytest.mark.postgres
-def test_h1_every_end_of_a_log_is_409_to_its_handle_for_ever_and_no_handle_comes_twice(postgres_dsn: str) -> None:
+async def test_h1_every_end_of_a_log_is_409_to_its_handle_for_ever_and_no_handle_comes_twice(postgres_dsn: str) -> None:
     """Deletes, truncates, logs outgrown, captures that start anew, and nodes that start anew with a clock set back."""
     settings = ShapeSettings(long_poll_s=0.2, allow_delete=True, limits=LogLimits(log_bytes=2_000))
+    rand = random.Random(23)
+    async with ShapeWorld(postgres_dsn, DDL, settings) as world:
+        clock = Jumping()
+        ended: dict[str, str] = {}
+        """handle → its where clause"""
+        now: dict[str, str] = {}
 
-    async def main() -> None:
-        rand = random.Random(23)
-        async with ShapeWorld(postgres_dsn, DDL, settings) as world:
-            clock = Jumping()
-            ended: dict[str, str] = {}
-            """handle → its where clause"""
-            now: dict[str, str] = {}
+        async def restart() -> None:
+            await world.service.aclose()
+            await world.server.aclose()
+            clock._now_ms -= rand.choice((0, 0, 5_000))
+            world.service = ShapeService(clock, Rand(), world.tracker, settings)
+            world.sink = world.service.add_database("main", world.dsn, lambda: world.relations.values())
+            app = Starlette(routes=list(shape_routes(world.service)))
+            world.server = HttpServer(app, on_failure=lambda *_: None)
+            await world.server.start()
 
-            async def restart() -> None:
-                await world.service.aclose()
-                await world.server.aclose()
-                clock._now_ms -= rand.choice((0, 0, 5_000))
-                world.service = ShapeService(clock, Rand(), world.tracker, settings)
-                world.sink = world.service.add_database("main", world.dsn, lambda: world.relations.values())
-                app = Starlette(routes=list(shape_routes(world.service)))
-                world.server = HttpServer(app, on_failure=lambda *_: None)
-                await world.server.start()
-
-            async def look(where: str) -> None:
-                params = {"table": "item", "offset": "-1", **({"where": where} if where else {})}
+        async def look(where: str) -> None:
+            params = {"table": "item", "offset": "-1", **({"where": where} if where else {})}
+            answer = await world.get(**params)
+            while answer.status == 409:  # it ended while it loaded
+                assert answer.handle not in ended
                 answer = await world.get(**params)
-                while answer.status == 409:  # it ended while it loaded
-                    assert answer.handle not in ended
-                    answer = await world.get(**params)
-                assert answer.status == 200, answer.body
-                old = now.get(where)
-                if old is not None and answer.handle != old:
-                    ended[old] = where
-                assert answer.handle not in ended, "a handle of an ended shape came back"
-                assert all(other == where or handle != answer.handle for other, handle in now.items())
-                now[where] = answer.handle
+            assert answer.status == 200, answer.body
+            old = now.get(where)
+            if old is not None and answer.handle != old:
+                ended[old] = where
+            assert answer.handle not in ended, "a handle of an ended shape came back"
+            assert all(other == where or handle != answer.handle for other, handle in now.items())
+            now[where] = answer.handle
 
-            async def end(where: str) -> None:
-                ended[now.pop(where)] = where
+        async def end(where: str) -> None:
+            ended[now.pop(where)] = where
 
-            await restart()
-            for step in range(60):
-                where = rand.choice(WHERES)
-                await look(where)
-                kind = rand.randrange(6)
-                if kind == 0:
-                    await world.request("/v1/shape", {"handle": now[where]}, method="DELETE")
-                    await end(where)
-                elif kind == 1:
-                    for other in list(now):
-                        await look(other)  # loaded, so that the snapshot is older than the truncate
-                    await world.db.execute("TRUNCATE item; INSERT INTO item VALUES (3, 'x')")
-                    handles = list(now.values())
-                    for handle in handles:
-                        while world.service.find_by_handle(handle) is not None:
-                            await world.get(table="item", offset="now")
-                    for other in list(now):
-                        await end(other)
-                elif kind == 2 and step % 2:
-                    await restart()
-                    for other in list(now):
-                        await end(other)
-                elif kind == 3:
-                    world.sink = world.service.add_database("main", world.dsn, lambda: world.relations.values())
-                    for other in list(now):
-                        await end(other)
-                elif kind == 4:
-                    for _ in range(8):
-                        await world.db.execute("UPDATE item SET name = name || 'yyyyyyyyyyyyyyyyyyyy' WHERE id = 3")
-                for handle, clause in rand.sample(sorted(ended.items()), min(3, len(ended))):
-                    params = {"where": clause} if clause else {}
-                    late = await world.get(table="item", offset="0_inf", handle=handle, **params)
-                    assert late.status == 409, (late.status, late.body)
-                    assert late.handle not in ended
-                    if clause in now and now[clause] != late.handle:
-                        await end(clause)
-                    now[clause] = late.handle
-            assert len(ended) > 20
-
-    run(main(), 90)
+        await restart()
+        for step in range(60):
+            where = rand.choice(WHERES)
+            await look(where)
+            kind = rand.randrange(6)
+            if kind == 0:
+                await world.request("/v1/shape", {"handle": now[where]}, method="DELETE")
+                await end(where)
+            elif kind == 1:
+                for other in list(now):
+                    await look(other)  # loaded, so that the snapshot is older than the truncate
+                await world.db.execute("TRUNCATE item; INSERT INTO item VALUES (3, 'x')")
+                handles = list(now.values())
+                for handle in handles:
+                    while world.service.find_by_handle(handle) is not None:
+                        await world.get(table="item", offset="now")
+                for other in list(now):
+                    await end(other)
+            elif kind == 2 and step % 2:
+                await restart()
+                for other in list(now):
+                    await end(other)
+            elif kind == 3:
+                world.sink = world.service.add_database("main", world.dsn, lambda: world.relations.values())
+                for other in list(now):
+                    await end(other)
+            elif kind == 4:
+                for _ in range(8):
+                    await world.db.execute("UPDATE item SET name = name || 'yyyyyyyyyyyyyyyyyyyy' WHERE id = 3")
+            for handle, clause in rand.sample(sorted(ended.items()), min(3, len(ended))):
+                params = {"where": clause} if clause else {}
+                late = await world.get(table="item", offset="0_inf", handle=handle, **params)
+                assert late.status == 409, (late.status, late.body)
+                assert late.handle not in ended
+                if clause in now and now[clause] != late.handle:
+                    await end(clause)
+                now[clause] = late.handle
+        assert len(ended) > 20

@@ -16,7 +16,7 @@ import pytest
 
 from support.shapes.fake_shard import FakeShard
 from support.shapes.world import ShapeWorld
-from support.waiting import run, until
+from support.waiting import until
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.loop_share import LoopShare, Step, Turn
@@ -121,72 +121,68 @@ CLAUSES = [
 ]
 
 
-def test_f110_no_request_keeps_the_loop_for_longer_than_a_moment(postgres_dsn: str) -> None:
+async def test_f110_no_request_keeps_the_loop_for_longer_than_a_moment(postgres_dsn: str) -> None:
     schema = ShardSchema((Column("id", "int32"), Column("v", "string")), ("id",))
+    shard = Prebuilt("s", schema)
 
-    async def main() -> None:
-        shard = Prebuilt("s", schema)
+    async def opener(name: str) -> FakeShard:
+        return shard
 
-        async def opener(name: str) -> FakeShard:
-            return shard
+    settings = ShapeSettings(long_poll_s=1, load_timeout_s=20)
+    async with ShapeWorld(postgres_dsn, DDL, settings, shards=opener) as world:
+        await world.get(table="item", offset="-1", where="id = 7")  # what loads once is loaded
+        gc.collect()
+        gc.freeze()  # as a node does when it is assembled
+        failures: list[BaseException] = []
+        watch = CpuWatch()
+        async with Tasks(lambda _, error: failures.append(error)) as tasks:
+            tasks.spawn(watch.run(), name="watch")
+            seen: dict[str, float] = {}
 
-        settings = ShapeSettings(long_poll_s=1, load_timeout_s=20)
-        async with ShapeWorld(postgres_dsn, DDL, settings, shards=opener) as world:
-            await world.get(table="item", offset="-1", where="id = 7")  # what loads once is loaded
-            gc.collect()
-            gc.freeze()  # as a node does when it is assembled
-            failures: list[BaseException] = []
-            watch = CpuWatch()
-            async with Tasks(lambda _, error: failures.append(error)) as tasks:
-                tasks.spawn(watch.run(), name="watch")
-                seen: dict[str, float] = {}
-
-                async def ask(name: str, **params: str) -> None:
-                    watch.longest_s = 0.0
-                    answer = await world.get(offset="-1", **params)
-                    seen[f"{name}: {answer.status}"] = watch.longest_s
-                    assert answer.status in (200, 400, 503), answer.body[:200]
-
-                for clause in CLAUSES:
-                    if len(urllib.parse.quote(clause)) < 60_000:
-                        await ask(clause[:30], table="item", where=clause)
-                many = {f"params[{n}]": str(n) for n in range(1, 1_001)}
-                listed = "id IN (" + ",".join(f"${n}" for n in range(1, 1_001)) + ")"
-                await ask("a thousand parameters", table="item", where=listed, **many)
-                await ask("parameters as JSON", table="item", where="id = $1", params=json.dumps(["1"] * 5_000))
-                await ask("columns", table="item", columns=",".join(["id"] * 9_000))
-                await ask("the whole table", table="item")
-                now = {"table": "item", "log": "changes_only"}
-                for clause in CLAUSES:
-                    watch.longest_s = 0.0
-                    answer = await world.post({"where": clause, "order_by": "t, id", "limit": 100}, offset="now", **now)
-                    seen[f"a subset where {clause[:30]}: {answer.status}"] = watch.longest_s
-                    assert answer.status in (200, 400, 503), answer.body[:200]
-                bodies: dict[str, dict[str, object]] = {
-                    "ordered by many": {"order_by": ",".join(["t || t || t"] * 5_000)},
-                    "parameters": {"where": "id = $1", "params": ["1"] * 200_000},
-                    "members": {f"k{n}": 1 for n in range(60_000)},
-                    "all rows": {},
-                }
-                for name, body in [(name, json.dumps(each).encode()) for name, each in bodies.items()]:
-                    await asyncio.sleep(0.01)  # what was made here is not the server's
-                    watch.longest_s = 0.0
-                    answer = await world.post(body, offset="now", **now)
-                    seen[f"a subset by {name}: {answer.status}"] = watch.longest_s
-                    assert answer.status in (200, 400), (name, answer.body[:200])
-                await ask("a whole shard", table="shard.s")
+            async def ask(name: str, **params: str) -> None:
                 watch.longest_s = 0.0
-                slices = SliceWatch(world.service.share)
-                shard.go.set()
-                await world.db.execute("UPDATE item SET t = t || 'z' WHERE id < 10000 AND id > 0")
-                await until(lambda: world.delivered and world.sink.taken == world.delivered[-1].commit_lsn)
-                await until(lambda: world.sink.held_bytes == 0)
-                (followed,) = [s for s in world.service.shapes() if s["source"] == "shard:s"]
-                await until(lambda: world.service.find_by_handle(str(followed["handle"])).last_seen == 1_999)  # type: ignore[union-attr]
-                seen["10,000 updates for all of these, and 15,000 rows of a shard"] = slices.longest_s
-            assert not failures
-            limit_s = stall_s()
-            too_long = {name: round(spent_s * 1000, 1) for name, spent_s in seen.items() if spent_s > limit_s}
-            assert not too_long
+                answer = await world.get(offset="-1", **params)
+                seen[f"{name}: {answer.status}"] = watch.longest_s
+                assert answer.status in (200, 400, 503), answer.body[:200]
 
-    run(main(), 200)
+            for clause in CLAUSES:
+                if len(urllib.parse.quote(clause)) < 60_000:
+                    await ask(clause[:30], table="item", where=clause)
+            many = {f"params[{n}]": str(n) for n in range(1, 1_001)}
+            listed = "id IN (" + ",".join(f"${n}" for n in range(1, 1_001)) + ")"
+            await ask("a thousand parameters", table="item", where=listed, **many)
+            await ask("parameters as JSON", table="item", where="id = $1", params=json.dumps(["1"] * 5_000))
+            await ask("columns", table="item", columns=",".join(["id"] * 9_000))
+            await ask("the whole table", table="item")
+            now = {"table": "item", "log": "changes_only"}
+            for clause in CLAUSES:
+                watch.longest_s = 0.0
+                answer = await world.post({"where": clause, "order_by": "t, id", "limit": 100}, offset="now", **now)
+                seen[f"a subset where {clause[:30]}: {answer.status}"] = watch.longest_s
+                assert answer.status in (200, 400, 503), answer.body[:200]
+            bodies: dict[str, dict[str, object]] = {
+                "ordered by many": {"order_by": ",".join(["t || t || t"] * 5_000)},
+                "parameters": {"where": "id = $1", "params": ["1"] * 200_000},
+                "members": {f"k{n}": 1 for n in range(60_000)},
+                "all rows": {},
+            }
+            for name, body in [(name, json.dumps(each).encode()) for name, each in bodies.items()]:
+                await asyncio.sleep(0.01)  # what was made here is not the server's
+                watch.longest_s = 0.0
+                answer = await world.post(body, offset="now", **now)
+                seen[f"a subset by {name}: {answer.status}"] = watch.longest_s
+                assert answer.status in (200, 400), (name, answer.body[:200])
+            await ask("a whole shard", table="shard.s")
+            watch.longest_s = 0.0
+            slices = SliceWatch(world.service.share)
+            shard.go.set()
+            await world.db.execute("UPDATE item SET t = t || 'z' WHERE id < 10000 AND id > 0")
+            await until(lambda: world.delivered and world.sink.taken == world.delivered[-1].commit_lsn)
+            await until(lambda: world.sink.held_bytes == 0)
+            (followed,) = [s for s in world.service.shapes() if s["source"] == "shard:s"]
+            await until(lambda: world.service.find_by_handle(str(followed["handle"])).last_seen == 1_999)  # type: ignore[union-attr]
+            seen["10,000 updates for all of these, and 15,000 rows of a shard"] = slices.longest_s
+        assert not failures
+        limit_s = stall_s()
+        too_long = {name: round(spent_s * 1000, 1) for name, spent_s in seen.items() if spent_s > limit_s}
+        assert not too_long

@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from support.shapes.world import ShapeWorld
-from support.waiting import run
 from tidemill.shapes import ShapeSettings
 
 pytestmark = pytest.mark.postgres
@@ -29,22 +28,19 @@ async def raw(world: ShapeWorld, data: bytes, *, ends: bool = False) -> bytes:
 
 
 @pytest.mark.parametrize("allow_delete", [True, False])
-def test_a_method_that_is_not_allowed_is_405_with_those_that_are_and_a_page_may_read_it(
+async def test_a_method_that_is_not_allowed_is_405_with_those_that_are_and_a_page_may_read_it(
     postgres_dsn: str, allow_delete: bool
 ) -> None:
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(allow_delete=allow_delete)) as world:
-            others = ["PUT", "PATCH", "TRACE", "PROPFIND", *([] if allow_delete else ["DELETE"])]
-            for method in others:
-                answer = await world.ask("/v1/shape?table=item", method, **PAGE)
-                assert (answer.status, list(answer.json)) == (405, ["message"]), method
-                allowed = set(answer.headers["allow"].split(", "))
-                assert allowed == {"GET", "HEAD", "POST", "OPTIONS"} | ({"DELETE"} if allow_delete else set())
-                assert answer.headers["cache-control"] == "no-store"
-                assert answer.headers["access-control-allow-origin"] == PAGE["origin"]
-                assert answer.headers["x-request-id"]
-
-    run(main())
+    async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(allow_delete=allow_delete)) as world:
+        others = ["PUT", "PATCH", "TRACE", "PROPFIND", *([] if allow_delete else ["DELETE"])]
+        for method in others:
+            answer = await world.ask("/v1/shape?table=item", method, **PAGE)
+            assert (answer.status, list(answer.json)) == (405, ["message"]), method
+            allowed = set(answer.headers["allow"].split(", "))
+            assert allowed == {"GET", "HEAD", "POST", "OPTIONS"} | ({"DELETE"} if allow_delete else set())
+            assert answer.headers["cache-control"] == "no-store"
+            assert answer.headers["access-control-allow-origin"] == PAGE["origin"]
+            assert answer.headers["x-request-id"]
 
 
 @pytest.mark.parametrize(
@@ -58,55 +54,42 @@ def test_a_method_that_is_not_allowed_is_405_with_those_that_are_and_a_page_may_
         ("table=item&where=name='%EF%BF%BD'&handle=%80", "handle"),
     ],
 )
-def test_what_is_no_utf_8_is_400_and_not_read_as_another_text(postgres_dsn: str, query: str, name: str) -> None:
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(secret="s", allow_delete=True)) as world:
-            for method in ("GET", "POST", "DELETE"):
-                answer = await world.ask(f"/v1/shape?{query}&offset=-1&secret=s", method)
-                assert (answer.status, answer.json.get("errors")) == (400, {name: ["is not UTF-8"]}), method
-            assert (await world.ask(f"/v1/shape?{query}&offset=-1")).status == 401, "the secret is asked first"
-            assert world.service.shapes() == []
-            said = "/v1/shape?table=item&where=name='%EF%BF%BD'&offset=-1&secret=s"
-            assert (await world.ask(said)).status == 200, "who writes the sign itself means it"
-
-    run(main())
+async def test_what_is_no_utf_8_is_400_and_not_read_as_another_text(postgres_dsn: str, query: str, name: str) -> None:
+    async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(secret="s", allow_delete=True)) as world:
+        for method in ("GET", "POST", "DELETE"):
+            answer = await world.ask(f"/v1/shape?{query}&offset=-1&secret=s", method)
+            assert (answer.status, answer.json.get("errors")) == (400, {name: ["is not UTF-8"]}), method
+        assert (await world.ask(f"/v1/shape?{query}&offset=-1")).status == 401, "the secret is asked first"
+        assert world.service.shapes() == []
+        said = "/v1/shape?table=item&where=name='%EF%BF%BD'&offset=-1&secret=s"
+        assert (await world.ask(said)).status == 200, "who writes the sign itself means it"
 
 
-def test_who_asks_for_a_table_that_is_not_captured_is_told_where_it_says_why(postgres_dsn: str) -> None:
+async def test_who_asks_for_a_table_that_is_not_captured_is_told_where_it_says_why(postgres_dsn: str) -> None:
     """It may be there, and refused or parked: to add it to the capture would not help."""
-
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL) as world:
-            answer = await world.get(table="parked", offset="-1")
-            (said,) = answer.json["errors"]["table"]
-            assert answer.status == 400 and said.endswith("its state in `tidemill capture list`.")
-
-    run(main())
+    async with ShapeWorld(postgres_dsn, DDL) as world:
+        answer = await world.get(table="parked", offset="-1")
+        (said,) = answer.json["errors"]["table"]
+        assert answer.status == 400 and said.endswith("its state in `tidemill capture list`.")
 
 
-def test_if_none_match_may_come_in_several_lines(postgres_dsn: str) -> None:
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL) as world:
-            tag = (await world.get(table="item", offset="-1")).headers["etag"]
-            lines = "".join(f"if-none-match: {each}\r\n" for each in ('"x"', tag))
-            head = f"GET /v1/shape?table=item&offset=-1 HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{lines}\r\n"
-            assert (await raw(world, head.encode()))[9:12] == b"304"
-
-    run(main())
+async def test_if_none_match_may_come_in_several_lines(postgres_dsn: str) -> None:
+    async with ShapeWorld(postgres_dsn, DDL) as world:
+        tag = (await world.get(table="item", offset="-1")).headers["etag"]
+        lines = "".join(f"if-none-match: {each}\r\n" for each in ('"x"', tag))
+        head = f"GET /v1/shape?table=item&offset=-1 HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{lines}\r\n"
+        assert (await raw(world, head.encode()))[9:12] == b"304"
 
 
-def test_a_body_that_breaks_off_is_400_and_one_that_never_says_how_long_it_is_413_beyond_the_limit(
+async def test_a_body_that_breaks_off_is_400_and_one_that_never_says_how_long_it_is_413_beyond_the_limit(
     postgres_dsn: str,
 ) -> None:
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL) as world:
-            head = b"POST /v1/shape?table=item&offset=now HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
-            chunked = head + b"transfer-encoding: chunked\r\n\r\n"
-            for cut in (head + b"content-length: 50\r\n\r\n{", chunked + b"5\r\n{", chunked + b"zz\r\n{}\r\n0\r\n\r\n"):
-                answer = await raw(world, cut, ends=True)
-                assert answer[9:12] == b"400" and b"no-store" in answer, cut
-            large = chunked + b"".join(b"10000\r\n" + b" " * 65536 + b"\r\n" for _ in range(17)) + b"0\r\n\r\n"
-            assert (await raw(world, large))[9:12] == b"413"
-            assert (await raw(world, chunked + b"2\r\n{}\r\n0\r\n\r\n"))[9:12] == b"200"
-
-    run(main())
+    async with ShapeWorld(postgres_dsn, DDL) as world:
+        head = b"POST /v1/shape?table=item&offset=now HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+        chunked = head + b"transfer-encoding: chunked\r\n\r\n"
+        for cut in (head + b"content-length: 50\r\n\r\n{", chunked + b"5\r\n{", chunked + b"zz\r\n{}\r\n0\r\n\r\n"):
+            answer = await raw(world, cut, ends=True)
+            assert answer[9:12] == b"400" and b"no-store" in answer, cut
+        large = chunked + b"".join(b"10000\r\n" + b" " * 65536 + b"\r\n" for _ in range(17)) + b"0\r\n\r\n"
+        assert (await raw(world, large))[9:12] == b"413"
+        assert (await raw(world, chunked + b"2\r\n{}\r\n0\r\n\r\n"))[9:12] == b"200"

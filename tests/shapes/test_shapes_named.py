@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from support.shapes.fake_shard import FakeShard
 from support.shapes.world import ShapeWorld
-from support.waiting import run
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.arrays import read_array
@@ -53,161 +52,147 @@ EVEN = {str(n) for n in range(2, 13, 2)}
 
 
 @pytest.mark.postgres
-def test_a_client_names_a_shape_and_adds_what_the_protocol_needs_and_nothing_else(postgres_dsn: str) -> None:
-    async def main() -> None:
-        settings = ShapeSettings(long_poll_s=0.3, allow_delete=True)
-        async with ShapeWorld(postgres_dsn, DDL, settings, grants=grants()) as world:
-            found = await world.get(shape="mine", offset="-1")
-            assert found.status == 200 and ids(found.items) == EVEN
-            assert set(found.items[0]["value"]) == set(SHOWN)
-            assert found.headers["cache-control"].startswith("public, max-age=604800")
-            same = await world.get(
-                table="item", where="tenant = $1", columns='id,tenant,kind,"Odd, Name"', replica="full", offset="-1",
-                **{"params[1]": TENANT},
-            )  # fmt: skip
-            assert same.handle == found.handle, "equal definitions share one log"
-            for more in (
-                "log=changes_only", "live=false", "cursor=7", "expired_handle=1-1", "cache-buster=x", "secret=x",
-                "subset__where=id=4", "%6Fffset=-1",
-            ):  # fmt: skip
-                asked = more if more.startswith("%6F") else f"offset=-1&{more}"
-                assert (await world.ask(f"/v1/shape?shape=mine&{asked}")).status == 200, more
-            for more in (
-                "table=item", "table=", "%74able=item", "Table=item", "where=true", "where=", "WHERE=true",
-                "columns=id", "queryable_columns=id", "replica=default", "params[1]=b", "params%5B1%5D=b", "params=",
-                "params=" + quote(json.dumps({"1": "b"})), "shape=mine", "shape=kinds", "offset=-1",
-                "handle=1-1&handle=1-1", "x=1", "signature", "signature=x", "wh%65re=true", "where%00=x",
-                "%EF%BD%97here=true", "[where]=x",
-            ):  # fmt: skip
-                for method in ("GET", "HEAD", "POST"):
-                    body = b"{}" if method == "POST" else None
-                    answer = await world.ask(f"/v1/shape?shape=mine&offset=-1&{more}", method, body)
-                    assert answer.status in (400, 401) and b'"value"' not in answer.body, (method, more)
-            for body in ({"table": "item"}, {"columns": ["secret"]}, {"shape": "narrow"}, {"where": "true OR true"}):
-                answer = await world.post(body, shape="mine", log="changes_only")
-                assert {row["value"]["id"] for row in answer.json["data"]} == EVEN, body
-                assert set(answer.json["data"][0]["value"]) == set(SHOWN)
-            hidden = [
-                await world.post({"where": f"{column} = 's2'"}, shape="mine") for column in ("secret", "no_such_column")
-            ]
-            assert [answer.status for answer in hidden] == [400, 400]
-            assert (await world.get(shape="nothing", offset="-1")).status == 404
-            assert (await world.request("/v1/shape", {"shape": "mine", "handle": "1-1"}, method="DELETE")).status == 404
-            other = await world.get(table="item", offset="-1")
-            ending = {"shape": "mine", "handle": other.handle}
-            assert (await world.request("/v1/shape", ending, method="DELETE")).status == 404, "no handle is a right"
-            refetch = await world.get(shape="mine", offset="0_inf", handle=other.handle)
-            assert refetch.status == 409 and refetch.handle == found.handle
-            ending["handle"] = found.handle
-            assert (await world.request("/v1/shape", ending, method="DELETE")).status == 202
-
-    run(main())
+async def test_a_client_names_a_shape_and_adds_what_the_protocol_needs_and_nothing_else(postgres_dsn: str) -> None:
+    settings = ShapeSettings(long_poll_s=0.3, allow_delete=True)
+    async with ShapeWorld(postgres_dsn, DDL, settings, grants=grants()) as world:
+        found = await world.get(shape="mine", offset="-1")
+        assert found.status == 200 and ids(found.items) == EVEN
+        assert set(found.items[0]["value"]) == set(SHOWN)
+        assert found.headers["cache-control"].startswith("public, max-age=604800")
+        same = await world.get(
+            table="item", where="tenant = $1", columns='id,tenant,kind,"Odd, Name"', replica="full", offset="-1",
+            **{"params[1]": TENANT},
+        )  # fmt: skip
+        assert same.handle == found.handle, "equal definitions share one log"
+        for more in (
+            "log=changes_only", "live=false", "cursor=7", "expired_handle=1-1", "cache-buster=x", "secret=x",
+            "subset__where=id=4", "%6Fffset=-1",
+        ):  # fmt: skip
+            asked = more if more.startswith("%6F") else f"offset=-1&{more}"
+            assert (await world.ask(f"/v1/shape?shape=mine&{asked}")).status == 200, more
+        for more in (
+            "table=item", "table=", "%74able=item", "Table=item", "where=true", "where=", "WHERE=true",
+            "columns=id", "queryable_columns=id", "replica=default", "params[1]=b", "params%5B1%5D=b", "params=",
+            "params=" + quote(json.dumps({"1": "b"})), "shape=mine", "shape=kinds", "offset=-1",
+            "handle=1-1&handle=1-1", "x=1", "signature", "signature=x", "wh%65re=true", "where%00=x",
+            "%EF%BD%97here=true", "[where]=x",
+        ):  # fmt: skip
+            for method in ("GET", "HEAD", "POST"):
+                body = b"{}" if method == "POST" else None
+                answer = await world.ask(f"/v1/shape?shape=mine&offset=-1&{more}", method, body)
+                assert answer.status in (400, 401) and b'"value"' not in answer.body, (method, more)
+        for body in ({"table": "item"}, {"columns": ["secret"]}, {"shape": "narrow"}, {"where": "true OR true"}):
+            answer = await world.post(body, shape="mine", log="changes_only")
+            assert {row["value"]["id"] for row in answer.json["data"]} == EVEN, body
+            assert set(answer.json["data"][0]["value"]) == set(SHOWN)
+        hidden = [
+            await world.post({"where": f"{column} = 's2'"}, shape="mine") for column in ("secret", "no_such_column")
+        ]
+        assert [answer.status for answer in hidden] == [400, 400]
+        assert (await world.get(shape="nothing", offset="-1")).status == 404
+        assert (await world.request("/v1/shape", {"shape": "mine", "handle": "1-1"}, method="DELETE")).status == 404
+        other = await world.get(table="item", offset="-1")
+        ending = {"shape": "mine", "handle": other.handle}
+        assert (await world.request("/v1/shape", ending, method="DELETE")).status == 404, "no handle is a right"
+        refetch = await world.get(shape="mine", offset="0_inf", handle=other.handle)
+        assert refetch.status == 409 and refetch.handle == found.handle
+        ending["handle"] = found.handle
+        assert (await world.request("/v1/shape", ending, method="DELETE")).status == 202
 
 
 @pytest.mark.postgres
-def test_f118_values_of_clients_are_values_and_a_definition_that_fails_is_not_theirs_to_read(postgres_dsn: str) -> None:
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL, grants=grants()) as world:
-            for given in ({"params[1]": "k1"}, {"params": '{"1": "k1"}'}, {"params": '["k1"]'}):
-                found = await world.get(shape="kinds", offset="-1", **given)
-                assert ids(found.items) == {"4", "10"}
-            odd = await world.get(shape="kinds", offset="-1", **{"params[1]": "k1' OR true --"})
-            assert odd.status == 200 and odd.items == []
-            for wrong in ({}, {"params[1]": "k1", "params[2]": "b"}, {"params[2]": "k1"}, {"params": "k1"}):
-                answer = await world.get(shape="kinds", offset="-1", **wrong)
-                assert answer.status == 400 and "params" in answer.json["errors"], wrong
-            answer = await world.get(shape="numbered", offset="-1", **{"params[1]": "many"})
-            assert answer.status == 400 and answer.json["errors"] == {"params": ["The values do not fit this shape."]}
-            for name in ("broken", "away", "failing"):
-                answer = await world.get(shape=name, offset="-1")
-                assert answer.status == 503 and answer.headers["retry-after"] == "5"
-                assert not {b"gone", b"secret value", b"absent"} & set(answer.body.split(b'"'))
-                assert answer.json == {"message": "This shape cannot be served as it is defined."}
-            with_own = await world.get(shape="failing", where="true", offset="-1")
-            assert with_own.status == 400 and not re.search(rb"s\d", with_own.body), "no value of a row is told"
-            subset = await world.post({"where": "id = 1"}, shape="failing", log="changes_only")
-            assert subset.status == 400 and not re.search(rb"s\d", subset.body)
-
-    run(main())
-
-
-@pytest.mark.postgres
-def test_a_client_narrows_a_shape_and_never_widens_it(postgres_dsn: str) -> None:
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1), grants=grants()) as world:
-            client = await world.sync(
-                shape="narrow", where='"Odd, Name" > $1', **{"params[1]": "6"}, columns="id,tenant"
-            )
-            assert {row["id"] for row in client.rows.values()} == {"8", "10", "12"}
-            assert set(next(iter(client.rows.values()))) == {"id", "tenant"}
-            for clause in ("true", "true OR true", "NOT (tenant = 'a')", "id > 0 OR tenant = 'b'", "tenant = 'b'"):
-                found = await world.get(shape="narrow", where=clause, offset="-1")
-                assert found.status == 200 and ids(found.items) <= EVEN, clause
-            for clause in ("true) OR (true", "true -- ", "(true", "true; SELECT 1", "tenant = $2", "$1 = $1"):
-                found = await world.get(shape="narrow", where=clause, offset="-1")
-                assert found.status == 400 or ids(found.items) <= EVEN, clause
-            wanted = {"secret": "secret = 's1'", "no_such": "no_such = 's1'"}
-            said = [
-                (await world.get(shape="narrow", where=clause, offset="-1"))
-                .json["errors"]["where"][0]
-                .replace(name, "x")
-                for name, clause in wanted.items()
-            ]
-            assert said[0] == said[1], "a column that is hidden does not exist"
-            for field in ("columns", "queryable_columns"):
-                answers = [await world.get(shape="narrow", offset="-1", **{field: f"id,{name}"}) for name in wanted]
-                texts = [a.json["errors"][field][0].replace(n, "x") for a, n in zip(answers, wanted, strict=True)]
-                assert texts[0] == texts[1]
-            subset = {"log": "changes_only", "offset": "now", "shape": "narrow"}
-            for clause in ("true", "tenant = 'b' OR true"):
-                rows = (await world.post({"where": clause}, **subset)).json["data"]
-                assert {row["value"]["id"] for row in rows} == EVEN
-            rows = (await world.get(**subset, where="id > 6", subset__where="id < 10")).json["data"]
-            assert {row["value"]["id"] for row in rows} == {"8"}
-            assert (await world.post({"where": "secret = 's2'"}, **subset)).status == 400
-            assert (await world.post({"order_by": "secret", "limit": 1}, **subset)).status == 400
-
-            # A clause that would fail on a row of another tenant tells nothing of it: it is not asked there.
-            failing = await world.sync(shape="narrow", where="1000 / (id - 7) > -1000000")
-            assert {row["id"] for row in failing.rows.values()} == EVEN
-            assert (await world.post({"where": "1000 / (id - 7) > -1000000"}, **subset)).status == 200
-            await world.db.execute("UPDATE item SET kind = 'moved' WHERE id IN (7, 8)")
-            await world.db.execute("UPDATE item SET tenant = 'b' WHERE id = 4")
-            await world.db.execute(f"UPDATE item SET tenant = '{TENANT.replace(chr(39), chr(39) * 2)}' WHERE id = 9")
-            expected = (EVEN - {"4"}) | {"9"}
-            await failing.follow_until(lambda: {row["id"] for row in failing.rows.values()} == expected)
-            assert not [item for item in failing.seen if item["key"].endswith('"7"')]
-
-    run(main())
+async def test_f118_values_of_clients_are_values_and_a_definition_that_fails_is_not_theirs_to_read(
+    postgres_dsn: str,
+) -> None:
+    async with ShapeWorld(postgres_dsn, DDL, grants=grants()) as world:
+        for given in ({"params[1]": "k1"}, {"params": '{"1": "k1"}'}, {"params": '["k1"]'}):
+            found = await world.get(shape="kinds", offset="-1", **given)
+            assert ids(found.items) == {"4", "10"}
+        odd = await world.get(shape="kinds", offset="-1", **{"params[1]": "k1' OR true --"})
+        assert odd.status == 200 and odd.items == []
+        for wrong in ({}, {"params[1]": "k1", "params[2]": "b"}, {"params[2]": "k1"}, {"params": "k1"}):
+            answer = await world.get(shape="kinds", offset="-1", **wrong)
+            assert answer.status == 400 and "params" in answer.json["errors"], wrong
+        answer = await world.get(shape="numbered", offset="-1", **{"params[1]": "many"})
+        assert answer.status == 400 and answer.json["errors"] == {"params": ["The values do not fit this shape."]}
+        for name in ("broken", "away", "failing"):
+            answer = await world.get(shape=name, offset="-1")
+            assert answer.status == 503 and answer.headers["retry-after"] == "5"
+            assert not {b"gone", b"secret value", b"absent"} & set(answer.body.split(b'"'))
+            assert answer.json == {"message": "This shape cannot be served as it is defined."}
+        with_own = await world.get(shape="failing", where="true", offset="-1")
+        assert with_own.status == 400 and not re.search(rb"s\d", with_own.body), "no value of a row is told"
+        subset = await world.post({"where": "id = 1"}, shape="failing", log="changes_only")
+        assert subset.status == 400 and not re.search(rb"s\d", subset.body)
 
 
 @pytest.mark.postgres
-def test_a_shape_of_a_shard_is_narrowed_as_one_of_a_table_is(postgres_dsn: str) -> None:
-    async def main() -> None:
-        columns = (Column("id", "int64"), Column("tenant", "string"), Column("secret", "string"))
-        shard = FakeShard("totals", ShardSchema(columns, ("id",)))
+async def test_a_client_narrows_a_shape_and_never_widens_it(postgres_dsn: str) -> None:
+    async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1), grants=grants()) as world:
+        client = await world.sync(shape="narrow", where='"Odd, Name" > $1', **{"params[1]": "6"}, columns="id,tenant")
+        assert {row["id"] for row in client.rows.values()} == {"8", "10", "12"}
+        assert set(next(iter(client.rows.values()))) == {"id", "tenant"}
+        for clause in ("true", "true OR true", "NOT (tenant = 'a')", "id > 0 OR tenant = 'b'", "tenant = 'b'"):
+            found = await world.get(shape="narrow", where=clause, offset="-1")
+            assert found.status == 200 and ids(found.items) <= EVEN, clause
+        for clause in ("true) OR (true", "true -- ", "(true", "true; SELECT 1", "tenant = $2", "$1 = $1"):
+            found = await world.get(shape="narrow", where=clause, offset="-1")
+            assert found.status == 400 or ids(found.items) <= EVEN, clause
+        wanted = {"secret": "secret = 's1'", "no_such": "no_such = 's1'"}
+        said = [
+            (await world.get(shape="narrow", where=clause, offset="-1")).json["errors"]["where"][0].replace(name, "x")
+            for name, clause in wanted.items()
+        ]
+        assert said[0] == said[1], "a column that is hidden does not exist"
+        for field in ("columns", "queryable_columns"):
+            answers = [await world.get(shape="narrow", offset="-1", **{field: f"id,{name}"}) for name in wanted]
+            texts = [a.json["errors"][field][0].replace(n, "x") for a, n in zip(answers, wanted, strict=True)]
+            assert texts[0] == texts[1]
+        subset = {"log": "changes_only", "offset": "now", "shape": "narrow"}
+        for clause in ("true", "tenant = 'b' OR true"):
+            rows = (await world.post({"where": clause}, **subset)).json["data"]
+            assert {row["value"]["id"] for row in rows} == EVEN
+        rows = (await world.get(**subset, where="id > 6", subset__where="id < 10")).json["data"]
+        assert {row["value"]["id"] for row in rows} == {"8"}
+        assert (await world.post({"where": "secret = 's2'"}, **subset)).status == 400
+        assert (await world.post({"order_by": "secret", "limit": 1}, **subset)).status == 400
 
-        async def opener(name: str) -> FakeShard:
-            return shard
+        # A clause that would fail on a row of another tenant tells nothing of it: it is not asked there.
+        failing = await world.sync(shape="narrow", where="1000 / (id - 7) > -1000000")
+        assert {row["id"] for row in failing.rows.values()} == EVEN
+        assert (await world.post({"where": "1000 / (id - 7) > -1000000"}, **subset)).status == 200
+        await world.db.execute("UPDATE item SET kind = 'moved' WHERE id IN (7, 8)")
+        await world.db.execute("UPDATE item SET tenant = 'b' WHERE id = 4")
+        await world.db.execute(f"UPDATE item SET tenant = '{TENANT.replace(chr(39), chr(39) * 2)}' WHERE id = 9")
+        expected = (EVEN - {"4"}) | {"9"}
+        await failing.follow_until(lambda: {row["id"] for row in failing.rows.values()} == expected)
+        assert not [item for item in failing.seen if item["key"].endswith('"7"')]
 
-        def row(key: int, tenant: str) -> dict[str, object]:
-            return {"id": key, "tenant": tenant, "secret": f"s{key}"}
 
-        named = [ServerDefinedShape("sums", "shard.totals", "tenant = $1", ("a",), ("id", "tenant"), narrow=True)]
-        given = ShapeAuthorizer(SystemClock(), named)
-        async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1), shards=opener, grants=given) as world:
-            await shard.append(1000, *[(10, 1, row(n, "ab"[n % 2])) for n in range(8)])
-            client = await world.sync(shape="sums", where="10 / (id - 3) > -100 OR true")
-            assert ids(client.seen) == {"0", "2", "4", "6"}
-            changes = ((1500, -1, row(1, "b")), (1500, 1, row(1, "a")), (1500, 1, row(9, "b")), (1500, 1, row(8, "a")))
-            await shard.append(2000, *changes)
-            await client.follow_until(lambda: "8" in ids(client.seen))
-            assert ids(client.seen) == {"0", "1", "2", "4", "6", "8"}
-            assert all("secret" not in item["value"] for item in client.seen)
-            assert (await world.get(shape="sums", where="secret = 's1'", offset="-1")).status == 400
-            assert (await world.get(shape="sums", where="true) OR (true", offset="-1")).status == 400
+@pytest.mark.postgres
+async def test_a_shape_of_a_shard_is_narrowed_as_one_of_a_table_is(postgres_dsn: str) -> None:
+    columns = (Column("id", "int64"), Column("tenant", "string"), Column("secret", "string"))
+    shard = FakeShard("totals", ShardSchema(columns, ("id",)))
 
-    run(main())
+    async def opener(name: str) -> FakeShard:
+        return shard
+
+    def row(key: int, tenant: str) -> dict[str, object]:
+        return {"id": key, "tenant": tenant, "secret": f"s{key}"}
+
+    named = [ServerDefinedShape("sums", "shard.totals", "tenant = $1", ("a",), ("id", "tenant"), narrow=True)]
+    given = ShapeAuthorizer(SystemClock(), named)
+    async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1), shards=opener, grants=given) as world:
+        await shard.append(1000, *[(10, 1, row(n, "ab"[n % 2])) for n in range(8)])
+        client = await world.sync(shape="sums", where="10 / (id - 3) > -100 OR true")
+        assert ids(client.seen) == {"0", "2", "4", "6"}
+        changes = ((1500, -1, row(1, "b")), (1500, 1, row(1, "a")), (1500, 1, row(9, "b")), (1500, 1, row(8, "a")))
+        await shard.append(2000, *changes)
+        await client.follow_until(lambda: "8" in ids(client.seen))
+        assert ids(client.seen) == {"0", "1", "2", "4", "6", "8"}
+        assert all("secret" not in item["value"] for item in client.seen)
+        assert (await world.get(shape="sums", where="secret = 's1'", offset="-1")).status == 400
+        assert (await world.get(shape="sums", where="true) OR (true", offset="-1")).status == 400
 
 
 @given(

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from support.shapes.consumer import TABLE, row
 from support.shapes.storage import INFO, OTHERWISE, UNCOMPILABLE, UNREADABLE, WITHOUT_LSN, written
-from support.waiting import run, until
+from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError
 from tidemill.base.lsn import ChangePosition
@@ -27,45 +27,39 @@ from tidemill.shapes.settings import ShapeSettings
 COUNT = 250
 
 
-def test_of_many_shapes_that_come_back_each_ends_alone_and_the_others_follow_on(tmp_path: Path) -> None:
+async def test_of_many_shapes_that_come_back_each_ends_alone_and_the_others_follow_on(tmp_path: Path) -> None:
     file = ShapeFile(tmp_path / "main.db")
     file.open()
     file.flush(Flush("owner", False, [written(key) for key in range(1, COUNT + 1)], ()))
     file.release()
-
-    async def main() -> None:
-        service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
-        sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
-        service._tables._databases["main"].infos[TABLE] = INFO
-        sink.begin_session(["owner"])
-        sink.set_carried_relations([TABLE.oid])
-        sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), 0)  # type: ignore[arg-type]
-        await until(lambda: not sink.restoring)
-        over = {UNREADABLE, UNCOMPILABLE, OTHERWISE, *WITHOUT_LSN}
-        lives = {f"h{key}" for key in range(1, COUNT + 1) if key not in over}
-        assert {shape.handle for shape in service._live.by_handle.values()} == lives
-        changes = tuple(
-            Change(TABLE, "insert", ChangePosition(900, 2 * key), row(key), None) for key in range(1, COUNT + 1)
-        )
-        sink.process_fragment(Fragment(5, 900, 0, True, True, changes, changes[-1].position, (), 100))
-        await until(lambda: sink.evaluated_position() == 900)
-        for handle in lives:
-            shape = service.find_by_handle(handle)
-            assert shape is not None
-            (item,) = (await shape.log.fetch(BASE_END)).items
-            assert b'"id":"%s"' % handle[1:].encode() in item
-        await service.aclose()
-        again = ShapeFile(tmp_path / "main.db")
-        again.open()
-        assert {saved.handle for saved in again.read_shapes()} == lives, (
-            "who is over is not there after the next restart"
-        )
-        again.release()
-
-    run(main())
+    service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
+    sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
+    service._tables._databases["main"].infos[TABLE] = INFO
+    sink.begin_session(["owner"])
+    sink.set_carried_relations([TABLE.oid])
+    sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), 0)  # type: ignore[arg-type]
+    await until(lambda: not sink.restoring)
+    over = {UNREADABLE, UNCOMPILABLE, OTHERWISE, *WITHOUT_LSN}
+    lives = {f"h{key}" for key in range(1, COUNT + 1) if key not in over}
+    assert {shape.handle for shape in service._live.by_handle.values()} == lives
+    changes = tuple(
+        Change(TABLE, "insert", ChangePosition(900, 2 * key), row(key), None) for key in range(1, COUNT + 1)
+    )
+    sink.process_fragment(Fragment(5, 900, 0, True, True, changes, changes[-1].position, (), 100))
+    await until(lambda: sink.evaluated_position() == 900)
+    for handle in lives:
+        shape = service.find_by_handle(handle)
+        assert shape is not None
+        (item,) = (await shape.log.fetch(BASE_END)).items
+        assert b'"id":"%s"' % handle[1:].encode() in item
+    await service.aclose()
+    again = ShapeFile(tmp_path / "main.db")
+    again.open()
+    assert {saved.handle for saved in again.read_shapes()} == lives, "who is over is not there after the next restart"
+    again.release()
 
 
-def test_a_table_that_grows_while_its_shapes_are_compiled_is_not_followed_as_it_was(tmp_path: Path) -> None:
+async def test_a_table_that_grows_while_its_shapes_are_compiled_is_not_followed_as_it_was(tmp_path: Path) -> None:
     """World 208 of the oracle: whoever looks for tables that were described anew had looked when the shapes came back,
     and without a row under the new description nobody ended them."""
     file = ShapeFile(tmp_path / "main.db")
@@ -73,28 +67,24 @@ def test_a_table_that_grows_while_its_shapes_are_compiled_is_not_followed_as_it_
     file.flush(Flush("owner", False, [written(key) for key in range(1, 4)], ()))
     file.release()
     captured = [TABLE]
+    service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
+    sink = service.add_database("main", "host=/nowhere", lambda: list(captured))
+    tables = service._tables
+    tables._databases["main"].infos[TABLE] = INFO
+    compile_all = tables._compiler.compile_many
 
-    async def main() -> None:
-        service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
-        sink = service.add_database("main", "host=/nowhere", lambda: list(captured))
-        tables = service._tables
-        tables._databases["main"].infos[TABLE] = INFO
-        compile_all = tables._compiler.compile_many
+    async def grown(asked: Any) -> Any:
+        captured[0] = replace(TABLE, columns=(*TABLE.columns, replace(TABLE.columns[1], name="late")))
+        assert not tables.redefined_consumers(), "nobody is there yet"
+        return await compile_all(asked)
 
-        async def grown(asked: Any) -> Any:
-            captured[0] = replace(TABLE, columns=(*TABLE.columns, replace(TABLE.columns[1], name="late")))
-            assert not tables.redefined_consumers(), "nobody is there yet"
-            return await compile_all(asked)
-
-        tables._compiler.compile_many = grown  # type: ignore[method-assign]
-        sink.begin_session(["owner"])
-        sink.set_carried_relations([TABLE.oid])
-        sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), 0)  # type: ignore[arg-type]
-        await until(lambda: not sink.restoring)
-        assert captured != [TABLE] and not service._live.by_handle and not sink.router
-        await service.aclose()
-
-    run(main())
+    tables._compiler.compile_many = grown  # type: ignore[method-assign]
+    sink.begin_session(["owner"])
+    sink.set_carried_relations([TABLE.oid])
+    sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), 0)  # type: ignore[arg-type]
+    await until(lambda: not sink.restoring)
+    assert captured != [TABLE] and not service._live.by_handle and not sink.router
+    await service.aclose()
 
 
 def test_the_largest_shapes_are_found_a_part_at_a_time() -> None:
@@ -114,18 +104,15 @@ def test_the_largest_shapes_are_found_a_part_at_a_time() -> None:
     assert greatest[0] not in found and found[:4] == greatest[1:]
 
 
-def test_a_suspended_database_leaves_the_rejections_of_other_databases(tmp_path: Path) -> None:
-    async def main() -> None:
-        service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
-        rejected = [ShapeDefinition(Source("table", name, "public", "t"), "1 / id = 1") for name in ("main", "other")]
-        rejected.append(ShapeDefinition(Source("shard", "", "", "main"), "1 / id = 1"))
-        for definition in rejected:
-            service._live.rejections.add(definition, InvalidError("division by zero."), 0.0)
-        service.suspend_database("main")
-        service._live.rejections.raise_if_rejected(rejected[0], 1.0)
-        for definition in rejected[1:]:
-            with pytest.raises(InvalidError):
-                service._live.rejections.raise_if_rejected(definition, 1.0)
-        await service.aclose()
-
-    run(main())
+async def test_a_suspended_database_leaves_the_rejections_of_other_databases(tmp_path: Path) -> None:
+    service = ShapeService(SystemClock(), Rand(7), StatusTracker(), ShapeSettings(directory=tmp_path))
+    rejected = [ShapeDefinition(Source("table", name, "public", "t"), "1 / id = 1") for name in ("main", "other")]
+    rejected.append(ShapeDefinition(Source("shard", "", "", "main"), "1 / id = 1"))
+    for definition in rejected:
+        service._live.rejections.add(definition, InvalidError("division by zero."), 0.0)
+    service.suspend_database("main")
+    service._live.rejections.raise_if_rejected(rejected[0], 1.0)
+    for definition in rejected[1:]:
+        with pytest.raises(InvalidError):
+            service._live.rejections.raise_if_rejected(definition, 1.0)
+    await service.aclose()

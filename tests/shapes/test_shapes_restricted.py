@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 from urllib.parse import urlencode
 
@@ -16,7 +17,7 @@ from support.shapes.guarded import Guarded, bearer, may
 from support.shapes.node_client import NodeClient
 from support.shapes.signing import KEYS, query_of
 from support.shapes.world import Answer, ShapeWorld
-from support.waiting import run, until
+from support.waiting import until
 from tidemill.base.clock import SystemClock
 from tidemill.security.acls import Operation
 from tidemill.shapes import ShapeSettings
@@ -43,19 +44,15 @@ RULES = [
 ]  # fmt: skip
 
 
-def scenario(
-    dsn: str, work: Callable[[ShapeWorld, Guarded], Coroutine[Any, Any, None]], *, long_poll_s: float = 5.0
-) -> None:
-    async def main() -> None:
-        grants = ShapeAuthorizer(SystemClock(), NAMED, SigningKeys(KEYS, leeway_s=0))
-        settings = ShapeSettings(long_poll_s=long_poll_s, allow_delete=True)
-        async with (
-            Guarded(grants, RULES) as guarded,
-            ShapeWorld(dsn, DDL, settings, grants=grants, front=guarded.front) as world,
-        ):
-            await work(world, guarded)
-
-    run(main())
+@asynccontextmanager
+async def guarded_world(dsn: str, *, long_poll_s: float = 5.0) -> AsyncIterator[tuple[ShapeWorld, Guarded]]:
+    grants = ShapeAuthorizer(SystemClock(), NAMED, SigningKeys(KEYS, leeway_s=0))
+    settings = ShapeSettings(long_poll_s=long_poll_s, allow_delete=True)
+    async with (
+        Guarded(grants, RULES) as guarded,
+        ShapeWorld(dsn, DDL, settings, grants=grants, front=guarded.front) as world,
+    ):
+        yield world, guarded
 
 
 def of_ann() -> str:
@@ -71,8 +68,8 @@ def tenants(answer: Answer) -> set[str]:
     return {item["value"]["tenant"] for item in answer.items if item.get("value")}
 
 
-def test_f116_a_token_sees_its_shapes_and_its_rows_and_a_handle_is_no_right(postgres_dsn: str) -> None:
-    async def work(world: ShapeWorld, guarded: Guarded) -> None:
+async def test_f116_a_token_sees_its_shapes_and_its_rows_and_a_handle_is_no_right(postgres_dsn: str) -> None:
+    async with guarded_world(postgres_dsn) as (world, _):
         ann = await world.ask("/v1/shape?shape=mine&offset=-1", authorization=of_ann())
         bob = await world.ask("/v1/shape?shape=mine&offset=-1", authorization=of_bob())
         assert tenants(ann) == {"t1"} and tenants(bob) == {"t2"} and ann.handle != bob.handle
@@ -111,11 +108,9 @@ def test_f116_a_token_sees_its_shapes_and_its_rows_and_a_handle_is_no_right(post
         assert mine.status == 202
         assert world.service.find_by_handle(bob.handle) is not None
 
-    scenario(postgres_dsn, work)
 
-
-def test_what_is_not_allowed_is_refused_in_the_same_words_whether_it_exists_or_not(postgres_dsn: str) -> None:
-    async def work(world: ShapeWorld, guarded: Guarded) -> None:
+async def test_what_is_not_allowed_is_refused_in_the_same_words_whether_it_exists_or_not(postgres_dsn: str) -> None:
+    async with guarded_world(postgres_dsn) as (world, _):
         root = await world.ask("/v1/shape?shape=all&offset=-1", authorization=bearer("root"))
         assert root.status == 200 and len(root.items) == 30
         queries = [
@@ -152,11 +147,9 @@ def test_what_is_not_allowed_is_refused_in_the_same_words_whether_it_exists_or_n
         same = await world.ask("/v1/%73hape?shape=mine&offset=-1", authorization=of_ann())
         assert tenants(same) == {"t1"}, "percent-encoding is no other path"
 
-    scenario(postgres_dsn, work)
 
-
-def test_f117_a_token_that_ends_and_a_rule_that_goes_end_what_waits(postgres_dsn: str) -> None:
-    async def work(world: ShapeWorld, guarded: Guarded) -> None:
+async def test_f117_a_token_that_ends_and_a_rule_that_goes_end_what_waits(postgres_dsn: str) -> None:
+    async with guarded_world(postgres_dsn, long_poll_s=20) as (world, guarded):
         start = await world.ask("/v1/shape?shape=mine&offset=-1", authorization=of_ann())
         live = f"/v1/shape?shape=mine&offset={start.offset}&handle={start.handle}&live=true"
         for more, status in (("", 401), ("&live_sse=true", 200)):
@@ -183,11 +176,9 @@ def test_f117_a_token_that_ends_and_a_rule_that_goes_end_what_waits(postgres_dsn
             assert (await world.ask(live, authorization=of_ann())).status == 403
             await guarded.rulebook.add([RULES[0]])
 
-    scenario(postgres_dsn, work, long_poll_s=20)
 
-
-def test_a_signed_url_needs_no_token_and_may_be_kept_by_caches(postgres_dsn: str) -> None:
-    async def work(world: ShapeWorld, guarded: Guarded) -> None:
+async def test_a_signed_url_needs_no_token_and_may_be_kept_by_caches(postgres_dsn: str) -> None:
+    async with guarded_world(postgres_dsn) as (world, _):
         now_s = int(time.time())
         signed = dict(query_of(ShapeRequest("item", "tenant = $1", ("t2",)), now_s + 60))
         for proof in ({}, {"authorization": "Bearer a.b.c"}):
@@ -203,16 +194,13 @@ def test_a_signed_url_needs_no_token_and_may_be_kept_by_caches(postgres_dsn: str
         ended = await world.request("/v1/shape", {**signed, "handle": found.handle}, method="DELETE")
         assert ended.status == 401
 
-    scenario(postgres_dsn, work)
 
-
-def test_no_request_of_a_restricted_principal_sees_a_row_outside_its_clause(postgres_dsn: str) -> None:
+async def test_no_request_of_a_restricted_principal_sees_a_row_outside_its_clause(postgres_dsn: str) -> None:
     """Clients with clauses, columns and subsets of their own, while rows move between tenants."""
     rand = random.Random(11)
     clauses = ["", "true", "n > 10", "tenant = 't1' OR true", "NOT (n = 3)", "n IN (1, 2, 3, 4) OR tenant <> 't0'",
                "100 / (n - 4) < 1000", "tenant LIKE '%'", "tenant IS NOT NULL"]  # fmt: skip
-
-    async def work(world: ShapeWorld, guarded: Guarded) -> None:
+    async with guarded_world(postgres_dsn, long_poll_s=0.5) as (world, _):
         expected: dict[str, set[int]] = {}
 
         async def follow(clause: str) -> None:
@@ -258,12 +246,10 @@ def test_no_request_of_a_restricted_principal_sees_a_row_outside_its_clause(post
             expected[clause] = {row[0] for row in await cursor.fetchall()}
         await asyncio.gather(*tasks)
 
-    scenario(postgres_dsn, work, long_poll_s=0.5)
-
 
 @pytest.mark.node
-def test_the_stock_client_follows_its_tenants_rows_by_token_and_by_signed_url(postgres_dsn: str) -> None:
-    async def work(world: ShapeWorld, guarded: Guarded) -> None:
+async def test_the_stock_client_follows_its_tenants_rows_by_token_and_by_signed_url(postgres_dsn: str) -> None:
+    async with guarded_world(postgres_dsn, long_poll_s=2) as (world, _):
         url = f"{world.server.url}/v1/shape"
         signed = dict(query_of(ShapeRequest("item", "tenant = $1", ("t2",), SHOWN), int(time.time()) + 60))
         token = NodeClient(url, {"shape": "mine"}, headers={"Authorization": of_ann()})
@@ -290,5 +276,3 @@ def test_the_stock_client_follows_its_tenants_rows_by_token_and_by_signed_url(po
             await until(lambda: refused.last.get("status") == 403)
             await until(lambda: ending.last.get("status") == 401)
             assert "expired" in ending.last["error"]
-
-    scenario(postgres_dsn, work, long_poll_s=2)

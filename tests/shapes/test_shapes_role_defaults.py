@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from support.shapes.world import ShapeWorld
-from support.waiting import run
 
 pytestmark = pytest.mark.postgres
 
@@ -24,17 +23,14 @@ HASTY = {
 }
 
 
-def test_f493_initial_rows_come_whatever_timeouts_are_the_database_s_defaults(postgres_dsn: str) -> None:
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL) as world:
-            database = postgres_dsn.rpartition("/")[2]
-            for name, value in HASTY.items():
-                await world.db.execute(f"ALTER DATABASE {database} SET {name} = '{value}'")
-            client = await world.sync(table="item")
-            assert len(client.rows) == ROWS
-            found = await world.post({"where": "id <= 10000", "order_by": "id", "limit": 10000}, table="item")
-            assert found.status == 200 and len(found.json["data"]) == 10000
-            for name in HASTY:
-                await world.db.execute(f"ALTER DATABASE {database} RESET {name}")
-
-    run(main())
+async def test_f493_initial_rows_come_whatever_timeouts_are_the_database_s_defaults(postgres_dsn: str) -> None:
+    async with ShapeWorld(postgres_dsn, DDL) as world:
+        database = postgres_dsn.rpartition("/")[2]
+        for name, value in HASTY.items():
+            await world.db.execute(f"ALTER DATABASE {database} SET {name} = '{value}'")
+        client = await world.sync(table="item")
+        assert len(client.rows) == ROWS
+        found = await world.post({"where": "id <= 10000", "order_by": "id", "limit": 10000}, table="item")
+        assert found.status == 200 and len(found.json["data"]) == 10000
+        for name in HASTY:
+            await world.db.execute(f"ALTER DATABASE {database} RESET {name}")

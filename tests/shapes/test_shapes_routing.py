@@ -128,21 +128,19 @@ def test_whole_transactions_are_shown_and_seen_never_goes_back_wherever_slices_e
         assert crowd.sink.held_bytes == 0
 
 
-def test_a_fault_of_routing_itself_ends_all_shapes_and_the_stream_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    import asyncio
+async def test_a_fault_of_routing_itself_ends_all_shapes_and_the_stream_goes_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
 
     crowd = Crowd(["id = 1", ""])
 
-    async def main() -> None:
-        def broken(*_: Any) -> None:
-            raise RuntimeError("defect")
+    def broken(*_: Any) -> None:
+        raise RuntimeError("defect")
 
-        monkeypatch.setattr(router_module.FilterIndex, "route", broken)
-        crowd.take(transactions(random.Random(1), 3))
-        with pytest.raises(RuntimeError):
-            await crowd.sink.run()
-
-    asyncio.run(main())
+    monkeypatch.setattr(router_module.FilterIndex, "route", broken)
+    crowd.take(transactions(random.Random(1), 3))
+    with pytest.raises(RuntimeError):
+        await crowd.sink.run()
     reason = "the stream of changes was interrupted: RuntimeError: defect"
     assert [shape.end_reason for shape in crowd.shapes] == [reason] * 2
     crowd.take(transactions(random.Random(1), 5))

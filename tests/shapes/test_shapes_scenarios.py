@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from support.shapes.consumer import COLUMNS, ENDLESS, OTHER, Bench, row
 from support.shapes.world import Client, ShapeWorld
-from support.waiting import run
 from tidemill.base.clock import ManualClock
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.collector import Collector
@@ -83,7 +82,7 @@ def test_er3_a_shape_added_in_the_middle_of_a_transaction_has_it_from_its_snapsh
     assert bench.operations == ["insert 1", "insert 2", "insert 3"]
 
 
-def test_c11_a_replay_past_a_collector_that_knows_nothing_adds_nothing_to_a_shape() -> None:
+async def test_c11_a_replay_past_a_collector_that_knows_nothing_adds_nothing_to_a_shape() -> None:
     """Taps outlive sessions: the next one's collector begins before everything, the shape does not."""
     bench = Bench()
     first = bench.fragments(5, ("insert", None, row(1)), ("insert", None, row(2)), size=1)
@@ -104,13 +103,10 @@ def test_c11_a_replay_past_a_collector_that_knows_nothing_adds_nothing_to_a_shap
             pass
         return collector.status.flushed
 
-    async def main() -> None:
-        taps = TapRegistry(ManualClock())
-        taps.add(bench.sink)
-        await session(taps, [*first, *second])
-        assert await session(taps, [*first, *second, *third]) == third[-1].commit_lsn, "acknowledged all the same"
-
-    asyncio.run(main())
+    taps = TapRegistry(ManualClock())
+    taps.add(bench.sink)
+    await session(taps, [*first, *second])
+    assert await session(taps, [*first, *second, *third]) == third[-1].commit_lsn, "acknowledged all the same"
     assert bench.operations == ["insert 1", "insert 2", "update 1", "insert 3"]
 
 
@@ -200,21 +196,17 @@ def test_st7_a_reader_between_any_two_steps_of_the_writer_has_every_shown_item_o
 
 
 @pytest.mark.postgres
-def test_st11_who_asks_while_the_base_is_read_gets_all_of_it(postgres_dsn: str) -> None:
+async def test_st11_who_asks_while_the_base_is_read_gets_all_of_it(postgres_dsn: str) -> None:
     """Ten clients at once, the first of which begins the shape; a base of many chunks, and writes beside it."""
     ddl = "CREATE TABLE item (id int PRIMARY KEY, name text); INSERT INTO item SELECT g, repeat('x', 400)"
     ddl += " FROM generate_series(1, 4000) g"
-
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, ddl) as world:
-            clients = [Client(world, {"table": "item"}) for _ in range(10)]
-            reading = [asyncio.ensure_future(client.catch_up()) for client in clients]
-            for n in range(4001, 4011):
-                await world.db.execute(f"INSERT INTO item VALUES ({n}, 'y')")  # type: ignore[arg-type]
-            await asyncio.gather(*reading)
-            for client in clients:
-                await client.follow_until(lambda client=client: len(client.rows) == 4010)  # type: ignore[misc]
-                assert client.refetches == 0
-            assert len({client.handle for client in clients}) == 1
-
-    run(main())
+    async with ShapeWorld(postgres_dsn, ddl) as world:
+        clients = [Client(world, {"table": "item"}) for _ in range(10)]
+        reading = [asyncio.ensure_future(client.catch_up()) for client in clients]
+        for n in range(4001, 4011):
+            await world.db.execute(f"INSERT INTO item VALUES ({n}, 'y')")  # type: ignore[arg-type]
+        await asyncio.gather(*reading)
+        for client in clients:
+            await client.follow_until(lambda client=client: len(client.rows) == 4010)  # type: ignore[misc]
+            assert client.refetches == 0
+        assert len({client.handle for client in clients}) == 1

@@ -195,154 +195,138 @@ def test_table_parameters_that_name_shards() -> None:
 
 
 @pytest.mark.postgres
-def test_clauses_may_qualify_columns_with_either_schema_name_of_a_shard(postgres_dsn: str) -> None:
-    async def main() -> None:
-        shard = FakeShard("s", SCHEMA)
+async def test_clauses_may_qualify_columns_with_either_schema_name_of_a_shard(postgres_dsn: str) -> None:
+    shard = FakeShard("s", SCHEMA)
 
-        async def opener(name: str) -> FakeShard:
-            return shard
+    async def opener(name: str) -> FakeShard:
+        return shard
 
-        async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
-            await shard.append(1000, (10, 1, {"id": 1, "v": "a"}), (10, 1, {"id": 2, "v": "b"}))
-            for schema in ("tidemill", "shard"):
-                client = await world.sync(table="tidemill.s", where=f"{schema}.s.id = 1")
-                assert client.rows == {'"shard"."s"/"1"': {"id": "1", "v": "a"}}
-                ordered = {"subset__limit": "1", "subset__order_by": f"{schema}.s.id DESC"}
-                subset = await world.get(table="tidemill.s", offset="now", **ordered)
-                assert subset.status == 200 and [row["value"]["id"] for row in subset.json["data"]] == ["2"]
-            assert (await world.get(table="tidemill.s", where="public.s.id = 1", offset="-1")).status == 400
-
-    run(main())
+    async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
+        await shard.append(1000, (10, 1, {"id": 1, "v": "a"}), (10, 1, {"id": 2, "v": "b"}))
+        for schema in ("tidemill", "shard"):
+            client = await world.sync(table="tidemill.s", where=f"{schema}.s.id = 1")
+            assert client.rows == {'"shard"."s"/"1"': {"id": "1", "v": "a"}}
+            ordered = {"subset__limit": "1", "subset__order_by": f"{schema}.s.id DESC"}
+            subset = await world.get(table="tidemill.s", offset="now", **ordered)
+            assert subset.status == 200 and [row["value"]["id"] for row in subset.json["data"]] == ["2"]
+        assert (await world.get(table="tidemill.s", where="public.s.id = 1", offset="-1")).status == 400
 
 
 @pytest.mark.postgres
-def test_a_captured_schema_with_a_reserved_name_is_named_by_its_database_or_in_quotes(postgres_dsn: str) -> None:
-    async def main() -> None:
-        shard = FakeShard("s", SCHEMA)
+async def test_a_captured_schema_with_a_reserved_name_is_named_by_its_database_or_in_quotes(postgres_dsn: str) -> None:
+    shard = FakeShard("s", SCHEMA)
 
-        async def opener(name: str) -> FakeShard:
-            return shard
+    async def opener(name: str) -> FakeShard:
+        return shard
 
-        ddl = "".join(
-            f"CREATE SCHEMA {name}; CREATE TABLE {name}.s (id int PRIMARY KEY, v text);"
-            f" INSERT INTO {name}.s VALUES (7, '{name}');"
-            for name in ("tidemill", "shard")
-        )
-        async with ShapeWorld(postgres_dsn, ddl, shards=opener) as world:
-            await shard.append(1000, (10, 1, {"id": 1, "v": "a"}))
-            for name in ("tidemill", "shard"):
-                assert (await world.sync(table=f"{name}.s")).rows == {'"shard"."s"/"1"': {"id": "1", "v": "a"}}
-                for table in (f"main:{name}.s", f'"{name}".s', f'main:"{name}"."s"'):
-                    client = await world.sync(table=table)
-                    assert client.rows == {f'"{name}"."s"/"7"': {"id": "7", "v": name}}
-
-    run(main())
-
-
-@pytest.mark.postgres
-def test_a_shard_is_followed_over_http_and_its_feed_ends_with_the_shape(postgres_dsn: str) -> None:
-    async def main() -> None:
-        shard = FakeShard("s", SCHEMA)
-
-        async def opener(name: str) -> FakeShard:
-            if name != "s":
-                raise MissingError(f"no such table: table={name}.")
-            return shard
-
-        async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
-            await shard.append(1000, (10, 1, {"id": 1, "v": "a"}))
-            handles = set()
-            for table in ("tidemill.s", "shard.s", "shard:s", 'tidemill."s"'):
+    ddl = "".join(
+        f"CREATE SCHEMA {name}; CREATE TABLE {name}.s (id int PRIMARY KEY, v text);"
+        f" INSERT INTO {name}.s VALUES (7, '{name}');"
+        for name in ("tidemill", "shard")
+    )
+    async with ShapeWorld(postgres_dsn, ddl, shards=opener) as world:
+        await shard.append(1000, (10, 1, {"id": 1, "v": "a"}))
+        for name in ("tidemill", "shard"):
+            assert (await world.sync(table=f"{name}.s")).rows == {'"shard"."s"/"1"': {"id": "1", "v": "a"}}
+            for table in (f"main:{name}.s", f'"{name}".s', f'main:"{name}"."s"'):
                 client = await world.sync(table=table)
-                assert client.rows == {'"shard"."s"/"1"': {"id": "1", "v": "a"}}
-                handles.add(client.handle)
-            assert len(handles) == 1 and world.service.facts()["shapes"] == 1, "one shape and one log"
-            first = await world.get(table="shard.s", offset="-1")
-            assert json.loads(first.headers["electric-schema"])["id"] == {"type": "int4", "dims": 0, "pk_index": 0}
-            await shard.append(2000, (1500, -1, {"id": 1, "v": "a"}), (1500, 1, {"id": 1, "v": None}))
-            await client.follow_until(lambda: client.rows['"shard"."s"/"1"']["v"] is None)
-            unknown = await world.get(table="tidemill.nope", offset="-1")
-            assert (unknown.status, unknown.json["errors"]) == (400, {"table": ["no such table: table=nope."]})
-            shape = world.service.find_by_handle(client.handle)
-            assert shape is not None
-            world.service.delete(shape)
-            await shard.append(3000, (2500, 1, {"id": 2, "v": "b"}))
-            await until(lambda: shard.listeners == 0)
-            assert ShapeRequest("x").log_mode == "full"
-
-    run(main())
+                assert client.rows == {f'"{name}"."s"/"7"': {"id": "7", "v": name}}
 
 
 @pytest.mark.postgres
-def test_a_shape_that_history_overtakes_starts_over_and_its_clients_refetch(postgres_dsn: str) -> None:
+async def test_a_shard_is_followed_over_http_and_its_feed_ends_with_the_shape(postgres_dsn: str) -> None:
+    shard = FakeShard("s", SCHEMA)
+
+    async def opener(name: str) -> FakeShard:
+        if name != "s":
+            raise MissingError(f"no such table: table={name}.")
+        return shard
+
+    async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
+        await shard.append(1000, (10, 1, {"id": 1, "v": "a"}))
+        handles = set()
+        for table in ("tidemill.s", "shard.s", "shard:s", 'tidemill."s"'):
+            client = await world.sync(table=table)
+            assert client.rows == {'"shard"."s"/"1"': {"id": "1", "v": "a"}}
+            handles.add(client.handle)
+        assert len(handles) == 1 and world.service.facts()["shapes"] == 1, "one shape and one log"
+        first = await world.get(table="shard.s", offset="-1")
+        assert json.loads(first.headers["electric-schema"])["id"] == {"type": "int4", "dims": 0, "pk_index": 0}
+        await shard.append(2000, (1500, -1, {"id": 1, "v": "a"}), (1500, 1, {"id": 1, "v": None}))
+        await client.follow_until(lambda: client.rows['"shard"."s"/"1"']["v"] is None)
+        unknown = await world.get(table="tidemill.nope", offset="-1")
+        assert (unknown.status, unknown.json["errors"]) == (400, {"table": ["no such table: table=nope."]})
+        shape = world.service.find_by_handle(client.handle)
+        assert shape is not None
+        world.service.delete(shape)
+        await shard.append(3000, (2500, 1, {"id": 2, "v": "b"}))
+        await until(lambda: shard.listeners == 0)
+        assert ShapeRequest("x").log_mode == "full"
+
+
+@pytest.mark.postgres
+async def test_a_shape_that_history_overtakes_starts_over_and_its_clients_refetch(postgres_dsn: str) -> None:
     """A shape holds nothing back in its shard: a slow one finds that the times it would tell apart are merged."""
+    clock, rand = SystemClock(), Rand(1)
+    consensus = MemoryConsensus(clock)
+    shard = await open_shard(consensus, MemoryObjects(clock), clock, rand, "s", SCHEMA)
 
-    async def main() -> None:
-        clock, rand = SystemClock(), Rand(1)
-        consensus = MemoryConsensus(clock)
-        shard = await open_shard(consensus, MemoryObjects(clock), clock, rand, "s", SCHEMA)
+    async def append(lower: int, upper: int, *updates: tuple[int, int, str]) -> None:
+        rows = FakeShard("s", SCHEMA).table([(time, diff, {"id": 1, "v": v}) for time, diff, v in updates])
+        await shard.compare_and_append(lower, upper, [await shard.write_part(rows)], rand.nonce())
 
-        async def append(lower: int, upper: int, *updates: tuple[int, int, str]) -> None:
-            rows = FakeShard("s", SCHEMA).table([(time, diff, {"id": 1, "v": v}) for time, diff, v in updates])
-            await shard.compare_and_append(lower, upper, [await shard.write_part(rows)], rand.nonce())
+    async def opener(_: str) -> Shard:
+        return shard
 
-        async def opener(_: str) -> Shard:
-            return shard
-
-        async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
-            await append(0, 1000, (10, 1, "a"))
-            client = await world.sync(table="shard.s")
-            early = client.handle
-            async with world.service.share._turns:  # the shape gets no turn
-                await append(1000, 2000, (1500, -1, "a"), (1500, 1, "b"))
-                await append(2000, 3000, (2100, -1, "b"), (2100, 1, "c"), (2200, -1, "c"), (2200, 1, "d"))
-                assert await shard.downgrade_since("keeper", 1, 2900) == 2900
-                shape = world.service.find_by_handle(early)
-                assert shape is not None and not shape.has_ended
-            await until(lambda: world.service.find_by_handle(early) is None)
-            refused = await world.get(table="shard.s", offset=client.offset, handle=early, live="true")
-            assert (refused.status, refused.controls) == (409, ["must-refetch"])
-            assert refused.handle != early
-            await client.follow_until(lambda: client.refetches == 1 and bool(client.rows))
-            assert client.rows == {'"shard"."s"/"1"': {"id": "1", "v": "d"}}
-            await append(3000, 4000, (3500, -1, "d"), (3500, 1, "e"))
-            await client.follow_until(lambda: client.rows['"shard"."s"/"1"']["v"] == "e")
-            assert client.refetches == 1
-        await shard.aclose()
-
-    run(main())
+    async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
+        await append(0, 1000, (10, 1, "a"))
+        client = await world.sync(table="shard.s")
+        early = client.handle
+        async with world.service.share._turns:  # the shape gets no turn
+            await append(1000, 2000, (1500, -1, "a"), (1500, 1, "b"))
+            await append(2000, 3000, (2100, -1, "b"), (2100, 1, "c"), (2200, -1, "c"), (2200, 1, "d"))
+            assert await shard.downgrade_since("keeper", 1, 2900) == 2900
+            shape = world.service.find_by_handle(early)
+            assert shape is not None and not shape.has_ended
+        await until(lambda: world.service.find_by_handle(early) is None)
+        refused = await world.get(table="shard.s", offset=client.offset, handle=early, live="true")
+        assert (refused.status, refused.controls) == (409, ["must-refetch"])
+        assert refused.handle != early
+        await client.follow_until(lambda: client.refetches == 1 and bool(client.rows))
+        assert client.rows == {'"shard"."s"/"1"': {"id": "1", "v": "d"}}
+        await append(3000, 4000, (3500, -1, "d"), (3500, 1, "e"))
+        await client.follow_until(lambda: client.rows['"shard"."s"/"1"']["v"] == "e")
+        assert client.refetches == 1
+    await shard.aclose()
 
 
 @pytest.mark.postgres
-def test_a_shape_over_a_shard_that_gets_a_column_starts_over_with_it(postgres_dsn: str) -> None:
-    async def main() -> None:
-        clock, rand = SystemClock(), Rand(1)
-        consensus, objects = MemoryConsensus(clock), MemoryObjects(clock)
+async def test_a_shape_over_a_shard_that_gets_a_column_starts_over_with_it(postgres_dsn: str) -> None:
+    clock, rand = SystemClock(), Rand(1)
+    consensus, objects = MemoryConsensus(clock), MemoryObjects(clock)
 
-        async def opener(_: str) -> Shard:
-            return await open_shard(consensus, objects, clock, rand, "s", None if created else SCHEMA)
+    async def opener(_: str) -> Shard:
+        return await open_shard(consensus, objects, clock, rand, "s", None if created else SCHEMA)
 
-        async def append(shard: LogShard, lower: int, *updates: tuple[int, int, dict[str, object]]) -> None:
-            rows = FakeShard("s", shard.schema).table(list(updates))
-            await shard.compare_and_append(lower, lower + 1000, [await shard.write_part(rows)], rand.nonce())
+    async def append(shard: LogShard, lower: int, *updates: tuple[int, int, dict[str, object]]) -> None:
+        rows = FakeShard("s", shard.schema).table(list(updates))
+        await shard.compare_and_append(lower, lower + 1000, [await shard.write_part(rows)], rand.nonce())
 
-        created = False
-        shard = await open_shard(consensus, objects, clock, rand, "s", SCHEMA)
-        created = True
-        async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
-            await append(shard, 0, (10, 1, {"id": 1, "v": "a"}))
-            client = await world.sync(table="shard.s")
-            await shard.evolve(SchemaChanges((Column("n", "int16", "7"),)))
-            later = await open_shard(consensus, objects, clock, rand, "s")
-            await append(later, 1000, (1500, 1, {"id": 2, "v": "b", "n": 8}))
-            await client.follow_until(lambda: client.refetches == 1 and len(client.rows) == 2)
-            assert sorted(client.rows.values(), key=repr) == [
-                {"id": "1", "v": "a", "n": "7"}, {"id": "2", "v": "b", "n": "8"},
-            ]  # fmt: skip
-            await later.aclose()
-        await shard.aclose()
-
-    run(main())
+    created = False
+    shard = await open_shard(consensus, objects, clock, rand, "s", SCHEMA)
+    created = True
+    async with ShapeWorld(postgres_dsn, "SELECT 1", shards=opener) as world:
+        await append(shard, 0, (10, 1, {"id": 1, "v": "a"}))
+        client = await world.sync(table="shard.s")
+        await shard.evolve(SchemaChanges((Column("n", "int16", "7"),)))
+        later = await open_shard(consensus, objects, clock, rand, "s")
+        await append(later, 1000, (1500, 1, {"id": 2, "v": "b", "n": 8}))
+        await client.follow_until(lambda: client.refetches == 1 and len(client.rows) == 2)
+        assert sorted(client.rows.values(), key=repr) == [
+            {"id": "1", "v": "a", "n": "7"}, {"id": "2", "v": "b", "n": "8"},
+        ]  # fmt: skip
+        await later.aclose()
+    await shard.aclose()
 
 
 CLOCKS = ShardSchema(
@@ -351,7 +335,7 @@ CLOCKS = ShardSchema(
 )
 
 
-def test_a_time_without_a_zone_is_postgres_timestamp_and_minus_zero_is_a_change() -> None:
+async def test_a_time_without_a_zone_is_postgres_timestamp_and_minus_zero_is_a_change() -> None:
     names = {name: found["type"] for name, found in json.loads(shard_schema_json(CLOCKS, ())).items()}
     assert names == {"id": "int4", "clock": "timestamp", "at": "timestamptz", "f": "float4"}
     bench = Bench(CLOCKS, "clock >= '1970-01-01 09:00:00' AND at < '1970-01-01 12:00:00+00' AND f = 0")
@@ -360,14 +344,11 @@ def test_a_time_without_a_zone_is_postgres_timestamp_and_minus_zero_is_a_change(
     def row(key: int, us: int, f: float) -> dict[str, Any]:
         return {"id": key, "clock": us, "at": us, "f": f}
 
-    async def main() -> None:
-        rows = [(5, 1, row(1, nine, 0.0)), (5, 1, row(2, nine - 1, 0.0)), (5, 1, row(3, nine, 1.0))]
-        await bench.shard.append(100, *rows)
-        await bench.feed.load(bench.shape)
-        changed = bench.shard.table([(150, -1, row(1, nine, 0.0)), (150, 1, row(1, nine, -0.0))])
-        await bench.feed.apply(bench.shape, changed, 200)
-
-    run(main())
+    rows = [(5, 1, row(1, nine, 0.0)), (5, 1, row(2, nine - 1, 0.0)), (5, 1, row(3, nine, 1.0))]
+    await bench.shard.append(100, *rows)
+    await bench.feed.load(bench.shape)
+    changed = bench.shard.table([(150, -1, row(1, nine, 0.0)), (150, 1, row(1, nine, -0.0))])
+    await bench.feed.apply(bench.shape, changed, 200)
     shown = {"id": "1", "clock": "1970-01-01 09:00:00", "at": "1970-01-01 09:00:00+00"}
     assert bench.base == [shown | {"f": "0"}]
     assert bench.operations == [("update", {"id": "1", "f": "-0"}, "150")]

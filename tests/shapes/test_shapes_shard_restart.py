@@ -17,7 +17,7 @@ import pyarrow as pa
 
 from support.ports import free_address
 from support.shapes.world import Answer, Client, ShapeWorld
-from support.waiting import run, until
+from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.consensus.factory import open_consensus
 from tidemill.objects.factory import open_objects
@@ -125,90 +125,58 @@ def held(client: Client) -> dict[str, str]:
     return {row["id"]: row["v"] for row in client.rows.values()}
 
 
-def test_clients_of_a_shard_go_on_under_their_handles_while_the_process_is_killed_again_and_again(
+async def test_clients_of_a_shard_go_on_under_their_handles_while_the_process_is_killed_again_and_again(
     tmp_path: Path,
 ) -> None:
     """Who stands anywhere in the log, or at a time that was not durable when the process died, sees each item once."""
-
-    async def main() -> None:
-        rand = random.Random(2)
-        async with Served(tmp_path) as served:
-            shard, bag = await served.shard("s", KEYED), await served.shard("bag", BAG)
-            state = {n: f"v{n}" for n in range(300)}
-            await served.append(shard, NOW_MS + 1, [(NOW_MS, 1, n, v) for n, v in state.items()])
-            await served.append(bag, NOW_MS + 1, [(NOW_MS, 1, n % 3, "x") for n in range(6)])
-            await served.start()
-            clients = [
-                served.client(table="shard.s"),
-                served.client(table="shard.s", where="id < 100", replica="full"),
-                served.client(table="shard.s", log="changes_only"),
-            ]
-            bags = served.client(table="shard.bag")
-            for client in (*clients, bags):
-                await client.catch_up()
-            await until(lambda: served.kept() == 4)
-            at = NOW_MS
-            for round_ in range(2):
-                for step in range(8):
-                    at += 10
-                    rows: list[tuple[int, int, int, str]] = []
-                    for key in rand.sample(range(300), 20):  # more than one answer takes
-                        rows += [(at, -1, key, state[key]), (at, 1, key, f"{round_}.{step}")]
-                        state[key] = f"{round_}.{step}"
-                    await served.append(shard, at + 1, rows)
-                    if step % 3 == round_ % 3:
-                        await rand.choice(clients[:2]).step(live=True)
-                await served.append(bag, at + 1, [(at, -1, 1, "x")])
-                await served.kill()
-                await served.start()
-            expected = {str(key): value for key, value in state.items()}
-            await clients[0].follow_until(lambda: held(clients[0]) == expected)
-            await clients[1].follow_until(
-                lambda: held(clients[1]) == {k: v for k, v in expected.items() if int(k) < 100}
-            )
-            await bags.follow_until(lambda: "1" not in held(bags))
-            for table in ("shard.s", "tidemill.s"):
-                fresh = served.client(table=table)
-                await fresh.catch_up()
-                assert held(fresh) == expected
-                assert fresh.handle == clients[0].handle, "a newcomer joins the shape that was there"
-            for client in (*clients, bags):
-                assert client.refetches == 0
-                places = [(int(i["headers"].get("lsn", 0)), i["headers"].get("op_position", -1)) for i in client.seen]
-                changes = [place for place in places if place[0]]
-                assert changes == sorted(set(changes)), "each item once, in order"
-
-    run(main(), 150)
-
-
-def test_a_shape_that_cannot_go_on_where_it_was_is_409_and_shows_no_stale_row(tmp_path: Path) -> None:
-    """A shard that forgot what came meanwhile; one that was dropped and made anew; a cluster that was restored."""
-
-    async def main() -> None:
-        async with Served(tmp_path) as served:
-            forgets, again = await served.shard("forgets", KEYED), await served.shard("again", KEYED)
-            for shard in (forgets, again):
-                await served.append(shard, NOW_MS + 1, [(NOW_MS, 1, 1, "a"), (NOW_MS, 1, 2, "b")])
-            await served.start()
-            clients = [served.client(table="shard.forgets"), served.client(table="shard.again")]
-            for client in clients:
-                await client.catch_up()
-            old = [client.handle for client in clients]
-            await until(lambda: served.kept() == 2)
-            await served.stop()
-            await served.append(forgets, NOW_MS + 100, [(NOW_MS + 50, -1, 1, "a")])
-            await forgets.downgrade_since("keeper", 1, NOW_MS + 60)
-            await served.dropped(again)
-            again = await served.shard("again", KEYED)
-            await served.append(again, NOW_MS + 100, [(NOW_MS, 1, 2, "b")])
-            await served.start()
-            await over(served, clients, old)
-            old += [client.handle for client in clients]
-            await until(lambda: served.kept() == 2)
+    rand = random.Random(2)
+    async with Served(tmp_path) as served:
+        shard, bag = await served.shard("s", KEYED), await served.shard("bag", BAG)
+        state = {n: f"v{n}" for n in range(300)}
+        await served.append(shard, NOW_MS + 1, [(NOW_MS, 1, n, v) for n, v in state.items()])
+        await served.append(bag, NOW_MS + 1, [(NOW_MS, 1, n % 3, "x") for n in range(6)])
+        await served.start()
+        clients = [
+            served.client(table="shard.s"),
+            served.client(table="shard.s", where="id < 100", replica="full"),
+            served.client(table="shard.s", log="changes_only"),
+        ]
+        bags = served.client(table="shard.bag")
+        for client in (*clients, bags):
+            await client.catch_up()
+        await until(lambda: served.kept() == 4)
+        at = NOW_MS
+        for round_ in range(2):
+            for step in range(8):
+                at += 10
+                rows: list[tuple[int, int, int, str]] = []
+                for key in rand.sample(range(300), 20):  # more than one answer takes
+                    rows += [(at, -1, key, state[key]), (at, 1, key, f"{round_}.{step}")]
+                    state[key] = f"{round_}.{step}"
+                await served.append(shard, at + 1, rows)
+                if step % 3 == round_ % 3:
+                    await rand.choice(clients[:2]).step(live=True)
+            await served.append(bag, at + 1, [(at, -1, 1, "x")])
             await served.kill()
-            served.cluster = "two"
             await served.start()
-            await over(served, clients, old)
+        expected = {str(key): value for key, value in state.items()}
+        await clients[0].follow_until(lambda: held(clients[0]) == expected)
+        await clients[1].follow_until(lambda: held(clients[1]) == {k: v for k, v in expected.items() if int(k) < 100})
+        await bags.follow_until(lambda: "1" not in held(bags))
+        for table in ("shard.s", "tidemill.s"):
+            fresh = served.client(table=table)
+            await fresh.catch_up()
+            assert held(fresh) == expected
+            assert fresh.handle == clients[0].handle, "a newcomer joins the shape that was there"
+        for client in (*clients, bags):
+            assert client.refetches == 0
+            places = [(int(i["headers"].get("lsn", 0)), i["headers"].get("op_position", -1)) for i in client.seen]
+            changes = [place for place in places if place[0]]
+            assert changes == sorted(set(changes)), "each item once, in order"
+
+
+async def test_a_shape_that_cannot_go_on_where_it_was_is_409_and_shows_no_stale_row(tmp_path: Path) -> None:
+    """A shard that forgot what came meanwhile; one that was dropped and made anew; a cluster that was restored."""
 
     async def over(served: Served, clients: list[Client], old: list[str]) -> None:
         before = [client.refetches for client in clients]
@@ -219,4 +187,27 @@ def test_a_shape_that_cannot_go_on_where_it_was_is_409_and_shows_no_stale_row(tm
         for client, refetches in zip(clients, before, strict=True):
             await client.follow_until(lambda c=client, n=refetches: c.refetches == n + 1 and held(c) == {"2": "b"})
 
-    run(main(), 150)
+    async with Served(tmp_path) as served:
+        forgets, again = await served.shard("forgets", KEYED), await served.shard("again", KEYED)
+        for shard in (forgets, again):
+            await served.append(shard, NOW_MS + 1, [(NOW_MS, 1, 1, "a"), (NOW_MS, 1, 2, "b")])
+        await served.start()
+        clients = [served.client(table="shard.forgets"), served.client(table="shard.again")]
+        for client in clients:
+            await client.catch_up()
+        old = [client.handle for client in clients]
+        await until(lambda: served.kept() == 2)
+        await served.stop()
+        await served.append(forgets, NOW_MS + 100, [(NOW_MS + 50, -1, 1, "a")])
+        await forgets.downgrade_since("keeper", 1, NOW_MS + 60)
+        await served.dropped(again)
+        again = await served.shard("again", KEYED)
+        await served.append(again, NOW_MS + 100, [(NOW_MS, 1, 2, "b")])
+        await served.start()
+        await over(served, clients, old)
+        old += [client.handle for client in clients]
+        await until(lambda: served.kept() == 2)
+        await served.kill()
+        served.cluster = "two"
+        await served.start()
+        await over(served, clients, old)

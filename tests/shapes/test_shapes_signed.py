@@ -20,7 +20,6 @@ from typer.testing import CliRunner
 
 from support.shapes.signing import KEYS, query_of
 from support.shapes.world import ShapeWorld
-from support.waiting import run
 from tidemill.base.clock import ManualClock, SystemClock
 from tidemill.base.errors import InvalidError
 from tidemill.cli.main import app as cli
@@ -208,53 +207,49 @@ def test_no_cache_shows_an_answer_when_the_right_to_it_is_over(header: str, left
 
 
 @pytest.mark.postgres
-def test_a_signed_url_shows_its_shape_without_the_secret_and_nothing_else(postgres_dsn: str) -> None:
+async def test_a_signed_url_shows_its_shape_without_the_secret_and_nothing_else(postgres_dsn: str) -> None:
     clock = SystemClock()
+    settings = ShapeSettings(long_poll_s=5, secret="the secret", allow_delete=True)
+    async with ShapeWorld(postgres_dsn, DDL, settings, grants=grants(clock, leeway_s=0)) as world:
+        now_s = clock.now_ms() // 1000
+        signed = dict(query_of(REQUEST, now_s + 30))
+        found = await world.get(**signed, offset="-1")
+        assert found.status == 200 and {item["value"]["id"] for item in found.items} == {
+            str(n) for n in range(2, 13, 2)
+        }
+        assert {name for item in found.items for name in item["value"]} == {"id", "tenant"}
+        kept = dict(re.findall(r"([a-z-]+)=(\d+)", found.headers["cache-control"]))
+        assert found.headers["cache-control"].startswith("public") and 0 < int(kept["max-age"]) <= 30
+        assert int(kept["s-maxage"]) + int(kept.get("stale-while-revalidate", 0)) <= 30
+        plain = {"table": "item", "offset": "-1"}
+        assert (await world.get(**plain)).status == 401
+        other = await world.get(**plain, secret="the secret")
+        refetch = await world.get(**signed, offset="0_inf", handle=other.handle)
+        assert refetch.status == 409 and refetch.handle == found.handle, "a handle is no right"
+        subset = dict(query_of(msgspec.structs.replace(REQUEST, log_mode="changes_only"), now_s + 30))
+        for clause in ("true", "tenant = 'b' OR true", "id > 0"):
+            rows = (await world.post({"where": clause, "table": "other"}, **subset, offset="now")).json["data"]
+            assert {row["value"]["tenant"] for row in rows} == {"a"}
+            got = await world.get(**subset, offset="now", subset__where=clause)
+            assert {row["value"]["tenant"] for row in got.json["data"]} == {"a"}
+        assert (await world.post({"where": "secret = 's2'"}, **subset, offset="now")).status == 400
+        assert (await world.request("/api/shapes", {"signature": "x"})).status == 401
+        for handle in (found.handle, other.handle):
+            ended = await world.request("/v1/shape", {**signed, "handle": handle}, method="DELETE")
+            assert ended.status == 403
 
-    async def main() -> None:
-        settings = ShapeSettings(long_poll_s=5, secret="the secret", allow_delete=True)
-        async with ShapeWorld(postgres_dsn, DDL, settings, grants=grants(clock, leeway_s=0)) as world:
-            now_s = clock.now_ms() // 1000
-            signed = dict(query_of(REQUEST, now_s + 30))
-            found = await world.get(**signed, offset="-1")
-            assert found.status == 200 and {item["value"]["id"] for item in found.items} == {
-                str(n) for n in range(2, 13, 2)
-            }
-            assert {name for item in found.items for name in item["value"]} == {"id", "tenant"}
-            kept = dict(re.findall(r"([a-z-]+)=(\d+)", found.headers["cache-control"]))
-            assert found.headers["cache-control"].startswith("public") and 0 < int(kept["max-age"]) <= 30
-            assert int(kept["s-maxage"]) + int(kept.get("stale-while-revalidate", 0)) <= 30
-            plain = {"table": "item", "offset": "-1"}
-            assert (await world.get(**plain)).status == 401
-            other = await world.get(**plain, secret="the secret")
-            refetch = await world.get(**signed, offset="0_inf", handle=other.handle)
-            assert refetch.status == 409 and refetch.handle == found.handle, "a handle is no right"
-            subset = dict(query_of(msgspec.structs.replace(REQUEST, log_mode="changes_only"), now_s + 30))
-            for clause in ("true", "tenant = 'b' OR true", "id > 0"):
-                rows = (await world.post({"where": clause, "table": "other"}, **subset, offset="now")).json["data"]
-                assert {row["value"]["tenant"] for row in rows} == {"a"}
-                got = await world.get(**subset, offset="now", subset__where=clause)
-                assert {row["value"]["tenant"] for row in got.json["data"]} == {"a"}
-            assert (await world.post({"where": "secret = 's2'"}, **subset, offset="now")).status == 400
-            assert (await world.request("/api/shapes", {"signature": "x"})).status == 401
-            for handle in (found.handle, other.handle):
-                ended = await world.request("/v1/shape", {**signed, "handle": handle}, method="DELETE")
-                assert ended.status == 403
-
-            first = await world.get(**signed, offset="-1")
-            for sse, status in (({}, 401), ({"live_sse": "true"}, 200)):
-                for _ in range(10):  # on a busy machine it may be over before the request is there
-                    soon = dict(query_of(REQUEST, clock.now_ms() // 1000 + 2))
-                    live = await world.get(**soon, offset=first.offset, handle=first.handle, live="true", **sse)
-                    assert clock.now_ms() >= int(soon["expires"]) * 1000, "it ended when the right did, and not before"
-                    if live.status == status:
-                        break
-                assert live.status == status
-            late = await world.get(**soon, offset="-1")
-            assert late.status == 401 and "expired at" in late.json["message"]
-            assert late.headers["cache-control"] == "no-store"
-
-    run(main())
+        first = await world.get(**signed, offset="-1")
+        for sse, status in (({}, 401), ({"live_sse": "true"}, 200)):
+            for _ in range(10):  # on a busy machine it may be over before the request is there
+                soon = dict(query_of(REQUEST, clock.now_ms() // 1000 + 2))
+                live = await world.get(**soon, offset=first.offset, handle=first.handle, live="true", **sse)
+                assert clock.now_ms() >= int(soon["expires"]) * 1000, "it ended when the right did, and not before"
+                if live.status == status:
+                    break
+            assert live.status == status
+        late = await world.get(**soon, offset="-1")
+        assert late.status == 401 and "expired at" in late.json["message"]
+        assert late.headers["cache-control"] == "no-store"
 
 
 def test_the_command_signs_what_the_server_accepts(tmp_path: Path) -> None:

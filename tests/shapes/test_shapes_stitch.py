@@ -8,7 +8,7 @@ import psycopg
 import pytest
 
 from support.shapes.world import ShapeWorld
-from support.waiting import run, until
+from support.waiting import until
 from tidemill.base.errors import InvalidError
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.tables.initial_snapshot import SnapshotFilter
@@ -52,45 +52,37 @@ def test_a_snapshot_is_read_back_as_it_was_kept_also_from_before_the_lsn_was() -
 
 
 @pytest.mark.postgres
-def test_a_shape_knows_the_end_of_the_wal_of_its_snapshot(postgres_dsn: str) -> None:
+async def test_a_shape_knows_the_end_of_the_wal_of_its_snapshot(postgres_dsn: str) -> None:
     """Its first change after it ends the filter, however few transactions there were."""
-
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, "CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1)") as world:
-            client = await world.sync(table="t")
-            (consumer,) = world.sink.router.consumers()
-            await world.db.execute("INSERT INTO t VALUES (2)")
-            await client.follow_until(lambda: len(client.rows) == 2)
-            assert consumer._filter.passed
-
-    run(main())
+    async with ShapeWorld(postgres_dsn, "CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1)") as world:
+        client = await world.sync(table="t")
+        (consumer,) = world.sink.router.consumers()
+        await world.db.execute("INSERT INTO t VALUES (2)")
+        await client.follow_until(lambda: len(client.rows) == 2)
+        assert consumer._filter.passed
 
 
 @pytest.mark.postgres
-def test_a_shape_that_another_process_begins_sees_what_waits_for_a_synchronous_standby(postgres_dsn: str) -> None:
+async def test_a_shape_that_another_process_begins_sees_what_waits_for_a_synchronous_standby(postgres_dsn: str) -> None:
     """It is in the WAL, and may be confirmed. Here the sink forgets what was delivered, as after a restart."""
-
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, "CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1)") as world:
-            await world.db.execute("SET synchronous_commit = local")
-            try:
-                await world.db.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
-                await world.db.execute("SELECT pg_reload_conf()")
-                async with await psycopg.AsyncConnection.connect(postgres_dsn) as late:
-                    await late.execute("INSERT INTO t VALUES (2)")
-                    committing = asyncio.ensure_future(late.commit())
-                    await until(lambda: world.sink.recent)
-                    assert not committing.done(), "it is flushed, and not visible"
-                    world.sink._recent.clear()
-                    beginning = asyncio.ensure_future(world.sync(table="t"))
-                    done, _ = await asyncio.wait([beginning], timeout=1.0)
-                    assert not done, "it waits for what is not visible yet"
-                    await world.db.execute("ALTER SYSTEM RESET synchronous_standby_names")
-                    await world.db.execute("SELECT pg_reload_conf()")
-                    await committing
-                assert len((await beginning).rows) == 2
-            finally:
+    async with ShapeWorld(postgres_dsn, "CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1)") as world:
+        await world.db.execute("SET synchronous_commit = local")
+        try:
+            await world.db.execute("ALTER SYSTEM SET synchronous_standby_names = 'nobody'")
+            await world.db.execute("SELECT pg_reload_conf()")
+            async with await psycopg.AsyncConnection.connect(postgres_dsn) as late:
+                await late.execute("INSERT INTO t VALUES (2)")
+                committing = asyncio.ensure_future(late.commit())
+                await until(lambda: world.sink.recent)
+                assert not committing.done(), "it is flushed, and not visible"
+                world.sink._recent.clear()
+                beginning = asyncio.ensure_future(world.sync(table="t"))
+                done, _ = await asyncio.wait([beginning], timeout=1.0)
+                assert not done, "it waits for what is not visible yet"
                 await world.db.execute("ALTER SYSTEM RESET synchronous_standby_names")
                 await world.db.execute("SELECT pg_reload_conf()")
-
-    run(main())
+                await committing
+            assert len((await beginning).rows) == 2
+        finally:
+            await world.db.execute("ALTER SYSTEM RESET synchronous_standby_names")
+            await world.db.execute("SELECT pg_reload_conf()")

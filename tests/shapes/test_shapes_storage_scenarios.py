@@ -16,7 +16,6 @@ import pytest
 from support.shapes.consumer import COLUMNS, ENDLESS, TABLE, Bench, row
 from support.shapes.storage import recorded, store_of, whole
 from support.shapes.world import Answer, Client, ShapeWorld
-from support.waiting import run
 from tidemill.base.clock import ManualClock
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes import ShapeSettings
@@ -71,41 +70,37 @@ async def restored(path: Path, owner: str) -> tuple[ShapeStore, list[tuple[Store
     return store, [(saved, store.restore_log(saved)) for saved in await store.read_saved()]
 
 
-def test_st2_nothing_of_a_transaction_is_on_disk_before_its_commit_and_its_flush_moves_the_end_to_it(
+async def test_st2_nothing_of_a_transaction_is_on_disk_before_its_commit_and_its_flush_moves_the_end_to_it(
     tmp_path: Path,
 ) -> None:
     """Flushes in the middle of it write the whole of what came before, and only that."""
     path = tmp_path / "db.db"
-
-    async def main() -> None:
-        store, file = store_of(path, ManualClock())
-        store.claim(())
-        log, other = recorded(store, b"1"), recorded(store, b"2")
-        commit(log, 5, 1)
-        shown = await whole(log)
-        made = stage(log, 7, (1, 2))
+    store, file = store_of(path, ManualClock())
+    store.claim(())
+    log, other = recorded(store, b"1"), recorded(store, b"2")
+    commit(log, 5, 1)
+    shown = await whole(log)
+    made = stage(log, 7, (1, 2))
+    await store.flush()
+    before = dump(path, log)
+    assert [(tx, op) for _, tx, op, *_ in before["items"]] == newest(path)[:1] == [(5, 1)]
+    for part in (1, 2):
+        made += stage(log, 7, range(1 + 2 * part, 3 + 2 * part))
+        assert store.clean, "there is nothing to write"
+        commit(other, 6 + part, 1)
         await store.flush()
-        before = dump(path, log)
-        assert [(tx, op) for _, tx, op, *_ in before["items"]] == newest(path)[:1] == [(5, 1)]
-        for part in (1, 2):
-            made += stage(log, 7, range(1 + 2 * part, 3 + 2 * part))
-            assert store.clean, "there is nothing to write"
-            commit(other, 6 + part, 1)
-            await store.flush()
-            assert dump(path, log) == before
-            assert newest(path)[1] == (6 + part, 1)
-        log.publish()
-        assert newest(path)[0] == (5, 1), "shown, and not durable yet"
-        await store.flush()
-        assert newest(path)[0] == (7, 6)
-        file.release()
-        again, ((_, log), (_, other)) = await restored(path, store.owner)
-        assert await whole(log) == shown + made
-        assert log.end == LogOffset(7, 6) and other.end == LogOffset(8, 1)
-        assert await whole(log, LogOffset(5, 1)) == made
-        again.file.release()
-
-    run(main())
+        assert dump(path, log) == before
+        assert newest(path)[1] == (6 + part, 1)
+    log.publish()
+    assert newest(path)[0] == (5, 1), "shown, and not durable yet"
+    await store.flush()
+    assert newest(path)[0] == (7, 6)
+    file.release()
+    again, ((_, log), (_, other)) = await restored(path, store.owner)
+    assert await whole(log) == shown + made
+    assert log.end == LogOffset(7, 6) and other.end == LogOffset(8, 1)
+    assert await whole(log, LogOffset(5, 1)) == made
+    again.file.release()
 
 
 def died_at(path: Path, to: Path, wal: bytes) -> Path:
@@ -141,95 +136,91 @@ async def check_chain(log: DiskLog, expected: list[bytes]) -> int:
     return len(ends)
 
 
-def test_st4_whenever_a_process_dies_in_a_flush_that_closes_chunks_they_chain_and_the_log_goes_on(
+async def test_st4_whenever_a_process_dies_in_a_flush_that_closes_chunks_they_chain_and_the_log_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One transaction of the file for each log. The disk is that of a process that died after any of its writes."""
     monkeypatch.setattr(store_module, "FLUSH_LOGS", 1)
     path = tmp_path / "db.db"
+    store, file = store_of(path, ManualClock())
+    store.claim(())
+    wal, deaths = Path(f"{path}-wal"), 0
+    first, second = store.create_log(), store.create_log()
+    shown: dict[str, list[bytes]] = {"first": [], "second": []}
+    durable: dict[str, list[list[bytes]]] = {"first": [[]], "second": [[]]}
+    """What a restart may show: as of the flush before, or as of this one."""
 
-    async def main() -> None:
-        store, file = store_of(path, ManualClock())
-        store.claim(())
-        wal, deaths = Path(f"{path}-wal"), 0
-        first, second = store.create_log(), store.create_log()
-        shown: dict[str, list[bytes]] = {"first": [], "second": []}
-        durable: dict[str, list[list[bytes]]] = {"first": [[]], "second": [[]]}
-        """What a restart may show: as of the flush before, or as of this one."""
-
-        async def flush_and_die_in_it() -> None:
-            nonlocal deaths
-            before = wal.read_bytes()
-            await store.flush()
-            after = wal.read_bytes()
-            assert after.startswith(before) and len(after) > len(before), "SQLite did not begin its log anew"
-            for name, log in (("first", first), ("second", second)):
-                if log in recorded_logs:
-                    durable[name].append(list(shown[name]))
-            for cut in cuts(len(before), len(after)):
-                deaths += 1
-                await check_death(died_at(path, tmp_path / f"d{deaths}", after[:cut]), whole_flush=cut == len(after))
-
-        async def check_death(died: Path, *, whole_flush: bool) -> None:
-            again, found = await restored(died, store.owner)
-            names = {saved.handle: log for saved, log in found}
-            for name, states in durable.items():
-                possible = states[-1:] if whole_flush else states[-2:]
-                log = names.get(name)
-                contents = await whole(log) if log is not None else []
-                assert contents in possible, (name, died)
-                if log is None:
-                    continue
-                await check_chain(log, contents)
-                await bring_again(log, name, shown[name])
-                await check_chain(log, shown[name])
-            await again.flush()
-            for name, log in names.items():
-                await check_chain(log, shown[name])
-            fresh = again.create_log()
-            assert fresh.key > max((log.key for log in names.values()), default=0)
-            assert fresh.key not in again.file.find_leftovers()
-            again.file.release()
-
-        async def bring_again(log: DiskLog, name: str, items: list[bytes]) -> None:
-            """What was not durable comes again from the stream, to the same places."""
-            for tx, count in transactions[name]:
-                if tx > log.end.tx:
-                    commit(log, tx, count)
-
-        recorded_logs: set[DiskLog] = set()
-        transactions: dict[str, list[tuple[int, int]]] = {"first": [], "second": []}
-
-        def base(log: DiskLog, name: str, start: int, end: int) -> None:
-            rows = [b"%020d" % n for n in range(start, end)]
-            log.add_base(rows)
-            shown[name] += rows
-
-        def transaction(log: DiskLog, name: str, tx: int, count: int) -> None:
-            shown[name] += commit(log, tx, count)
-            transactions[name].append((tx, count))
-
-        base(first, "first", 0, 5)  # two chunks, and half of one
-        await flush_and_die_in_it()
-        base(first, "first", 5, 8)
-        base(second, "second", 0, 4)
-        for log, name in ((first, "first"), (second, "second")):
-            log.seal_base()
-            store.save_record(log, name, b"record", "1:2:")
-            recorded_logs.add(log)
-        await flush_and_die_in_it()
-        transaction(first, "first", 10, 9)  # one chunk, all but one item
-        await flush_and_die_in_it()
-        for tx in (11, 12):
-            transaction(first, "first", tx, 1)  # its end, and the beginning of the next one
-            transaction(second, "second", tx, 30)
-            await flush_and_die_in_it()
+    async def flush_and_die_in_it() -> None:
+        nonlocal deaths
+        before = wal.read_bytes()
+        await store.flush()
+        after = wal.read_bytes()
+        assert after.startswith(before) and len(after) > len(before), "SQLite did not begin its log anew"
         for name, log in (("first", first), ("second", second)):
-            assert await check_chain(log, shown[name]) > 4
-        assert deaths > 60
-        file.release()
+            if log in recorded_logs:
+                durable[name].append(list(shown[name]))
+        for cut in cuts(len(before), len(after)):
+            deaths += 1
+            await check_death(died_at(path, tmp_path / f"d{deaths}", after[:cut]), whole_flush=cut == len(after))
 
-    run(main())
+    async def check_death(died: Path, *, whole_flush: bool) -> None:
+        again, found = await restored(died, store.owner)
+        names = {saved.handle: log for saved, log in found}
+        for name, states in durable.items():
+            possible = states[-1:] if whole_flush else states[-2:]
+            log = names.get(name)
+            contents = await whole(log) if log is not None else []
+            assert contents in possible, (name, died)
+            if log is None:
+                continue
+            await check_chain(log, contents)
+            await bring_again(log, name, shown[name])
+            await check_chain(log, shown[name])
+        await again.flush()
+        for name, log in names.items():
+            await check_chain(log, shown[name])
+        fresh = again.create_log()
+        assert fresh.key > max((log.key for log in names.values()), default=0)
+        assert fresh.key not in again.file.find_leftovers()
+        again.file.release()
+
+    async def bring_again(log: DiskLog, name: str, items: list[bytes]) -> None:
+        """What was not durable comes again from the stream, to the same places."""
+        for tx, count in transactions[name]:
+            if tx > log.end.tx:
+                commit(log, tx, count)
+
+    recorded_logs: set[DiskLog] = set()
+    transactions: dict[str, list[tuple[int, int]]] = {"first": [], "second": []}
+
+    def base(log: DiskLog, name: str, start: int, end: int) -> None:
+        rows = [b"%020d" % n for n in range(start, end)]
+        log.add_base(rows)
+        shown[name] += rows
+
+    def transaction(log: DiskLog, name: str, tx: int, count: int) -> None:
+        shown[name] += commit(log, tx, count)
+        transactions[name].append((tx, count))
+
+    base(first, "first", 0, 5)  # two chunks, and half of one
+    await flush_and_die_in_it()
+    base(first, "first", 5, 8)
+    base(second, "second", 0, 4)
+    for log, name in ((first, "first"), (second, "second")):
+        log.seal_base()
+        store.save_record(log, name, b"record", "1:2:")
+        recorded_logs.add(log)
+    await flush_and_die_in_it()
+    transaction(first, "first", 10, 9)  # one chunk, all but one item
+    await flush_and_die_in_it()
+    for tx in (11, 12):
+        transaction(first, "first", tx, 1)  # its end, and the beginning of the next one
+        transaction(second, "second", tx, 30)
+        await flush_and_die_in_it()
+    for name, log in (("first", first), ("second", second)):
+        assert await check_chain(log, shown[name]) > 4
+    assert deaths > 60
+    file.release()
 
 
 BEHIND = 5
@@ -263,57 +254,53 @@ def in_order(seen: list[Any], history: list[Any]) -> bool:
 
 
 @pytest.mark.postgres
-def test_st8_a_row_that_goes_and_comes_again_is_never_merged_in_a_log_that_outgrows_its_limit_and_begins_anew(
+async def test_st8_a_row_that_goes_and_comes_again_is_never_merged_in_a_log_that_outgrows_its_limit_and_begins_anew(
     postgres_dsn: str,
 ) -> None:
     """A log is not compacted: it has every change, or ends. One client follows, others stay behind at each change."""
     written: list[tuple[str, Any]] = []
     history: list[dict[str, str]] = [{}]
     settings = ShapeSettings(long_poll_s=0.3, limits=LogLimits(log_bytes=2_500))
+    async with ShapeWorld(postgres_dsn, "CREATE TABLE t (id int PRIMARY KEY, a text, b text)", settings) as world:
+        clients: list[Watched] = []
 
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, "CREATE TABLE t (id int PRIMARY KEY, a text, b text)", settings) as world:
-            clients: list[Watched] = []
+        async def one_more() -> Watched:
+            client = Watched(world, {"table": "t"})
+            await client.catch_up()
+            return client
 
-            async def one_more() -> Watched:
-                client = Watched(world, {"table": "t"})
-                await client.catch_up()
-                return client
+        async def change(sql: str, item: tuple[str, Any], after: dict[str, str]) -> None:
+            await world.db.execute(sql)  # type: ignore[arg-type]
+            written.append(item)
+            history.append(after)
+            clients.append(await one_more())
+            behind, rows = clients[-min(len(clients), BEHIND)], [after] if after else []
+            await behind.follow_until(lambda: list(behind.rows.values()) == rows)
 
-            async def change(sql: str, item: tuple[str, Any], after: dict[str, str]) -> None:
-                await world.db.execute(sql)  # type: ignore[arg-type]
-                written.append(item)
-                history.append(after)
-                clients.append(await one_more())
-                behind, rows = clients[-min(len(clients), BEHIND)], [after] if after else []
-                await behind.follow_until(lambda: list(behind.rows.values()) == rows)
-
-            follower = await one_more()
-            following = asyncio.ensure_future(follower.follow_until(lambda: follower.rows == last))
-            last = {'"public"."t"/"1"': {"id": "1", "a": "end", "b": "end"}}
-            for n in range(8):
-                new = {"id": "1", "a": f"a{n}", "b": f"b{n}"}
-                await change(f"INSERT INTO t VALUES (1, 'a{n}', 'b{n}')", ("insert", new), new)
-                moved = {"id": "1", "a": f"c{n}"}
-                await change(f"UPDATE t SET a = 'c{n}'", ("update", moved), new | moved)
-                await change("DELETE FROM t", ("delete", {"id": "1"}), {})
-            new = {"id": "1", "a": "end", "b": "end"}
-            await change("INSERT INTO t VALUES (1, 'end', 'end')", ("insert", new), new)
-            await following
-            for client in (follower, *clients):
-                await client.follow_until(lambda client=client: client.rows == last)  # type: ignore[misc]
-                assert in_order([s for n, s in enumerate(client.states) if s != client.states[n - 1] or not n], history)
-                for run_of in client.runs:
-                    found = [written[n : n + len(run_of)] for n in range(len(written) - len(run_of) + 1)]
-                    assert run_of in found, "each change by itself, with none left out"
-            assert len({client.handle for client in (follower, *clients)}) == 1
-            assert follower.refetches >= 2, "the log ended more than once"
-            assert any(not client.refetches and client.runs != [[]] for client in clients), "and others went on"
-
-    run(main())
+        follower = await one_more()
+        following = asyncio.ensure_future(follower.follow_until(lambda: follower.rows == last))
+        last = {'"public"."t"/"1"': {"id": "1", "a": "end", "b": "end"}}
+        for n in range(8):
+            new = {"id": "1", "a": f"a{n}", "b": f"b{n}"}
+            await change(f"INSERT INTO t VALUES (1, 'a{n}', 'b{n}')", ("insert", new), new)
+            moved = {"id": "1", "a": f"c{n}"}
+            await change(f"UPDATE t SET a = 'c{n}'", ("update", moved), new | moved)
+            await change("DELETE FROM t", ("delete", {"id": "1"}), {})
+        new = {"id": "1", "a": "end", "b": "end"}
+        await change("INSERT INTO t VALUES (1, 'end', 'end')", ("insert", new), new)
+        await following
+        for client in (follower, *clients):
+            await client.follow_until(lambda client=client: client.rows == last)  # type: ignore[misc]
+            assert in_order([s for n, s in enumerate(client.states) if s != client.states[n - 1] or not n], history)
+            for run_of in client.runs:
+                found = [written[n : n + len(run_of)] for n in range(len(written) - len(run_of) + 1)]
+                assert run_of in found, "each change by itself, with none left out"
+        assert len({client.handle for client in (follower, *clients)}) == 1
+        assert follower.refetches >= 2, "the log ended more than once"
+        assert any(not client.refetches and client.runs != [[]] for client in clients), "and others went on"
 
 
-def test_st9_however_often_a_log_is_restored_and_the_stream_brings_all_of_it_again_its_file_stays_as_it_is(
+async def test_st9_however_often_a_log_is_restored_and_the_stream_brings_all_of_it_again_its_file_stays_as_it_is(
     tmp_path: Path,
 ) -> None:
     """Also one that outgrew its limit: it is gone after the first restart, and what is left of it leaves once."""
@@ -363,14 +350,11 @@ def test_st9_however_often_a_log_is_restored_and_the_stream_brings_all_of_it_aga
         file.release()
         return store.owner, found, dump(path)
 
-    async def main() -> None:
-        owner, items, held = await life(0)
-        (mine,) = items
-        operations = [json.loads(item)["headers"]["operation"] for item in mine]
-        assert operations == ["insert", "update", "delete", "insert"]
-        assert [(r[0], r[1]) for r in held["shapes"]] == [(1, "h1")], "the other one outgrew its limit"
-        assert {r[0] for r in held["items"]} == {1}
-        for number in (1, 2, 3):
-            assert await life(number, owner) == (owner, items, held)
-
-    run(main())
+    owner, items, held = await life(0)
+    (mine,) = items
+    operations = [json.loads(item)["headers"]["operation"] for item in mine]
+    assert operations == ["insert", "update", "delete", "insert"]
+    assert [(r[0], r[1]) for r in held["shapes"]] == [(1, "h1")], "the other one outgrew its limit"
+    assert {r[0] for r in held["items"]} == {1}
+    for number in (1, 2, 3):
+        assert await life(number, owner) == (owner, items, held)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from support.shapes.storage import recorded, store_of, whole
-from support.waiting import run, until
+from support.waiting import until
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.tasks import Tasks
@@ -209,51 +209,47 @@ class StoreMachine(RuleBasedStateMachine):
 TestStoreMachine = StoreMachine.TestCase
 
 
-def test_f119_a_disk_that_fails_for_long_is_given_up_before_anything_is_confirmed_without_it_and_taken_up_again(
+async def test_f119_a_disk_that_fails_for_long_is_given_up_before_anything_is_confirmed_without_it_and_taken_up_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "RETRY_S", 0.0)
     monkeypatch.setattr(store_module, "FLUSH_S", 0.01)
+    clock, row, confirmed = ManualClock(), list[str](), list[int]()
+    store, file = store_of(tmp_path / "db.db", clock)
+    position = 1
+    store.position, store.durable = lambda: position, confirmed.append
 
-    async def main() -> None:
-        clock, row, confirmed = ManualClock(), list[str](), list[int]()
-        store, file = store_of(tmp_path / "db.db", clock)
-        position = 1
-        store.position, store.durable = lambda: position, confirmed.append
+    async def name(given: str) -> None:
+        named.append((given, 5 in confirmed))
+        row[:] = [given]
 
-        async def name(given: str) -> None:
-            named.append((given, 5 in confirmed))
-            row[:] = [given]
-
-        named: list[tuple[str, bool]] = []
-        store.name = name
-        store.claim(())
-        row[:] = [store.owner]
-        async with Tasks(print) as tasks:
-            tasks.spawn(store.run(), name="store")
-            log = store.create_log()
-            log.add_base([b"1"])
-            log.seal_base()
-            store.save_record(log, "h", b"record", "1:2:")
-            await until(lambda: 1 in confirmed)
-            assert saved_under(tmp_path, row) == ["h"]
-            file.faults = ["lost", "untold"] * 10_000
-            position = 5
-            log.stage(LogItem(LogOffset(5, 0), b"{}"))
-            log.publish()
-            await until(lambda: len(file.faults) < 19_990)
-            assert 5 not in confirmed and store.waited_for, "patience"
-            clock.advance(int(ABANDON_AFTER_S * 1000))
-            await until(lambda: 5 in confirmed)
-            for _ in range(100):
-                await asyncio.sleep(0)
-                assert saved_under(tmp_path, row) == [], "what the row names lacks nothing that was confirmed"
-            file.faults = []
-            await until(lambda: saved_under(tmp_path, row) == ["h"])
-            assert store.waited_for and store.clean
-            assert [after for _, after in named] == [False, True], "given up before it is confirmed, taken up once"
-
-    run(main())
+    named: list[tuple[str, bool]] = []
+    store.name = name
+    store.claim(())
+    row[:] = [store.owner]
+    async with Tasks(print) as tasks:
+        tasks.spawn(store.run(), name="store")
+        log = store.create_log()
+        log.add_base([b"1"])
+        log.seal_base()
+        store.save_record(log, "h", b"record", "1:2:")
+        await until(lambda: 1 in confirmed)
+        assert saved_under(tmp_path, row) == ["h"]
+        file.faults = ["lost", "untold"] * 10_000
+        position = 5
+        log.stage(LogItem(LogOffset(5, 0), b"{}"))
+        log.publish()
+        await until(lambda: len(file.faults) < 19_990)
+        assert 5 not in confirmed and store.waited_for, "patience"
+        clock.advance(int(ABANDON_AFTER_S * 1000))
+        await until(lambda: 5 in confirmed)
+        for _ in range(100):
+            await asyncio.sleep(0)
+            assert saved_under(tmp_path, row) == [], "what the row names lacks nothing that was confirmed"
+        file.faults = []
+        await until(lambda: saved_under(tmp_path, row) == ["h"])
+        assert store.waited_for and store.clean
+        assert [after for _, after in named] == [False, True], "given up before it is confirmed, taken up once"
 
 
 def saved_under(path: Path, row: list[str]) -> list[str]:
@@ -276,122 +272,105 @@ def test_another_process_may_not_open_the_file_and_one_that_cannot_be_read_is_th
     again.release()
 
 
-def test_st3_a_transaction_that_was_not_shown_is_not_there_after_a_crash(tmp_path: Path) -> None:
-    async def main() -> None:
-        store, file = store_of(tmp_path / "db.db", ManualClock())
-        store.claim(())
-        log = recorded(store, b"1")
-        for tx in (5, 6):
-            log.stage(LogItem(LogOffset(tx, 0), b"%d" % tx))
-            log.publish()
-        for op in range(3):
-            log.stage(LogItem(LogOffset(7, op), b"half"))
-        await store.flush()
-        file.release()
-        again, file = store_of(tmp_path / "db.db", ManualClock())
-        assert again.claim([store.owner])
-        (saved,) = await again.read_saved()
-        assert await whole(again.restore_log(saved)) == [b"1", b"5", b"6"]
-        file.release()
-
-    run(main())
+async def test_st3_a_transaction_that_was_not_shown_is_not_there_after_a_crash(tmp_path: Path) -> None:
+    store, file = store_of(tmp_path / "db.db", ManualClock())
+    store.claim(())
+    log = recorded(store, b"1")
+    for tx in (5, 6):
+        log.stage(LogItem(LogOffset(tx, 0), b"%d" % tx))
+        log.publish()
+    for op in range(3):
+        log.stage(LogItem(LogOffset(7, op), b"half"))
+    await store.flush()
+    file.release()
+    again, file = store_of(tmp_path / "db.db", ManualClock())
+    assert again.claim([store.owner])
+    (saved,) = await again.read_saved()
+    assert await whole(again.restore_log(saved)) == [b"1", b"5", b"6"]
+    file.release()
 
 
-def test_st10_a_base_that_was_cut_off_is_not_restored_and_leaves_the_disk(tmp_path: Path) -> None:
-    async def main() -> None:
-        store, file = store_of(tmp_path / "db.db", ManualClock())
-        store.claim(())
-        recorded(store, b"whole")
-        half = store.create_log()
-        half.add_base([b"x" * 50 for _ in range(20)])
-        await store.flush()
-        file.release()
-        again, file = store_of(tmp_path / "db.db", ManualClock(), seed=2)
-        assert again.claim([store.owner])
-        assert [saved.handle for saved in await again.read_saved()] == ["h1"]
-        assert file.find_leftovers() == [half.key]
-        assert again.create_log().key > half.key, "an id is not used again while anything of it is left"
-        await again._clear_leftovers()
-        assert file.find_leftovers() == []
-        file.release()
-
-    run(main())
+async def test_st10_a_base_that_was_cut_off_is_not_restored_and_leaves_the_disk(tmp_path: Path) -> None:
+    store, file = store_of(tmp_path / "db.db", ManualClock())
+    store.claim(())
+    recorded(store, b"whole")
+    half = store.create_log()
+    half.add_base([b"x" * 50 for _ in range(20)])
+    await store.flush()
+    file.release()
+    again, file = store_of(tmp_path / "db.db", ManualClock(), seed=2)
+    assert again.claim([store.owner])
+    assert [saved.handle for saved in await again.read_saved()] == ["h1"]
+    assert file.find_leftovers() == [half.key]
+    assert again.create_log().key > half.key, "an id is not used again while anything of it is left"
+    await again._clear_leftovers()
+    assert file.find_leftovers() == []
+    file.release()
 
 
-def test_q3_a_shape_that_was_dropped_before_a_flush_is_not_there_after_it_and_what_a_failed_flush_held_is(
+async def test_q3_a_shape_that_was_dropped_before_a_flush_is_not_there_after_it_and_what_a_failed_flush_held_is(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        store, file = store_of(tmp_path / "db.db", ManualClock())
-        store.claim(())
-        dropped, stays, quiet = recorded(store, b"1"), recorded(store, b"2"), recorded(store, b"3")
-        await store.flush()
-        dropped.drop()
-        quiet.stage(LogItem(LogOffset(5, 0), b"once"))
-        quiet.publish()
-        for tx, fault in ((5, "lost"), (6, "untold"), (7, "")):
-            file.faults = [fault] if fault else []
-            stays.stage(LogItem(LogOffset(tx, 0), b"%d" % tx))
-            stays.publish()
-            if fault:
-                with pytest.raises(UnavailableError):
-                    await store.flush()
-                assert not store.clean
-        await store.flush()
-        file.release()
-        again, file = store_of(tmp_path / "db.db", ManualClock())
-        assert again.claim([store.owner])
-        found = [await whole(again.restore_log(saved)) for saved in await again.read_saved()]
-        assert found == [[b"2", b"5", b"6", b"7"], [b"3", b"once"]]
-        file.release()
-
-    run(main())
+    store, file = store_of(tmp_path / "db.db", ManualClock())
+    store.claim(())
+    dropped, stays, quiet = recorded(store, b"1"), recorded(store, b"2"), recorded(store, b"3")
+    await store.flush()
+    dropped.drop()
+    quiet.stage(LogItem(LogOffset(5, 0), b"once"))
+    quiet.publish()
+    for tx, fault in ((5, "lost"), (6, "untold"), (7, "")):
+        file.faults = [fault] if fault else []
+        stays.stage(LogItem(LogOffset(tx, 0), b"%d" % tx))
+        stays.publish()
+        if fault:
+            with pytest.raises(UnavailableError):
+                await store.flush()
+            assert not store.clean
+    await store.flush()
+    file.release()
+    again, file = store_of(tmp_path / "db.db", ManualClock())
+    assert again.claim([store.owner])
+    found = [await whole(again.restore_log(saved)) for saved in await again.read_saved()]
+    assert found == [[b"2", b"5", b"6", b"7"], [b"3", b"once"]]
+    file.release()
 
 
-def test_a_flush_writes_logs_in_the_order_of_their_ids_whoever_changed_first(
+async def test_a_flush_writes_logs_in_the_order_of_their_ids_whoever_changed_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "FLUSH_LOGS", 2)
     monkeypatch.setattr(store_module, "SORTED_LOGS", 4)
-
-    async def main() -> None:
-        store, file = store_of(tmp_path / "db.db", ManualClock())
-        store.claim(())
-        logs = [recorded(store, b"1") for _ in range(7)]
-        await store.flush()
-        for log in reversed(logs):
-            log.stage(LogItem(LogOffset(5, 0), b"{}"))
-            log.publish()
-        written: list[list[int]] = []
-        flush = file.flush
-        monkeypatch.setattr(file, "flush", lambda part: (written.append([w.id for w in part.written]), flush(part)))
-        await store.flush()
-        assert written == [[4, 5], [6, 7], [1, 2], [3]], "of those that are ordered together"
-        assert [saved.end for saved in file.read_shapes()] == [(5, 0)] * 7
-        await store.aclose()
-
-    run(main())
+    store, file = store_of(tmp_path / "db.db", ManualClock())
+    store.claim(())
+    logs = [recorded(store, b"1") for _ in range(7)]
+    await store.flush()
+    for log in reversed(logs):
+        log.stage(LogItem(LogOffset(5, 0), b"{}"))
+        log.publish()
+    written: list[list[int]] = []
+    flush = file.flush
+    monkeypatch.setattr(file, "flush", lambda part: (written.append([w.id for w in part.written]), flush(part)))
+    await store.flush()
+    assert written == [[4, 5], [6, 7], [1, 2], [3]], "of those that are ordered together"
+    assert [saved.end for saved in file.read_shapes()] == [(5, 0)] * 7
+    await store.aclose()
 
 
-def test_q3_what_one_part_of_a_flush_wrote_stays_when_a_later_part_of_it_fails(
+async def test_q3_what_one_part_of_a_flush_wrote_stays_when_a_later_part_of_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(store_module, "FLUSH_LOGS", 1)
-
-    async def main() -> None:
-        store, file = store_of(tmp_path / "db.db", ManualClock())
-        store.claim(())
-        for row in (b"1", b"2", b"3"):
-            recorded(store, row)
-        file.faults = ["", "lost"]
-        with pytest.raises(UnavailableError):
-            await store.flush()
-        assert not store.clean
+    store, file = store_of(tmp_path / "db.db", ManualClock())
+    store.claim(())
+    for row in (b"1", b"2", b"3"):
+        recorded(store, row)
+    file.faults = ["", "lost"]
+    with pytest.raises(UnavailableError):
         await store.flush()
-        file.release()
-        again, file = store_of(tmp_path / "db.db", ManualClock())
-        assert again.claim([store.owner])
-        assert [saved.handle for saved in await again.read_saved()] == ["h1", "h2", "h3"]
-        file.release()
-
-    run(main())
+    assert not store.clean
+    await store.flush()
+    file.release()
+    again, file = store_of(tmp_path / "db.db", ManualClock())
+    assert again.claim([store.owner])
+    assert [saved.handle for saved in await again.read_saved()] == ["h1", "h2", "h3"]
+    file.release()

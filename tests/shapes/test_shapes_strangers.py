@@ -20,7 +20,7 @@ from starlette.applications import Starlette
 from support.shapes.consumer import TABLE
 from support.shapes.storage import INFO
 from support.shapes.world import ShapeWorld
-from support.waiting import DEADLINE_S, run, until
+from support.waiting import DEADLINE_S, until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
@@ -58,52 +58,49 @@ from tidemill.shapes.where import Type
 DDL = "CREATE TABLE t (id int PRIMARY KEY, v text); INSERT INTO t SELECT n, 'x' FROM generate_series(1, 50) n"
 
 
-def test_what_a_file_is_read_for_is_counted_until_the_last_reader_has_let_go_and_readers_share_it(
+async def test_what_a_file_is_read_for_is_counted_until_the_last_reader_has_let_go_and_readers_share_it(
     tmp_path: Path,
 ) -> None:
-    async def main() -> None:
-        memory, disk = Budget(40_000), Budget(1 << 30)
-        pool, writer = ThreadPoolExecutor(2), ThreadPoolExecutor(1)
-        clock, limits = SystemClock(), LogLimits(chunk_bytes=3_900)
-        file = ShapeFile(tmp_path / "s.db")
-        store = ShapeStore(file, pool, writer, clock, Rand(1), StatusTracker(), "disk", limits, memory, disk)
-        log = store.create_log()
-        for n in range(4):
-            log.add_base([b"%04d" % n * 999])
-        log.seal_base()
-        store.save_record(log, "h", b"", "1:1:@1")
-        for tx in range(1, 5):
-            log.stage(LogItem(LogOffset(tx, 1), b"%04d" % tx * 999))
-            log.publish()
-        await store.flush()
-        log.stage(LogItem(LogOffset(9, 1), b"{}"))
+    memory, disk = Budget(40_000), Budget(1 << 30)
+    pool, writer = ThreadPoolExecutor(2), ThreadPoolExecutor(1)
+    clock, limits = SystemClock(), LogLimits(chunk_bytes=3_900)
+    file = ShapeFile(tmp_path / "s.db")
+    store = ShapeStore(file, pool, writer, clock, Rand(1), StatusTracker(), "disk", limits, memory, disk)
+    log = store.create_log()
+    for n in range(4):
+        log.add_base([b"%04d" % n * 999])
+    log.seal_base()
+    store.save_record(log, "h", b"", "1:1:@1")
+    for tx in range(1, 5):
+        log.stage(LogItem(LogOffset(tx, 1), b"%04d" % tx * 999))
         log.publish()
-        await store.flush()
-        held, reads, read_base = memory.used_bytes, list[int](), file.read_base
+    await store.flush()
+    log.stage(LogItem(LogOffset(9, 1), b"{}"))
+    log.publish()
+    await store.flush()
+    held, reads, read_base = memory.used_bytes, list[int](), file.read_base
 
-        def base(key: int, chunk: int) -> bytes:
-            reads.append(chunk)
-            return read_base(key, chunk)
+    def base(key: int, chunk: int) -> bytes:
+        reads.append(chunk)
+        return read_base(key, chunk)
 
-        file.read_base = base  # type: ignore[method-assign]
-        first, again = await log.fetch(BEFORE_ALL), await log.fetch(BEFORE_ALL)
-        assert first.items is again.items and reads == [0], "one copy for all, read once"
-        assert memory.used_bytes == held + 3_996
-        second = await log.fetch(first.end)
-        assert memory.used_bytes == held + 2 * 3_996
-        with pytest.raises(OverBudgetError, match="read from disk for readers"):
-            await log.fetch(BASE_END)
-        del second
-        some = await log.fetch(BASE_END)
-        assert memory.used_bytes == held + 2 * 3_996
-        del first, some
-        assert memory.used_bytes == held + 3_996, "one reader still has it"
-        del again
-        assert (memory.used_bytes, store.lent.used_bytes) == (held, 0)
-        await store.aclose()
-        pool.shutdown()
-
-    run(main())
+    file.read_base = base  # type: ignore[method-assign]
+    first, again = await log.fetch(BEFORE_ALL), await log.fetch(BEFORE_ALL)
+    assert first.items is again.items and reads == [0], "one copy for all, read once"
+    assert memory.used_bytes == held + 3_996
+    second = await log.fetch(first.end)
+    assert memory.used_bytes == held + 2 * 3_996
+    with pytest.raises(OverBudgetError, match="read from disk for readers"):
+        await log.fetch(BASE_END)
+    del second
+    some = await log.fetch(BASE_END)
+    assert memory.used_bytes == held + 2 * 3_996
+    del first, some
+    assert memory.used_bytes == held + 3_996, "one reader still has it"
+    del again
+    assert (memory.used_bytes, store.lent.used_bytes) == (held, 0)
+    await store.aclose()
+    pool.shutdown()
 
 
 def test_what_is_taken_of_all_or_of_none() -> None:
@@ -116,7 +113,7 @@ def test_what_is_taken_of_all_or_of_none() -> None:
 
 
 @pytest.mark.parametrize(("asked", "changes"), [("rows", 0), ("poll", 1), ("events", 1), ("events", 2)])
-def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_gone_and_not_while_it_waits(
+async def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_gone_and_not_while_it_waits(
     tmp_path: Path, asked: str, changes: int
 ) -> None:
     """Of a restored shape, whose rows and changes only the file has. Of the changes one at a time may be held."""
@@ -133,58 +130,54 @@ def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_gone_an
     saved = StoredShape(1, "h1", kept, "1:1:@1", 2, (items[-1].tx, 1), 2 * len(big), log_bytes)
     file.flush(Flush("owner", False, [ShapeWrite(1, [(0, big), (1, big)], items, log_bytes, saved)], ()))
     file.release()
+    limits = LogLimits(chunk_bytes=100_000)
+    settings = ShapeSettings(directory=tmp_path, limits=limits, memory_bytes=6 * len(big))
+    service = ShapeService(SystemClock(), Rand(7), StatusTracker(), settings)
+    sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
+    service._tables._databases["main"].infos[TABLE] = INFO
+    sink.begin_session(["owner"])
+    sink.set_carried_relations([TABLE.oid])
+    sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), items[-1].tx)  # type: ignore[arg-type]
+    await until(lambda: not sink.restoring)
+    lent, memory = service._sources.database_stores["main"].lent, service.budget.used_bytes
+    app = Starlette(routes=list(shape_routes(service)))
+    query = b"table=t&where=id+%3D+1&handle=h1&"
+    query += {
+        "rows": b"offset=0_0",
+        "poll": b"offset=0_inf&live=true",
+        "events": b"offset=0_inf&live=true&live_sse=true",
+    }[asked]
+    scope = {
+        "type": "http", "method": "GET", "path": "/v1/shape", "raw_path": b"/v1/shape", "query_string": query,
+        "headers": [(b"host", b"x")], "http_version": "1.1", "scheme": "http", "client": ("127.0.0.1", 1),
+    }  # fmt: skip
+    sent = list[bytes]()
+    takes, gone = asyncio.Event(), asyncio.Event()
 
-    async def main() -> None:
-        limits = LogLimits(chunk_bytes=100_000)
-        settings = ShapeSettings(directory=tmp_path, limits=limits, memory_bytes=6 * len(big))
-        service = ShapeService(SystemClock(), Rand(7), StatusTracker(), settings)
-        sink = service.add_database("main", "host=/nowhere", lambda: [TABLE])
-        service._tables._databases["main"].infos[TABLE] = INFO
-        sink.begin_session(["owner"])
-        sink.set_carried_relations([TABLE.oid])
-        sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), items[-1].tx)  # type: ignore[arg-type]
-        await until(lambda: not sink.restoring)
-        lent, memory = service._sources.database_stores["main"].lent, service.budget.used_bytes
-        app = Starlette(routes=list(shape_routes(service)))
-        query = b"table=t&where=id+%3D+1&handle=h1&"
-        query += {
-            "rows": b"offset=0_0",
-            "poll": b"offset=0_inf&live=true",
-            "events": b"offset=0_inf&live=true&live_sse=true",
-        }[asked]
-        scope = {
-            "type": "http", "method": "GET", "path": "/v1/shape", "raw_path": b"/v1/shape", "query_string": query,
-            "headers": [(b"host", b"x")], "http_version": "1.1", "scheme": "http", "client": ("127.0.0.1", 1),
-        }  # fmt: skip
-        sent = list[bytes]()
-        takes, gone = asyncio.Event(), asyncio.Event()
+    async def receive() -> dict[str, Any]:
+        await gone.wait()
+        return {"type": "http.disconnect"}
 
-        async def receive() -> dict[str, Any]:
-            await gone.wait()
-            return {"type": "http.disconnect"}
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            assert message["status"] == 200
+            return
+        sent.append(message["body"])
+        await takes.wait()
 
-        async def send(message: Any) -> None:
-            if message["type"] == "http.response.start":
-                assert message["status"] == 200
-                return
-            sent.append(message["body"])
-            await takes.wait()
-
-        async with Tasks(print) as tasks:
-            answering = tasks.spawn(app(scope, receive, send), name="answer")
-            await until(lambda: len(sent) == 1)
-            assert (lent.used_bytes, service.budget.used_bytes) == (len(big), memory + len(big))
-            assert service.facts()["read_bytes"] == len(big)
-            takes.set()
-            await until(lambda: sum(map(len, sent)) > max(1, changes) * len(big))
-            if not waits:
-                await answering
-            await until(lambda: (lent.used_bytes, service.budget.used_bytes) == (0, memory))
-            assert answering.done() is not waits, "a stream that was not behind waits, and holds nothing meanwhile"
-            gone.set()
-        await service.aclose()
-
-    run(main(), 60)
+    async with Tasks(print) as tasks:
+        answering = tasks.spawn(app(scope, receive, send), name="answer")
+        await until(lambda: len(sent) == 1)
+        assert (lent.used_bytes, service.budget.used_bytes) == (len(big), memory + len(big))
+        assert service.facts()["read_bytes"] == len(big)
+        takes.set()
+        await until(lambda: sum(map(len, sent)) > max(1, changes) * len(big))
+        if not waits:
+            await answering
+        await until(lambda: (lent.used_bytes, service.budget.used_bytes) == (0, memory))
+        assert answering.done() is not waits, "a stream that was not behind waits, and holds nothing meanwhile"
+        gone.set()
+    await service.aclose()
 
 
 def test_rows_that_differ_in_the_last_of_many_keys_are_sorted_in_short_steps() -> None:
@@ -264,24 +257,22 @@ def test_an_offset_that_no_log_can_have_is_refused_as_none(text: str) -> None:
         LogOffset.parse(text)
 
 
-def test_a_large_clause_is_counted_and_other_spellings_of_a_table_keep_no_plan_of_theirs(postgres_dsn: str) -> None:
+async def test_a_large_clause_is_counted_and_other_spellings_of_a_table_keep_no_plan_of_theirs(
+    postgres_dsn: str,
+) -> None:
     where = " OR ".join(f"id + 1 = {n}" for n in range(600))
     assert fixed_bytes(ShapeDefinition(Source("table", "m", "s", "t"), where)) > 1 << 20
     assert fixed_bytes(ShapeDefinition(Source("table", "m", "s", "t"), "id = 5")) == SHAPE_BYTES
     values = "{" + ",".join(map(str, range(100_000, 102_000))) + "}"
     assert fixed_bytes(ShapeDefinition(Source("table", "m", "s", "t"), "id = ANY($1)", (values,))) > 1 << 20
-
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, DDL) as world:
-            for clause, most in ((where, 1), ("id = 5", 4)):
-                for table in ("t", "T", "public.t", '"t"', "PUBLIC.T", 'public."t"'):
-                    for _ in range(2):
-                        answer = await world.get(table=table, where=clause, offset="-1")
-                        assert answer.status == 200, answer.body
-                kept = [request for request in world.service._live.plans._plans if request.where == clause]
-                assert len(kept) == most
-
-    run(main(), 60)
+    async with ShapeWorld(postgres_dsn, DDL) as world:
+        for clause, most in ((where, 1), ("id = 5", 4)):
+            for table in ("t", "T", "public.t", '"t"', "PUBLIC.T", 'public."t"'):
+                for _ in range(2):
+                    answer = await world.get(table=table, where=clause, offset="-1")
+                    assert answer.status == 200, answer.body
+            kept = [request for request in world.service._live.plans._plans if request.where == clause]
+            assert len(kept) == most
 
 
 class Reported:
@@ -314,17 +305,14 @@ def tables_of(*reported: Reported) -> TableShapes:
     return tables
 
 
-def test_a_capture_that_cannot_say_keeps_nobody_waiting_for_a_table_that_another_has() -> None:
-    async def main() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            assert await tables_of(Reported(None), Reported(True))._wait_for_capture(["c0", "c1"], "public", "t")
-            assert not await tables_of(Reported(False), Reported(False))._wait_for_capture(["c0", "c1"], "public", "t")
-            with pytest.raises(UnavailableError, match="held"):
-                await tables_of(Reported(UnavailableError("held.")), Reported(False))._wait_for_capture(
-                    ["c0", "c1"], "public", "t"
-                )
-
-    asyncio.run(main())
+async def test_a_capture_that_cannot_say_keeps_nobody_waiting_for_a_table_that_another_has() -> None:
+    async with asyncio.timeout(DEADLINE_S):
+        assert await tables_of(Reported(None), Reported(True))._wait_for_capture(["c0", "c1"], "public", "t")
+        assert not await tables_of(Reported(False), Reported(False))._wait_for_capture(["c0", "c1"], "public", "t")
+        with pytest.raises(UnavailableError, match="held"):
+            await tables_of(Reported(UnavailableError("held.")), Reported(False))._wait_for_capture(
+                ["c0", "c1"], "public", "t"
+            )
 
 
 class Flips(Reported):
@@ -347,64 +335,56 @@ class Flips(Reported):
         return [] if self.left else [Relation(7, "public", "t", ())]
 
 
-def test_a_table_whose_copy_begins_between_the_capture_s_answer_and_the_look_is_not_one_that_does_not_exist() -> None:
-    async def main() -> None:
-        flips = Flips(3)
-        tables = tables_of()
-        tables.add("c", "", flips.relations, None, flips)
-        async with asyncio.timeout(DEADLINE_S):
-            assert (await tables._wait_for_relation("t", waits=True))[1].oid == 7
-        none = Reported(False)
-        none.knows_tables = True
-        with pytest.raises(NotCapturedError):
-            await tables_of(none)._wait_for_relation("t", waits=True)
-
-    asyncio.run(main())
-
-
-def test_requests_for_unknown_tables_leave_others_their_places_while_a_capture_is_down() -> None:
-    async def main() -> None:
-        tables = tables_of(Reported(None))
-        asking = [
-            asyncio.ensure_future(tables._wait_for_capture(["c0"], "public", f"t{n}"))
-            for n in range(table_shapes.MAX_TABLE_WAITS)
-        ]
-        await asyncio.sleep(0)
-        with pytest.raises(UnavailableError, match="too many requests wait for new tables"):
-            await tables._wait_for_capture(["c0"], "public", "more")
-        for each in asking:
-            each.cancel()
-        await asyncio.gather(*asking, return_exceptions=True)
-        with pytest.raises((NotCapturedError, UnavailableError)):
-            tables.find_relation("t1")
-        assert tables._seeking == 0
-
-    asyncio.run(main())
+async def test_a_table_whose_copy_begins_between_the_capture_s_answer_and_the_look_is_not_one_that_does_not_exist() -> (
+    None
+):
+    flips = Flips(3)
+    tables = tables_of()
+    tables.add("c", "", flips.relations, None, flips)
+    async with asyncio.timeout(DEADLINE_S):
+        assert (await tables._wait_for_relation("t", waits=True))[1].oid == 7
+    none = Reported(False)
+    none.knows_tables = True
+    with pytest.raises(NotCapturedError):
+        await tables_of(none)._wait_for_relation("t", waits=True)
 
 
-def test_a_right_to_a_table_that_is_not_there_yet_is_one_to_each_topic_that_it_may_get() -> None:
+async def test_requests_for_unknown_tables_leave_others_their_places_while_a_capture_is_down() -> None:
+    tables = tables_of(Reported(None))
+    asking = [
+        asyncio.ensure_future(tables._wait_for_capture(["c0"], "public", f"t{n}"))
+        for n in range(table_shapes.MAX_TABLE_WAITS)
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(UnavailableError, match="too many requests wait for new tables"):
+        await tables._wait_for_capture(["c0"], "public", "more")
+    for each in asking:
+        each.cancel()
+    await asyncio.gather(*asking, return_exceptions=True)
+    with pytest.raises((NotCapturedError, UnavailableError)):
+        tables.find_relation("t1")
+    assert tables._seeking == 0
+
+
+async def test_a_right_to_a_table_that_is_not_there_yet_is_one_to_each_topic_that_it_may_get() -> None:
     """Whoever asks is answered with its rows once it is there: a topic of just that name says nothing of it."""
+    clock = SystemClock()
+    consensus = MemoryConsensus(clock)
+    catalogue = Catalogue(create_metastore(consensus, MemoryObjects(clock), clock, Rand(1)), clock, Rand(1))
+    await catalogue.put(CaptureRow("main", "1", "s", "p", 1, True))
+    known = CaptureTableRow("main", "public.known", "main.public.known")
+    await catalogue.change_table("main", "public.known", lambda _: known)
+    await consensus.acquire("capture/main", "a/1", 60_000, b"http://a")
+    await consensus.acquire("capture/young", "b/1", 60_000, b"http://b")
 
-    async def main() -> None:
-        clock = SystemClock()
-        consensus = MemoryConsensus(clock)
-        catalogue = Catalogue(create_metastore(consensus, MemoryObjects(clock), clock, Rand(1)), clock, Rand(1))
-        await catalogue.put(CaptureRow("main", "1", "s", "p", 1, True))
-        known = CaptureTableRow("main", "public.known", "main.public.known")
-        await catalogue.change_table("main", "public.known", lambda _: known)
-        await consensus.acquire("capture/main", "a/1", 60_000, b"http://a")
-        await consensus.acquire("capture/young", "b/1", 60_000, b"http://b")
+    async def nobody(*_: Any) -> None:
+        raise AssertionError
 
-        async def nobody(*_: Any) -> None:
-            raise AssertionError
-
-        routing = ShapeRouting(nobody, catalogue, consensus, "a/1", clock)
-        both = [topic_name(each, "public", "orders") for each in ("main", "young")]
-        assert await routing.topics_of("orders") == both
-        assert await routing.topics_of("young:orders") == both[1:]
-        for table in ("tidemill.t", "shard.t", "shard:t", 'tidemill."t"'):
-            assert await routing.topics_of(table) == ["shard.t"], "one resource in access rules, for every spelling"
-        assert await routing.topics_of("main:tidemill.t") == [topic_name("main", "tidemill", "t")]
-        assert await routing.topics_of("known") == [topic_name("main", "public", "known")]
-
-    asyncio.run(main())
+    routing = ShapeRouting(nobody, catalogue, consensus, "a/1", clock)
+    both = [topic_name(each, "public", "orders") for each in ("main", "young")]
+    assert await routing.topics_of("orders") == both
+    assert await routing.topics_of("young:orders") == both[1:]
+    for table in ("tidemill.t", "shard.t", "shard:t", 'tidemill."t"'):
+        assert await routing.topics_of(table) == ["shard.t"], "one resource in access rules, for every spelling"
+    assert await routing.topics_of("main:tidemill.t") == [topic_name("main", "tidemill", "t")]
+    assert await routing.topics_of("known") == [topic_name("main", "public", "known")]

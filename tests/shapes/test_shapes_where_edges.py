@@ -16,7 +16,6 @@ import pytest
 
 from support.postgres import EmbeddedPostgres
 from support.shapes.world import ShapeWorld
-from support.waiting import run
 from tidemill.capture.postgres.connection import DISPLAY_SETTINGS
 from tidemill.shapes.where import EvaluationError, Type, WhereError, compile_where
 
@@ -607,19 +606,16 @@ INSERT INTO task VALUES (1, '{a,b}', '1 day'), (2, '{b}', '1 hour'), (3, NULL, '
 """
 
 
-def test_a_shape_by_functions_of_arrays_and_scaled_intervals_follows_the_table(postgres_dsn: str) -> None:
-    async def main() -> None:
-        async with ShapeWorld(postgres_dsn, TASKS) as world:
-            where = "array_position(tags, $1) > 0 OR justify_days(took * $2) >= $3 OR array_append($4, id) = '{7,2}'"
-            params = {f"params[{number}]": text for number, text in enumerate(("a", "1.5", "2 mons", "{7}"), 1)}
-            client = await world.sync(table="task", where=where, **params)
-            assert {row["id"] for row in client.rows.values()} == {"1", "2", "3", "4"}
-            select = "array_position(tags, 'a') > 0 OR justify_days(took * 1.5) >= '2 mons' OR id = 2"
-            await world.db.execute("UPDATE task SET tags = tags || '{c}'::text[], took = took * 30 WHERE id < 3")
-            await world.db.execute("UPDATE task SET tags = array_remove(tags, 'a') WHERE id IN (1, 4)")
-            await world.db.execute("INSERT INTO task VALUES (5, '{x,a}', '1 sec'), (6, '{x}', '39 days')")
-            wanted = {row[0] for row in await world.select("task", select)}
-            assert wanted == {"2", "3", "5"}
-            await client.follow_until(lambda: {row["id"] for row in client.rows.values()} == wanted)
-
-    run(main())
+async def test_a_shape_by_functions_of_arrays_and_scaled_intervals_follows_the_table(postgres_dsn: str) -> None:
+    async with ShapeWorld(postgres_dsn, TASKS) as world:
+        where = "array_position(tags, $1) > 0 OR justify_days(took * $2) >= $3 OR array_append($4, id) = '{7,2}'"
+        params = {f"params[{number}]": text for number, text in enumerate(("a", "1.5", "2 mons", "{7}"), 1)}
+        client = await world.sync(table="task", where=where, **params)
+        assert {row["id"] for row in client.rows.values()} == {"1", "2", "3", "4"}
+        select = "array_position(tags, 'a') > 0 OR justify_days(took * 1.5) >= '2 mons' OR id = 2"
+        await world.db.execute("UPDATE task SET tags = tags || '{c}'::text[], took = took * 30 WHERE id < 3")
+        await world.db.execute("UPDATE task SET tags = array_remove(tags, 'a') WHERE id IN (1, 4)")
+        await world.db.execute("INSERT INTO task VALUES (5, '{x,a}', '1 sec'), (6, '{x}', '39 days')")
+        wanted = {row[0] for row in await world.select("task", select)}
+        assert wanted == {"2", "3", "5"}
+        await client.follow_until(lambda: {row["id"] for row in client.rows.values()} == wanted)

@@ -18,7 +18,6 @@ from hypothesis.stateful import (
 )
 
 from support.shards.world import World
-from support.waiting import run
 from tidemill.base.errors import ConflictError, CorruptError
 from tidemill.shards.api import Binding, HistoryLostError
 from tidemill.shards.bindings import remap as remap_module
@@ -43,40 +42,34 @@ async def log_bytes(world: World) -> int:
     return total
 
 
-def test_an_idle_source_of_a_hundred_tables_costs_some_bytes_an_advance_and_its_log_stays_flat() -> None:
-    async def scenario() -> None:
-        world = World()
-        remap = await opened(world)
-        await remap.mint(Binding(1, TABLES, lsn=7))
-        first = await log_bytes(world)
-        assert first > 4000
-        for time_ms in range(2, 1002):
-            await remap.advance(time_ms)
-        latest = await remap.latest()
-        assert latest == Binding(1001, TABLES, lsn=7)
-        assert await (await opened(world)).latest() == latest
-        # One whole binding in 64, and some twenty bytes for each of the others.
-        assert (await log_bytes(world) - first) / 1000 < first / 64 + 24
-        assert await remap.truncate_before(990) > 800
-        assert await log_bytes(world) < 3 * first
-
-    run(scenario())
+async def test_an_idle_source_of_a_hundred_tables_costs_some_bytes_an_advance_and_its_log_stays_flat() -> None:
+    world = World()
+    remap = await opened(world)
+    await remap.mint(Binding(1, TABLES, lsn=7))
+    first = await log_bytes(world)
+    assert first > 4000
+    for time_ms in range(2, 1002):
+        await remap.advance(time_ms)
+    latest = await remap.latest()
+    assert latest == Binding(1001, TABLES, lsn=7)
+    assert await (await opened(world)).latest() == latest
+    # One whole binding in 64, and some twenty bytes for each of the others.
+    assert (await log_bytes(world) - first) / 1000 < first / 64 + 24
+    assert await remap.truncate_before(990) > 800
+    assert await log_bytes(world) < 3 * first
 
 
-def test_an_advance_repeats_nothing_and_a_later_binding_comes_after_it() -> None:
-    async def scenario() -> None:
-        world = World()
-        remap, other = await opened(world), await opened(world)
-        assert await remap.advance(5) is None
-        await remap.mint(Binding(10, {"t": (3,)}, 5, 9, "tag"))
-        assert await other.advance(20) == Binding(20, {"t": (3,)}, 5, 9, "")
-        assert await remap.advance(15) == Binding(20, {"t": (3,)}, 5, 9, "")
-        with pytest.raises(ConflictError):
-            await remap.mint(Binding(20, {"t": (4,)}))
-        await remap.mint(Binding(21, {"t": (4,)}))
-        assert [b.offsets["t"] for b in await other.after(-1)] == [(3,), (3,), (4,)]
-
-    run(scenario())
+async def test_an_advance_repeats_nothing_and_a_later_binding_comes_after_it() -> None:
+    world = World()
+    remap, other = await opened(world), await opened(world)
+    assert await remap.advance(5) is None
+    await remap.mint(Binding(10, {"t": (3,)}, 5, 9, "tag"))
+    assert await other.advance(20) == Binding(20, {"t": (3,)}, 5, 9, "")
+    assert await remap.advance(15) == Binding(20, {"t": (3,)}, 5, 9, "")
+    with pytest.raises(ConflictError):
+        await remap.mint(Binding(20, {"t": (4,)}))
+    await remap.mint(Binding(21, {"t": (4,)}))
+    assert [b.offsets["t"] for b in await other.after(-1)] == [(3,), (3,), (4,)]
 
 
 def test_old_records_are_still_read_and_a_delta_alone_is_not() -> None:
@@ -89,26 +82,23 @@ def test_old_records_are_still_read_and_a_delta_alone_is_not() -> None:
     assert decode_binding(encode_binding(before)) == before
 
 
-def test_forgotten_bindings_are_said_to_be_forgotten_by_every_handle() -> None:
-    async def scenario() -> None:
-        world = World()
-        remap, idle = await opened(world), await opened(world)
-        for n in range(1, 301):
-            await remap.mint(Binding(n * 10, {"t": (n,)}))
-            if n == 5:
-                assert (await idle.latest()).time_ms == 50  # type: ignore[union-attr]
-        assert await remap.truncate_before(2005) > 0
-        for handle in (await opened(world), idle):
-            for lost in (handle.at(10), handle.after(10)):
-                with pytest.raises(HistoryLostError):
-                    await lost
-            assert await handle.at(-1) is None
-            assert (await handle.at(2005)) == Binding(2000, {"t": (200,)})
-            assert [b.time_ms for b in await handle.after(2005)] == list(range(2010, 3010, 10))
-            whole = await handle.after(-1)
-            assert whole[0].time_ms <= 2000 and whole[-1] == await handle.latest()
-
-    run(scenario())
+async def test_forgotten_bindings_are_said_to_be_forgotten_by_every_handle() -> None:
+    world = World()
+    remap, idle = await opened(world), await opened(world)
+    for n in range(1, 301):
+        await remap.mint(Binding(n * 10, {"t": (n,)}))
+        if n == 5:
+            assert (await idle.latest()).time_ms == 50  # type: ignore[union-attr]
+    assert await remap.truncate_before(2005) > 0
+    for handle in (await opened(world), idle):
+        for lost in (handle.at(10), handle.after(10)):
+            with pytest.raises(HistoryLostError):
+                await lost
+        assert await handle.at(-1) is None
+        assert (await handle.at(2005)) == Binding(2000, {"t": (200,)})
+        assert [b.time_ms for b in await handle.after(2005)] == list(range(2010, 3010, 10))
+        whole = await handle.after(-1)
+        assert whole[0].time_ms <= 2000 and whole[-1] == await handle.latest()
 
 
 class BindingModel(RuleBasedStateMachine):

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from support.shards.world import SCHEMA, World, append, contents_of
-from support.waiting import run
 from tidemill.base.errors import MissingError
 from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.shards.registry import list_created_shards, read_shards
@@ -25,69 +24,60 @@ async def dropped(world: World, name: str = "t", shard_id: str = "") -> str:
     return done.shard_id
 
 
-def test_m4405_every_handle_of_a_dropped_shard_is_refused_and_the_name_gets_a_new_shard() -> None:
-    async def scenario() -> None:
-        world = World()
-        writer, reader = await world.open(), await world.open()
-        await append(writer, 0, 10, [(1, "a", 5, 1)])
-        await reader.set_hold("someone", 3, 60_000)
-        listener = reader.listen(0)
-        assert (await anext(listener)).upper == 10
-        old = await dropped(world)
-        log = await world.consensus().log_head(f"shard/{old}")
-        for refused in (
-            lambda: append(writer, 10, 20, [(1, "b", 15, 1)]),
-            lambda: reader.snapshot(9),
-            lambda: reader.frontiers(),
-            lambda: reader.set_hold("another", 5, 60_000),
-            lambda: anext(listener),
-        ):
-            with pytest.raises(MissingError):
-                await refused()
-        assert await world.consensus().log_head(f"shard/{old}") == log, "what is refused writes nothing"
-        assert await list_created_shards(world.consensus()) == [] == await read_shards(world.consensus())
+async def test_m4405_every_handle_of_a_dropped_shard_is_refused_and_the_name_gets_a_new_shard() -> None:
+    world = World()
+    writer, reader = await world.open(), await world.open()
+    await append(writer, 0, 10, [(1, "a", 5, 1)])
+    await reader.set_hold("someone", 3, 60_000)
+    listener = reader.listen(0)
+    assert (await anext(listener)).upper == 10
+    old = await dropped(world)
+    log = await world.consensus().log_head(f"shard/{old}")
+    for refused in (
+        lambda: append(writer, 10, 20, [(1, "b", 15, 1)]),
+        lambda: reader.snapshot(9),
+        lambda: reader.frontiers(),
+        lambda: reader.set_hold("another", 5, 60_000),
+        lambda: anext(listener),
+    ):
         with pytest.raises(MissingError):
-            await world.open(schema=None)
-        again = await world.open()
-        assert again.shard_id != old
-        assert await again.frontiers() == (0, 0)
-        await append(again, 0, 5, [(2, "b", 1, 1)])
-        assert contents_of(await again.snapshot(4)) == {(2, "b"): 1}
-        with pytest.raises(MissingError):  # DS2
-            await dropped(world, shard_id=old)
-        assert (await again.frontiers())[1] == 5
-
-    run(scenario())
+            await refused()
+    assert await world.consensus().log_head(f"shard/{old}") == log, "what is refused writes nothing"
+    assert await list_created_shards(world.consensus()) == [] == await read_shards(world.consensus())
+    with pytest.raises(MissingError):
+        await world.open(schema=None)
+    again = await world.open()
+    assert again.shard_id != old
+    assert await again.frontiers() == (0, 0)
+    await append(again, 0, 5, [(2, "b", 1, 1)])
+    assert contents_of(await again.snapshot(4)) == {(2, "b"): 1}
+    with pytest.raises(MissingError):  # DS2
+        await dropped(world, shard_id=old)
+    assert (await again.frontiers())[1] == 5
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_drop_that_was_cut_off_is_run_again(steps: int) -> None:
-    async def scenario() -> None:
-        world = World()
-        shard = await world.open()
-        await append(shard, 0, 10, [(n, "a", 5, 1) for n in range(100)])
-        await shard.drop()
-        if steps > 1:
-            await shard.rollup()
-        assert await dropped(world, shard_id=shard.shard_id) == shard.shard_id
-        with pytest.raises(MissingError):
-            await dropped(world)
-        head = await world.consensus().log_head(f"shard/{shard.shard_id}")
-        kept = (await world.consensus().read(f"shard/{shard.shard_id}", head.start)).records
-        assert sum(len(record.data) for record in kept) < 400, "a dropped shard leaves next to nothing"
-
-    run(scenario())
+async def test_a_drop_that_was_cut_off_is_run_again(steps: int) -> None:
+    world = World()
+    shard = await world.open()
+    await append(shard, 0, 10, [(n, "a", 5, 1) for n in range(100)])
+    await shard.drop()
+    if steps > 1:
+        await shard.rollup()
+    assert await dropped(world, shard_id=shard.shard_id) == shard.shard_id
+    with pytest.raises(MissingError):
+        await dropped(world)
+    head = await world.consensus().log_head(f"shard/{shard.shard_id}")
+    kept = (await world.consensus().read(f"shard/{shard.shard_id}", head.start)).records
+    assert sum(len(record.data) for record in kept) < 400, "a dropped shard leaves next to nothing"
 
 
-def test_a_drop_is_settled_though_every_answer_is_lost() -> None:
-    async def scenario() -> None:
-        world = World()
-        shard = await world.open()
-        await append(shard, 0, 10, [(1, "a", 5, 1)])
-        consensus = world.consensus()
-        consensus.script = [(True, False)]
-        metastore: Any = NoPipelines()
-        await drop_shard(consensus, world.objects, metastore, world.wall, world.rand, "t")
-        assert (await world.open(schema=SCHEMA)).shard_id != shard.shard_id
-
-    run(scenario())
+async def test_a_drop_is_settled_though_every_answer_is_lost() -> None:
+    world = World()
+    shard = await world.open()
+    await append(shard, 0, 10, [(1, "a", 5, 1)])
+    consensus = world.consensus()
+    consensus.script = [(True, False)]
+    metastore: Any = NoPipelines()
+    await drop_shard(consensus, world.objects, metastore, world.wall, world.rand, "t")
+    assert (await world.open(schema=SCHEMA)).shard_id != shard.shard_id

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pytest
 
 from support.shards.world import SCHEMA, FlakyConsensus, World, append, updates
-from support.waiting import run
 from tidemill.base.errors import ClosedError, InvalidError, UnknownOutcomeError
 from tidemill.shards.api import Batch, Column, Part, SchemaEvolvedError, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
@@ -118,160 +117,134 @@ def test_a_row_has_one_hash_and_one_bucket_under_every_version() -> None:
     assert hash_columns(evolve_schema(keyless, SchemaChanges((N,)))) == ("a", "f", "d")
 
 
-def test_a_shard_evolves_and_times_before_and_after_read_exactly() -> None:
-    async def main() -> None:
-        world = World()
-        old = await world.open()
-        await append(old, 0, 5, [(1, "a", 1, 1), (2, "b", 2, 1)])
-        assert (await old.evolve(SchemaChanges((N,)))).version == 2
-        new = await world.open(schema=None, writer="new")
-        assert [c.name for c in new.schema.columns] == ["k", "v", "n"]
-        changed = updates([(1, "a", 6, -1), (1, "a", 6, 1)]).append_column("n", pa.array([7, 8], pa.int16()))
-        await new.compare_and_append(5, 9, [await new.write_part(changed)], "")
-        untouched = {"k": 2, "v": "b", "n": 7}
-        assert by_key(await new.snapshot(4)) == [{"k": 1, "v": "a", "n": 7}, untouched]
-        assert by_key(await new.snapshot(8)) == [{"k": 1, "v": "a", "n": 8}, untouched]
-        assert by_key(await old.snapshot(4)) == [{"k": 1, "v": "a"}, {"k": 2, "v": "b"}]
-        with pytest.raises(SchemaEvolvedError):
-            await old.snapshot(8)
-        with pytest.raises(SchemaEvolvedError):
-            await anext(old.listen(5))
-
-    run(main())
+async def test_a_shard_evolves_and_times_before_and_after_read_exactly() -> None:
+    world = World()
+    old = await world.open()
+    await append(old, 0, 5, [(1, "a", 1, 1), (2, "b", 2, 1)])
+    assert (await old.evolve(SchemaChanges((N,)))).version == 2
+    new = await world.open(schema=None, writer="new")
+    assert [c.name for c in new.schema.columns] == ["k", "v", "n"]
+    changed = updates([(1, "a", 6, -1), (1, "a", 6, 1)]).append_column("n", pa.array([7, 8], pa.int16()))
+    await new.compare_and_append(5, 9, [await new.write_part(changed)], "")
+    untouched = {"k": 2, "v": "b", "n": 7}
+    assert by_key(await new.snapshot(4)) == [{"k": 1, "v": "a", "n": 7}, untouched]
+    assert by_key(await new.snapshot(8)) == [{"k": 1, "v": "a", "n": 8}, untouched]
+    assert by_key(await old.snapshot(4)) == [{"k": 1, "v": "a"}, {"k": 2, "v": "b"}]
+    with pytest.raises(SchemaEvolvedError):
+        await old.snapshot(8)
+    with pytest.raises(SchemaEvolvedError):
+        await anext(old.listen(5))
 
 
 def by_key(table: pa.Table) -> list[dict[str, object]]:
     return sorted(table.to_pylist(), key=lambda row: row["k"])
 
 
-def test_a_merge_by_a_handle_of_before_keeps_the_new_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_merge_by_a_handle_of_before_keeps_the_new_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tidemill.shards.compaction.compaction.FAN_IN", 2)
     world = World()
-
-    async def main() -> None:
-        old = await world.open()
-        await append(old, 0, 5, [(1, "a", 1, 1)])
-        await old.evolve(SchemaChanges((N,)))
-        new = await world.open(schema=None)
-        rows = updates([(2, "b", 6, 1)]).append_column("n", pa.array([9], pa.int16()))
-        await new.compare_and_append(5, 7, [await new.write_part(rows)], "")
-        done = await compact_once(old, world.objects, world.rand)
-        assert done is not None and done.shown and done.batches == 2
-        found = await new.snapshot(6)
-        assert sorted(found.column("n").to_pylist()) == [7, 9]
-        assert old.state.batches[0].schema_version == 2
-        with pytest.raises(SchemaEvolvedError):
-            await old.snapshot(4)  # merged since under the newest version
-
-    run(main())
+    old = await world.open()
+    await append(old, 0, 5, [(1, "a", 1, 1)])
+    await old.evolve(SchemaChanges((N,)))
+    new = await world.open(schema=None)
+    rows = updates([(2, "b", 6, 1)]).append_column("n", pa.array([9], pa.int16()))
+    await new.compare_and_append(5, 7, [await new.write_part(rows)], "")
+    done = await compact_once(old, world.objects, world.rand)
+    assert done is not None and done.shown and done.batches == 2
+    found = await new.snapshot(6)
+    assert sorted(found.column("n").to_pylist()) == [7, 9]
+    assert old.state.batches[0].schema_version == 2
+    with pytest.raises(SchemaEvolvedError):
+        await old.snapshot(4)  # merged since under the newest version
 
 
-def test_a_writer_of_an_older_version_is_fenced_with_rows_and_without() -> None:
+async def test_a_writer_of_an_older_version_is_fenced_with_rows_and_without() -> None:
     """Without rows too: a record that changes the new column alone is no change to it."""
-
-    async def main() -> None:
-        world = World()
-        old = await world.open()
-        part = await old.write_part(updates([(1, "a", 1, 1)]))
-        await (await world.open()).evolve(SchemaChanges((N,)))
-        with pytest.raises(SchemaEvolvedError, match="version=2 written=1"):
-            await old.compare_and_append(0, 5, [part], "t")
-        with pytest.raises(SchemaEvolvedError, match="version=2 written=1"):
-            await old.compare_and_append(0, 3, [], "")
-        assert (await old.frontiers())[1] == 0
-
-    run(main())
-
-
-def test_an_append_that_landed_before_the_schema_changed_is_found_again_by_its_token() -> None:
-    async def main() -> None:
-        world = World()
-        old = await world.open()
-        part = await old.write_part(updates([(1, "a", 1, 1)]))
+    world = World()
+    old = await world.open()
+    part = await old.write_part(updates([(1, "a", 1, 1)]))
+    await (await world.open()).evolve(SchemaChanges((N,)))
+    with pytest.raises(SchemaEvolvedError, match="version=2 written=1"):
         await old.compare_and_append(0, 5, [part], "t")
-        await old.evolve(SchemaChanges((N,)))
-        assert await old.compare_and_append(0, 5, [part], "t") == 5
-
-    run(main())
-
-
-def test_evolvers_that_race_end_in_one_schema() -> None:
-    async def main() -> None:
-        world = World()
-        handles = [await world.open(writer=f"w{i}") for i in range(6)]
-        asked = [
-            SchemaChanges((N,)), SchemaChanges((Column("n", "int64", "7"),)), SchemaChanges((Column("m", "string"),)),
-            SchemaChanges((Column("m", "string"), N)), SchemaChanges((Column("n", "int32", "7"),)), SchemaChanges((N,)),
-        ]  # fmt: skip
-        await asyncio.gather(*(h.evolve(changes) for h, changes in zip(handles, asked, strict=True)))
-        found = {(await world.open(schema=None)).schema for _ in handles}
-        assert len(found) == 1
-        schema = found.pop()
-        assert {(c.name, c.type, c.default) for c in schema.columns[2:]} == {("n", "int64", "7"), ("m", "string", None)}
-        for handle in handles:
-            await handle.frontiers()
-            assert handle.state.schema == schema
-            reported = handle.state.versions
-            assert [v.version for v in reported] == list(range(2, schema.version + 1))
-        with pytest.raises(InvalidError, match="another default: column=n default='7' wanted='8'"):
-            await handles[0].evolve(SchemaChanges((Column("n", "int16", "8"),)))
-        with pytest.raises(InvalidError, match="some values would change: column=v type=string wanted=bool"):
-            await handles[0].evolve(SchemaChanges(widen=(Column("v", "bool"),)))
-
-    run(main())
+    with pytest.raises(SchemaEvolvedError, match="version=2 written=1"):
+        await old.compare_and_append(0, 3, [], "")
+    assert (await old.frontiers())[1] == 0
 
 
-def test_an_evolution_of_unknown_outcome_may_be_asked_for_again() -> None:
-    async def main() -> None:
-        world = World()
-        consensus = FlakyConsensus(world.durable)
-        shard = await world.open(consensus=consensus)
-        consensus.script = [(True, False)]
-        try:
-            await shard.evolve(SchemaChanges((N,)))
-        except UnknownOutcomeError:
-            await shard.evolve(SchemaChanges((N,)))
-        assert (await shard.evolve(SchemaChanges((N,)))).version == 2
-        await shard.close()
-        with pytest.raises(ClosedError):
-            await shard.evolve(SchemaChanges((Column("z", "bool"),)))
-
-    run(main())
+async def test_an_append_that_landed_before_the_schema_changed_is_found_again_by_its_token() -> None:
+    world = World()
+    old = await world.open()
+    part = await old.write_part(updates([(1, "a", 1, 1)]))
+    await old.compare_and_append(0, 5, [part], "t")
+    await old.evolve(SchemaChanges((N,)))
+    assert await old.compare_and_append(0, 5, [part], "t") == 5
 
 
-def test_versions_are_in_rollups_in_checkpoint_rows_and_in_a_restored_shard() -> None:
-    async def main() -> None:
-        world = World()
-        shard = await world.open()
-        await append(shard, 0, 5, [(1, "a", 1, 1)])
-        await shard.evolve(SchemaChanges((N,), (Column("k", "int64"),)))
-        await shard.rollup()
-        again = await world.open(schema=None)
-        assert again.state == shard.state
-        (version,) = again.state.versions
-        assert version == SchemaVersion(2, 5, version.at_ms, ("n",)) and version.at_ms > 0
-        restored = assemble_state(decode_header(encode_header(again.state)), again.state.batches)
-        assert restored == again.state
-        elsewhere = World()
-        elsewhere.objects = world.objects
-        await restore_shard(elsewhere.consensus(), elsewhere.rand, restored, "attempt")
-        found = await elsewhere.open(schema=None)
-        assert (found.schema, found.state.versions) == (again.schema, again.state.versions)
-        assert (await found.snapshot(4)).to_pylist() == [{"k": 1, "v": "a", "n": 7}]
+async def test_evolvers_that_race_end_in_one_schema() -> None:
+    world = World()
+    handles = [await world.open(writer=f"w{i}") for i in range(6)]
+    asked = [
+        SchemaChanges((N,)), SchemaChanges((Column("n", "int64", "7"),)), SchemaChanges((Column("m", "string"),)),
+        SchemaChanges((Column("m", "string"), N)), SchemaChanges((Column("n", "int32", "7"),)), SchemaChanges((N,)),
+    ]  # fmt: skip
+    await asyncio.gather(*(h.evolve(changes) for h, changes in zip(handles, asked, strict=True)))
+    found = {(await world.open(schema=None)).schema for _ in handles}
+    assert len(found) == 1
+    schema = found.pop()
+    assert {(c.name, c.type, c.default) for c in schema.columns[2:]} == {("n", "int64", "7"), ("m", "string", None)}
+    for handle in handles:
+        await handle.frontiers()
+        assert handle.state.schema == schema
+        reported = handle.state.versions
+        assert [v.version for v in reported] == list(range(2, schema.version + 1))
+    with pytest.raises(InvalidError, match="another default: column=n default='7' wanted='8'"):
+        await handles[0].evolve(SchemaChanges((Column("n", "int16", "8"),)))
+    with pytest.raises(InvalidError, match="some values would change: column=v type=string wanted=bool"):
+        await handles[0].evolve(SchemaChanges(widen=(Column("v", "bool"),)))
 
-    run(main())
+
+async def test_an_evolution_of_unknown_outcome_may_be_asked_for_again() -> None:
+    world = World()
+    consensus = FlakyConsensus(world.durable)
+    shard = await world.open(consensus=consensus)
+    consensus.script = [(True, False)]
+    try:
+        await shard.evolve(SchemaChanges((N,)))
+    except UnknownOutcomeError:
+        await shard.evolve(SchemaChanges((N,)))
+    assert (await shard.evolve(SchemaChanges((N,)))).version == 2
+    await shard.close()
+    with pytest.raises(ClosedError):
+        await shard.evolve(SchemaChanges((Column("z", "bool"),)))
 
 
-def test_what_a_version_widened_is_told_with_the_type_it_had() -> None:
-    async def main() -> None:
-        world = World()
-        small = ShardSchema((Column("k", "int16"), Column("v", "string")), ("k",))
-        shard = await world.open(name="s", schema=small)
-        await shard.evolve(SchemaChanges(widen=(Column("k", "int32"),)))
-        assert shard.state.versions[0].widened == (("k", "int16"),)
-        assert SCHEMA.version == shard.schema.version == 1
+async def test_versions_are_in_rollups_in_checkpoint_rows_and_in_a_restored_shard() -> None:
+    world = World()
+    shard = await world.open()
+    await append(shard, 0, 5, [(1, "a", 1, 1)])
+    await shard.evolve(SchemaChanges((N,), (Column("k", "int64"),)))
+    await shard.rollup()
+    again = await world.open(schema=None)
+    assert again.state == shard.state
+    (version,) = again.state.versions
+    assert version == SchemaVersion(2, 5, version.at_ms, ("n",)) and version.at_ms > 0
+    restored = assemble_state(decode_header(encode_header(again.state)), again.state.batches)
+    assert restored == again.state
+    elsewhere = World()
+    elsewhere.objects = world.objects
+    await restore_shard(elsewhere.consensus(), elsewhere.rand, restored, "attempt")
+    found = await elsewhere.open(schema=None)
+    assert (found.schema, found.state.versions) == (again.schema, again.state.versions)
+    assert (await found.snapshot(4)).to_pylist() == [{"k": 1, "v": "a", "n": 7}]
 
-    run(main())
+
+async def test_what_a_version_widened_is_told_with_the_type_it_had() -> None:
+    world = World()
+    small = ShardSchema((Column("k", "int16"), Column("v", "string")), ("k",))
+    shard = await world.open(name="s", schema=small)
+    await shard.evolve(SchemaChanges(widen=(Column("k", "int32"),)))
+    assert shard.state.versions[0].widened == (("k", "int16"),)
+    assert SCHEMA.version == shard.schema.version == 1
 
 
 def test_no_prefix_of_a_checkpoint_has_a_batch_that_is_newer_than_its_schema() -> None:

@@ -9,7 +9,6 @@ import pyarrow as pa
 import pytest
 
 from support.shards.world import World, append, contents_of, tuples, updates
-from support.waiting import run
 from tidemill.base.errors import ClosedError, CorruptError, MissingError, UnavailableError
 from tidemill.shards import handle as handle_module
 from tidemill.shards.api import Batch, Delta, Part
@@ -42,148 +41,125 @@ async def churn(shard: LogShard, count: int, start: int = 0) -> list[tuple[int, 
     return rows
 
 
-def test_listen_yields_every_update_once_and_progress() -> None:
-    async def scenario() -> None:
-        shard = await World().open()
-        rows = await churn(shard, 12)
-        await append(shard, 12, 20, [])
-        deltas = await gather(shard, 0, 20)
-        assert [(d.lower, d.upper) for d in deltas] == [(i, i + 1) for i in range(12)] + [(12, 20)]
-        assert tuples(pa.concat_tables([d.rows for d in deltas])) == sorted(rows, key=repr)
-        late = await gather(shard, 7, 20)
-        assert tuples(pa.concat_tables([d.rows for d in late])) == sorted((r for r in rows if r[2] >= 7), key=repr)
-
-    run(scenario())
+async def test_listen_yields_every_update_once_and_progress() -> None:
+    shard = await World().open()
+    rows = await churn(shard, 12)
+    await append(shard, 12, 20, [])
+    deltas = await gather(shard, 0, 20)
+    assert [(d.lower, d.upper) for d in deltas] == [(i, i + 1) for i in range(12)] + [(12, 20)]
+    assert tuples(pa.concat_tables([d.rows for d in deltas])) == sorted(rows, key=repr)
+    late = await gather(shard, 7, 20)
+    assert tuples(pa.concat_tables([d.rows for d in late])) == sorted((r for r in rows if r[2] >= 7), key=repr)
 
 
-def test_a_listener_wakes_for_another_writers_append() -> None:
-    async def scenario() -> None:
-        world = World()
-        backend = world.consensus()
-        reader, writer = await world.open(consensus=backend), await world.open(consensus=backend)
-        listener = reader.listen(0)
-        waiting = asyncio.ensure_future(anext(listener))
-        await asyncio.sleep(0.05)
-        assert not waiting.done()
-        await append(writer, 0, 3, [(1, "a", 2, 1)])
-        delta = await asyncio.wait_for(waiting, 2)
-        assert (delta.lower, delta.upper, tuples(delta.rows)) == (0, 3, [(1, "a", 2, 1)])
-        assert await reader.wait_upper(2, 5) == 3
-        assert await reader.wait_upper(3, 0.05) == 3
-
-    run(scenario())
+async def test_a_listener_wakes_for_another_writers_append() -> None:
+    world = World()
+    backend = world.consensus()
+    reader, writer = await world.open(consensus=backend), await world.open(consensus=backend)
+    listener = reader.listen(0)
+    waiting = asyncio.ensure_future(anext(listener))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await append(writer, 0, 3, [(1, "a", 2, 1)])
+    delta = await asyncio.wait_for(waiting, 2)
+    assert (delta.lower, delta.upper, tuples(delta.rows)) == (0, 3, [(1, "a", 2, 1)])
+    assert await reader.wait_upper(2, 5) == 3
+    assert await reader.wait_upper(3, 0.05) == 3
 
 
-def test_m4403_regression_listen_compaction() -> None:
+async def test_m4403_regression_listen_compaction() -> None:
     """A merged batch holds rows from before the listener's frontier: they are not seen twice."""
-
-    async def scenario() -> None:
-        world = World()
-        shard, other = await world.open(), await world.open()
-        rows = await churn(shard, FAN_IN * 2)
-        seen = []
-        async with aclosing(shard.listen(0)) as deltas:
-            for _ in range(FAN_IN // 2):
-                seen.append((await anext(deltas)).rows)
-            await other.downgrade_since("compactor", 1, FAN_IN // 2 - 1)
-            done = await compact_once(other, world.objects, world.rand)
-            assert done is not None and done.shown and done.batches == FAN_IN * 2
-            assert len(other.state.batches) == 1
-            rows += await churn(shard, 3, start=FAN_IN * 2)
-            async for delta in deltas:
-                seen.append(delta.rows)
-                if delta.upper == FAN_IN * 2 + 3:
-                    break
-        assert tuples(pa.concat_tables(seen)) == sorted(rows, key=repr)
-
-    run(scenario())
+    world = World()
+    shard, other = await world.open(), await world.open()
+    rows = await churn(shard, FAN_IN * 2)
+    seen = []
+    async with aclosing(shard.listen(0)) as deltas:
+        for _ in range(FAN_IN // 2):
+            seen.append((await anext(deltas)).rows)
+        await other.downgrade_since("compactor", 1, FAN_IN // 2 - 1)
+        done = await compact_once(other, world.objects, world.rand)
+        assert done is not None and done.shown and done.batches == FAN_IN * 2
+        assert len(other.state.batches) == 1
+        rows += await churn(shard, 3, start=FAN_IN * 2)
+        async for delta in deltas:
+            seen.append(delta.rows)
+            if delta.upper == FAN_IN * 2 + 3:
+                break
+    assert tuples(pa.concat_tables(seen)) == sorted(rows, key=repr)
 
 
-def test_compaction_keeps_contents_at_every_readable_time() -> None:
-    async def scenario() -> None:
-        world = World()
-        shard = await world.open()
-        await churn(shard, 40)
-        before = {t: contents_of(await shard.snapshot(t)) for t in range(25, 40)}
-        await shard.downgrade_since("compactor", 1, 25)
-        rows = shard.state.rows
-        while (done := await compact_once(shard, world.objects, world.rand)) is not None:
-            assert done.shown
-        check_invariants(shard.state)
-        assert len(shard.state.batches) == 1 and shard.state.rows < rows
-        fresh = await world.open()
-        assert {t: contents_of(await fresh.snapshot(t)) for t in range(25, 40)} == before
-
-    run(scenario())
+async def test_compaction_keeps_contents_at_every_readable_time() -> None:
+    world = World()
+    shard = await world.open()
+    await churn(shard, 40)
+    before = {t: contents_of(await shard.snapshot(t)) for t in range(25, 40)}
+    await shard.downgrade_since("compactor", 1, 25)
+    rows = shard.state.rows
+    while (done := await compact_once(shard, world.objects, world.rand)) is not None:
+        assert done.shown
+    check_invariants(shard.state)
+    assert len(shard.state.batches) == 1 and shard.state.rows < rows
+    fresh = await world.open()
+    assert {t: contents_of(await fresh.snapshot(t)) for t in range(25, 40)} == before
 
 
-def test_m4405_a_closed_shard_is_still_compacted_and_its_history_still_moves_up() -> None:
-    async def scenario() -> None:
-        world = World()
-        shard = await world.open()
-        await churn(shard, FAN_IN * 2)
-        newest = contents_of(await shard.snapshot(FAN_IN * 2 - 1))
-        await shard.close()
-        assert await shard.downgrade_since("keeper", 1, 10**6) == FAN_IN * 2 - 1, "the newest time stays readable"
-        done = await compact_once(shard, world.objects, world.rand)
-        assert done is not None and done.shown and done.rows_out == 3
-        assert len(shard.state.batches) == 1 and shard.state.closed
-        assert contents_of(await (await world.open()).snapshot(FAN_IN * 2 - 1)) == newest
-        with pytest.raises(ClosedError):
-            await append(shard, FAN_IN * 2, FAN_IN * 2 + 1, [])
-
-    run(scenario())
+async def test_m4405_a_closed_shard_is_still_compacted_and_its_history_still_moves_up() -> None:
+    world = World()
+    shard = await world.open()
+    await churn(shard, FAN_IN * 2)
+    newest = contents_of(await shard.snapshot(FAN_IN * 2 - 1))
+    await shard.close()
+    assert await shard.downgrade_since("keeper", 1, 10**6) == FAN_IN * 2 - 1, "the newest time stays readable"
+    done = await compact_once(shard, world.objects, world.rand)
+    assert done is not None and done.shown and done.rows_out == 3
+    assert len(shard.state.batches) == 1 and shard.state.closed
+    assert contents_of(await (await world.open()).snapshot(FAN_IN * 2 - 1)) == newest
+    with pytest.raises(ClosedError):
+        await append(shard, FAN_IN * 2, FAN_IN * 2 + 1, [])
 
 
-def test_compaction_that_lost_its_batches_changes_nothing() -> None:
-    async def scenario() -> None:
-        world = World()
-        one, two = await world.open(writer="one"), await world.open(writer="two")
-        await churn(one, FAN_IN)
-        done = await asyncio.gather(
-            compact_once(one, world.objects, world.rand), compact_once(two, world.objects, world.rand)
-        )
-        assert sorted(d.shown for d in done if d) == [False, True]
-        assert len((await world.open()).state.batches) == 1
-        assert contents_of(await two.snapshot(FAN_IN - 1)).total() == 3
-
-    run(scenario())
+async def test_compaction_that_lost_its_batches_changes_nothing() -> None:
+    world = World()
+    one, two = await world.open(writer="one"), await world.open(writer="two")
+    await churn(one, FAN_IN)
+    done = await asyncio.gather(
+        compact_once(one, world.objects, world.rand), compact_once(two, world.objects, world.rand)
+    )
+    assert sorted(d.shown for d in done if d) == [False, True]
+    assert len((await world.open()).state.batches) == 1
+    assert contents_of(await two.snapshot(FAN_IN - 1)).total() == 3
 
 
 @pytest.mark.parametrize("collected", [True, False])
-def test_compaction_whose_input_goes_while_it_reads_has_lost_if_it_was_merged_and_else_says_so(
+async def test_compaction_whose_input_goes_while_it_reads_has_lost_if_it_was_merged_and_else_says_so(
     monkeypatch: pytest.MonkeyPatch, collected: bool
 ) -> None:
     monkeypatch.setattr(handle_module, "INLINE_PART_BYTES", 0)
+    world = World()
+    slow, quick = await world.open(writer="slow"), await world.open(writer="quick")
+    await churn(slow, FAN_IN)
+    await slow.frontiers()
+    slow.reader._limit_bytes = 0
+    get, before = world.objects.get, [m.key async for m in world.objects.list("shards/")]
 
-    async def scenario() -> None:
-        world = World()
-        slow, quick = await world.open(writer="slow"), await world.open(writer="quick")
-        await churn(slow, FAN_IN)
-        await slow.frontiers()
-        slow.reader._limit_bytes = 0
-        get, before = world.objects.get, [m.key async for m in world.objects.list("shards/")]
+    async def after_the_other(key: str, start: int = 0, end: int | None = None) -> bytes:
+        monkeypatch.setattr(world.objects, "get", get)
+        if collected:
+            done = await compact_once(quick, world.objects, world.rand)
+            assert done is not None and done.shown
+        for each in before:
+            await world.objects.delete(each)
+        return await get(key, start, end)
 
-        async def after_the_other(key: str, start: int = 0, end: int | None = None) -> bytes:
-            monkeypatch.setattr(world.objects, "get", get)
-            if collected:
-                done = await compact_once(quick, world.objects, world.rand)
-                assert done is not None and done.shown
-            for each in before:
-                await world.objects.delete(each)
-            return await get(key, start, end)
-
-        monkeypatch.setattr(world.objects, "get", after_the_other)
-        if not collected:
-            with pytest.raises(MissingError):
-                await compact_once(slow, world.objects, world.rand)
-            return
-        done = await compact_once(slow, world.objects, world.rand)
-        assert done is not None and not done.shown
-        assert len(slow.state.batches) == 1
-        assert contents_of(await slow.snapshot(FAN_IN - 1)).total() == 3
-
-    run(scenario())
+    monkeypatch.setattr(world.objects, "get", after_the_other)
+    if not collected:
+        with pytest.raises(MissingError):
+            await compact_once(slow, world.objects, world.rand)
+        return
+    done = await compact_once(slow, world.objects, world.rand)
+    assert done is not None and not done.shown
+    assert len(slow.state.batches) == 1
+    assert contents_of(await slow.snapshot(FAN_IN - 1)).total() == 3
 
 
 def test_idle_ticks_do_not_unseat_a_merge() -> None:
@@ -194,48 +170,38 @@ def test_idle_ticks_do_not_unseat_a_merge() -> None:
     assert choose_run(batches[1:]) == (0, 0)
 
 
-def test_m4404_truncate_rows_outside_registered_bounds_never_show() -> None:
+async def test_m4404_truncate_rows_outside_registered_bounds_never_show() -> None:
     """Rows @0, @1, @2 registered as [1, 2): only the one @1, for snapshots, listeners and after compaction."""
-
-    async def scenario() -> None:
-        world = World()
-        shard = await world.open()
-        part = await shard.write_part(updates([(0, "r", 0, 1), (1, "r", 1, 1), (2, "r", 2, 1)]))
-        await append(shard, 0, 1, [])
-        await shard.compare_and_append(1, 2, [part], "")
-        await append(shard, 2, 5, [])
-        await append(shard, 5, 9, [])
-        assert contents_of(await shard.snapshot(8)) == {(1, "r"): 1}
-        deltas = await gather(shard, 0, 9)
-        assert [tuples(d.rows) for d in deltas if d.rows.num_rows] == [[(1, "r", 1, 1)]]
-        for at in range(9, 9 + FAN_IN):
-            await append(shard, at, at + 1, [(at, "x", at, 1)])
-        assert (await compact_once(shard, world.objects, world.rand)) is not None
-        assert contents_of(await shard.snapshot(8)) == {(1, "r"): 1}
-
-    run(scenario())
+    world = World()
+    shard = await world.open()
+    part = await shard.write_part(updates([(0, "r", 0, 1), (1, "r", 1, 1), (2, "r", 2, 1)]))
+    await append(shard, 0, 1, [])
+    await shard.compare_and_append(1, 2, [part], "")
+    await append(shard, 2, 5, [])
+    await append(shard, 5, 9, [])
+    assert contents_of(await shard.snapshot(8)) == {(1, "r"): 1}
+    deltas = await gather(shard, 0, 9)
+    assert [tuples(d.rows) for d in deltas if d.rows.num_rows] == [[(1, "r", 1, 1)]]
+    for at in range(9, 9 + FAN_IN):
+        await append(shard, at, at + 1, [(at, "x", at, 1)])
+    assert (await compact_once(shard, world.objects, world.rand)) is not None
+    assert contents_of(await shard.snapshot(8)) == {(1, "r"): 1}
 
 
-def test_snapshot_waits_for_its_time_or_says_that_it_is_not_final() -> None:
-    async def scenario() -> None:
-        world = World()
-        backend = world.consensus()
-        shard = await world.open(consensus=backend)
-        with pytest.raises(UnavailableError, match="not final"):
-            await shard.snapshot(5, timeout_s=0.05)
-        waiting = asyncio.ensure_future(shard.snapshot(5))
-        await asyncio.sleep(0.02)
-        await append(shard, 0, 6, [(1, "a", 5, 1)])
-        assert contents_of(await asyncio.wait_for(waiting, 2)) == {(1, "a"): 1}
-
-    run(scenario())
+async def test_snapshot_waits_for_its_time_or_says_that_it_is_not_final() -> None:
+    world = World()
+    backend = world.consensus()
+    shard = await world.open(consensus=backend)
+    with pytest.raises(UnavailableError, match="not final"):
+        await shard.snapshot(5, timeout_s=0.05)
+    waiting = asyncio.ensure_future(shard.snapshot(5))
+    await asyncio.sleep(0.02)
+    await append(shard, 0, 6, [(1, "a", 5, 1)])
+    assert contents_of(await asyncio.wait_for(waiting, 2)) == {(1, "a"): 1}
 
 
-def test_a_retraction_of_what_was_never_there_is_corrupt() -> None:
-    async def scenario() -> None:
-        shard = await World().open()
-        await append(shard, 0, 6, [(1, "a", 5, -1)])
-        with pytest.raises(CorruptError, match="k=1"):
-            await shard.snapshot(5)
-
-    run(scenario())
+async def test_a_retraction_of_what_was_never_there_is_corrupt() -> None:
+    shard = await World().open()
+    await append(shard, 0, 6, [(1, "a", 5, -1)])
+    with pytest.raises(CorruptError, match="k=1"):
+        await shard.snapshot(5)

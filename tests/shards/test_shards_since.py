@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from support.shards.world import SCHEMA, World, append
-from support.waiting import run
 from tidemill.base.errors import FencedError, InvalidError
 from tidemill.shards.api import Batch, HistoryLostError
 from tidemill.shards.state.apply import RejectedCommand, apply
@@ -53,57 +52,47 @@ def test_an_expired_lease_no_longer_holds_since() -> None:
     assert isinstance(moved, ShardState) and moved.since == 60 and [h.reader for h in moved.holds] == ["critical"]
 
 
-def test_a_newer_epoch_takes_a_critical_hold_over_and_fences_the_older() -> None:
-    async def scenario() -> None:
-        world = World()
-        old, new = await world.open(), await world.open()
-        await append(old, 0, 100, [(1, "a", 5, 1)])
-        assert await old.downgrade_since("pipeline", 1, 10) == 10
-        assert await new.downgrade_since("pipeline", 2, 20) == 20
-        with pytest.raises(FencedError):
-            await old.downgrade_since("pipeline", 1, 30)
-        assert await new.frontiers() == (20, 100)
-
-    run(scenario())
+async def test_a_newer_epoch_takes_a_critical_hold_over_and_fences_the_older() -> None:
+    world = World()
+    old, new = await world.open(), await world.open()
+    await append(old, 0, 100, [(1, "a", 5, 1)])
+    assert await old.downgrade_since("pipeline", 1, 10) == 10
+    assert await new.downgrade_since("pipeline", 2, 20) == 20
+    with pytest.raises(FencedError):
+        await old.downgrade_since("pipeline", 1, 30)
+    assert await new.frontiers() == (20, 100)
 
 
-def test_reads_below_since_are_refused_and_a_hold_keeps_them() -> None:
-    async def scenario() -> None:
-        world = World()
-        shard = await world.open()
-        await append(shard, 0, 100, [(1, "a", 5, 1), (1, "a", 50, -1)])
+async def test_reads_below_since_are_refused_and_a_hold_keeps_them() -> None:
+    world = World()
+    shard = await world.open()
+    await append(shard, 0, 100, [(1, "a", 5, 1), (1, "a", 50, -1)])
+    await shard.set_hold("reader", 30, 60_000)
+    assert await shard.downgrade_since("pipeline", 1, 80) == 30
+    assert (await shard.snapshot(30)).num_rows == 1
+    await shard.release_hold("reader")
+    assert await shard.downgrade_since("pipeline", 1, 80) == 80
+    with pytest.raises(InvalidError, match="history is lost"):
+        await shard.snapshot(30)
+    with pytest.raises(InvalidError, match="history is lost"):
         await shard.set_hold("reader", 30, 60_000)
-        assert await shard.downgrade_since("pipeline", 1, 80) == 30
-        assert (await shard.snapshot(30)).num_rows == 1
-        await shard.release_hold("reader")
-        assert await shard.downgrade_since("pipeline", 1, 80) == 80
-        with pytest.raises(InvalidError, match="history is lost"):
-            await shard.snapshot(30)
-        with pytest.raises(InvalidError, match="history is lost"):
-            await shard.set_hold("reader", 30, 60_000)
-        with pytest.raises(InvalidError, match="history is lost"):
-            async for _ in shard.listen(80):
-                pass
-        listener = shard.listen(81)
-        assert (await anext(listener)).lower == 81
-
-    run(scenario())
+    with pytest.raises(InvalidError, match="history is lost"):
+        async for _ in shard.listen(80):
+            pass
+    listener = shard.listen(81)
+    assert (await anext(listener)).lower == 81
 
 
-def test_batches_are_chosen_only_from_history_that_is_still_told_apart() -> None:
+async def test_batches_are_chosen_only_from_history_that_is_still_told_apart() -> None:
     """Since at 80 means that updates below 80 may carry the time 80: a delta from 80 on would hold all of them."""
-
-    async def scenario() -> None:
-        shard = await World().open()
-        await append(shard, 0, 100, [(1, "a", 5, 1), (1, "a", 50, -1), (2, "b", 90, 1)])
-        assert len(await shard.batches(0)) == len(await shard.batches(80)) == 1
-        assert await shard.downgrade_since("pipeline", 1, 80) == 80
-        for lower in (-1, 0, 79, 80):
-            with pytest.raises(HistoryLostError):
-                await shard.batches(lower)
-        assert len(await shard.batches(81)) == 1
+    shard = await World().open()
+    await append(shard, 0, 100, [(1, "a", 5, 1), (1, "a", 50, -1), (2, "b", 90, 1)])
+    assert len(await shard.batches(0)) == len(await shard.batches(80)) == 1
+    assert await shard.downgrade_since("pipeline", 1, 80) == 80
+    for lower in (-1, 0, 79, 80):
         with pytest.raises(HistoryLostError):
-            await shard.batches_until(79)
-        assert len(await shard.batches_until(80)) == 1
-
-    run(scenario())
+            await shard.batches(lower)
+    assert len(await shard.batches(81)) == 1
+    with pytest.raises(HistoryLostError):
+        await shard.batches_until(79)
+    assert len(await shard.batches_until(80)) == 1

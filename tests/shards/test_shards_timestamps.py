@@ -66,23 +66,20 @@ def schema(kind: str) -> ShardSchema:
     return ShardSchema((Column("k", kind), Column("v", kind)), ("k",))
 
 
-def test_parts_and_sums_give_back_what_was_written() -> None:
-    async def scenario() -> None:
-        shard = await World().open(schema=schema("timestamp_ntz"))
-        numbers = pa.array(ENDS, pa.int64()).cast(CLOCK)
-        times = pa.array(np.zeros(len(ENDS), np.int64))
-        rows = pa.table({"k": numbers, "v": numbers, TIME: times, DIFF: pa.array([1] * len(ENDS), pa.int64())})
-        await shard.compare_and_append(0, 1, [await shard.write_part(rows)], "a")
-        gone = rows.slice(0, 3).set_column(3, DIFF, pa.array([-1] * 3, pa.int64()))
-        gone = gone.set_column(2, TIME, pa.array([1] * 3, pa.int64()))
-        await shard.compare_and_append(1, 2, [await shard.write_part(gone)], "b")
-        for at, wanted in ((0, ENDS), (1, ENDS[3:])):
-            found = await shard.snapshot(at)
-            assert found.schema.field("v").type == CLOCK
-            for name in ("k", "v"):
-                assert sorted(found.column(name).cast(pa.int64()).to_pylist(), key=str) == sorted(wanted, key=str)
-
-    run(scenario())
+async def test_parts_and_sums_give_back_what_was_written() -> None:
+    shard = await World().open(schema=schema("timestamp_ntz"))
+    numbers = pa.array(ENDS, pa.int64()).cast(CLOCK)
+    times = pa.array(np.zeros(len(ENDS), np.int64))
+    rows = pa.table({"k": numbers, "v": numbers, TIME: times, DIFF: pa.array([1] * len(ENDS), pa.int64())})
+    await shard.compare_and_append(0, 1, [await shard.write_part(rows)], "a")
+    gone = rows.slice(0, 3).set_column(3, DIFF, pa.array([-1] * 3, pa.int64()))
+    gone = gone.set_column(2, TIME, pa.array([1] * 3, pa.int64()))
+    await shard.compare_and_append(1, 2, [await shard.write_part(gone)], "b")
+    for at, wanted in ((0, ENDS), (1, ENDS[3:])):
+        found = await shard.snapshot(at)
+        assert found.schema.field("v").type == CLOCK
+        for name in ("k", "v"):
+            assert sorted(found.column(name).cast(pa.int64()).to_pylist(), key=str) == sorted(wanted, key=str)
 
 
 @pytest.mark.parametrize(("kind", "given"), [("timestamp", CLOCK), ("timestamp_ntz", INSTANT)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any, NamedTuple
 
 from tidemill.base.clock import ManualClock, Rand
@@ -32,35 +31,32 @@ class Catalogue:
         return ROWS
 
 
-def test_only_the_sources_of_a_shard_that_has_everything_are_advanced() -> None:
-    async def scenario() -> None:
-        clock = ManualClock()
-        consensus = MemoryConsensus(clock)
-        catalogue: Any = Catalogue()
+async def test_only_the_sources_of_a_shard_that_has_everything_are_advanced() -> None:
+    clock = ManualClock()
+    consensus = MemoryConsensus(clock)
+    catalogue: Any = Catalogue()
 
-        async def remap(name: str) -> LogRemap:
-            return LogRemap(consensus, name, clock, Rand(1))
+    async def remap(name: str) -> LogRemap:
+        return LogRemap(consensus, name, clock, Rand(1))
 
-        async def times() -> list[int]:
-            found = [await (await remap(name)).latest() for name in ("topic/clicks", "capture/shop", "topic/other")]
-            return [latest.time_ms if latest is not None else -1 for latest in found]
+    async def times() -> list[int]:
+        found = [await (await remap(name)).latest() for name in ("topic/clicks", "capture/shop", "topic/other")]
+        return [latest.time_ms if latest is not None else -1 for latest in found]
 
-        assert not await advance_idle(catalogue, remap, Named("clicks"), 0, 5000)
-        for name in ("topic/clicks", "topic/other"):
-            await (await remap(name)).mint(Binding(1000, {"t": (1,)}))
-        await (await remap("capture/shop")).mint(Binding(2000, {"t": (1,)}))
-        # A shard below its newest binding catches up by itself; one of no pipeline has no source.
-        assert not await advance_idle(catalogue, remap, Named("clicks"), 1000, 5000)
-        assert not await advance_idle(catalogue, remap, Named("unknown"), 1001, 5000)
-        assert not await advance_idle(catalogue, remap, Named("clicks"), 1001, 1000)
-        assert await times() == [1000, 2000, 1000]
-        assert await advance_idle(catalogue, remap, Named("clicks"), 1001, 5000)
-        assert await times() == [5000, 2000, 1000]
-        # Of a derived shard of an older driver, which named no inputs: all that its pipeline reads.
-        assert await advance_idle(catalogue, remap, Named("joined"), 2001, 6000)
-        assert await times() == [5000, 6000, 1000]
-
-    asyncio.run(scenario())
+    assert not await advance_idle(catalogue, remap, Named("clicks"), 0, 5000)
+    for name in ("topic/clicks", "topic/other"):
+        await (await remap(name)).mint(Binding(1000, {"t": (1,)}))
+    await (await remap("capture/shop")).mint(Binding(2000, {"t": (1,)}))
+    # A shard below its newest binding catches up by itself; one of no pipeline has no source.
+    assert not await advance_idle(catalogue, remap, Named("clicks"), 1000, 5000)
+    assert not await advance_idle(catalogue, remap, Named("unknown"), 1001, 5000)
+    assert not await advance_idle(catalogue, remap, Named("clicks"), 1001, 1000)
+    assert await times() == [1000, 2000, 1000]
+    assert await advance_idle(catalogue, remap, Named("clicks"), 1001, 5000)
+    assert await times() == [5000, 2000, 1000]
+    # Of a derived shard of an older driver, which named no inputs: all that its pipeline reads.
+    assert await advance_idle(catalogue, remap, Named("joined"), 2001, 6000)
+    assert await times() == [5000, 6000, 1000]
 
 
 def test_a_derived_shard_is_made_of_the_sources_of_its_inputs_alone_whoever_keeps_them() -> None:

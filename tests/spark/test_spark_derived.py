@@ -13,7 +13,6 @@ from support.spark.derived import Clicks, FakeSpark, Frame, count_by_product, co
 from support.spark.sinks import dead_letters
 from support.spark.upsert_world import SCHEMA
 from support.waiting import eventually
-from support.waiting import eventually as until
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.tasks import run_unit_thread
@@ -261,7 +260,7 @@ def test_an_input_that_gets_a_column_is_read_with_it_and_the_derived_table_gets_
     )
     thread.start()
     try:
-        until(lambda: harbour.upper("counts") == harbour.upper("clicks"))
+        eventually(lambda: harbour.upper("counts") == harbour.upper("clicks"))
         harbour.portal.call(harbour.shard("clicks").evolve(SchemaChanges((Column("note", "string", "old"),))))
         writer, upper = harbour.shard("clicks"), harbour.upper("clicks")
         row = {"click_id": "c", "product_id": 3, "note": "new", TIME: upper, DIFF: 1}
@@ -271,7 +270,7 @@ def test_an_input_that_gets_a_column_is_read_with_it_and_the_derived_table_gets_
             await writer.compare_and_append(upper, upper + 10, [await writer.write_part(rows)], "")
 
         harbour.portal.call(append())
-        until(lambda: harbour.upper("counts") == upper + 10)
+        eventually(lambda: harbour.upper("counts") == upper + 10)
         failed.append(tracker.failure("shard:counts"))
     finally:
         stopping.set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 from tidemill.base.clock import ManualClock
@@ -44,25 +43,19 @@ async def stored(objects: Counting, tables: int, keys: Sequence[str]) -> list[li
     ]
 
 
-def test_an_object_that_many_tables_share_is_read_once() -> None:
-    async def scenario() -> None:
-        objects, keys = Counting(), [f"l0/{n}" for n in range(5)]
-        found = await fetch_batches(objects, await stored(objects, 7, keys))
-        assert sorted(objects.reads) == keys
-        for table, descriptors in enumerate(found):
-            assert isinstance(descriptors, list)
-            assert [bytes(batch)[-2:-1] for batch in descriptors[0]] == [b"%d" % table] * 5
-
-    asyncio.run(scenario())
+async def test_an_object_that_many_tables_share_is_read_once() -> None:
+    objects, keys = Counting(), [f"l0/{n}" for n in range(5)]
+    found = await fetch_batches(objects, await stored(objects, 7, keys))
+    assert sorted(objects.reads) == keys
+    for table, descriptors in enumerate(found):
+        assert isinstance(descriptors, list)
+        assert [bytes(batch)[-2:-1] for batch in descriptors[0]] == [b"%d" % table] * 5
 
 
-def test_a_table_whose_object_is_gone_fails_alone() -> None:
-    async def scenario() -> None:
-        objects = Counting()
-        tables = [*await stored(objects, 1, ["l0/a"]), *await stored(objects, 1, ["l0/b"])]
-        await objects.delete("l0/b")
-        kept, lost = await fetch_batches(objects, tables)
-        assert isinstance(kept, list)
-        assert isinstance(lost, CorruptError)
-
-    asyncio.run(scenario())
+async def test_a_table_whose_object_is_gone_fails_alone() -> None:
+    objects = Counting()
+    tables = [*await stored(objects, 1, ["l0/a"]), *await stored(objects, 1, ["l0/b"])]
+    await objects.delete("l0/b")
+    kept, lost = await fetch_batches(objects, tables)
+    assert isinstance(kept, list)
+    assert isinstance(lost, CorruptError)

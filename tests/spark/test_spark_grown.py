@@ -157,10 +157,3 @@ def test_ddl_under_load_with_kills_of_capture_ends_in_a_shard_that_equals_select
         load.ending.set()
         process.kill()
         process.wait()
-        with psycopg.connect(postgres_dsn, autocommit=True) as connection:
-            slots = f"FROM pg_replication_slots WHERE slot_name = 'tidemill_{name}'"
-            for _ in range(100):
-                connection.execute(f"SELECT pg_drop_replication_slot(slot_name) {slots} AND active_pid IS NULL")
-                if not connection.execute(f"SELECT {slots}").fetchall():
-                    break
-                wait.wait(0.1)

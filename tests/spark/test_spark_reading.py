@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
+from support.spark.frames import config as config
 from support.spark.frames import rows
 from tidemill.shards.api import DIFF, TIME, Column, HistoryLostError, ShardSchema
 from tidemill.spark.source.batch import ShardReader
@@ -34,14 +35,6 @@ def append(harbour: Any, name: str, lower: int, upper: int, rows: list[Row], sch
         await shard.compare_and_append(lower, upper, parts, "")
 
     harbour.portal.call(run())
-
-
-@pytest.fixture
-def config(harbour: Any, tmp_path: Path) -> str:
-    file = tmp_path / "tidemill.toml"
-    urls = harbour.urls
-    file.write_text(f"[objects]\nurl = '{urls.objects}'\n[consensus]\nurl = '{urls.consensus}'\n")
-    return str(file)
 
 
 def test_a_shard_is_read_by_name_and_configuration_in_every_way_spark_has(

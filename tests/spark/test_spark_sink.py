@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 
 from support.spark.sinks import CLICKS, clicks_sink, dead_letters, shop_sink
-from support.waiting import eventually as until
+from support.waiting import eventually
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import DIFF, TIME, ShardSchema
@@ -61,7 +61,7 @@ def test_a_step_that_failed_and_is_read_again_up_to_less_loses_nothing(
         sink.advance()
     (seat,) = sink.seats._seats.values()
     assert harbour.upper("clicks") == 0 and seat.table.operator.source_frontier == 2001
-    until(lambda: sink.due_in_s == 0)
+    eventually(lambda: sink.due_in_s == 0)
     sink.advance_to(planned)
     assert harbour.upper("clicks") == 1001
     sink.advance()

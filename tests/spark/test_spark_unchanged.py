@@ -229,7 +229,7 @@ def test_f320_wide_rows_under_load_with_kills_of_capture_end_in_a_shard_that_equ
             return sorted(connection.execute("SELECT * FROM wide").fetchall(), key=lambda row: str(row["id"]))
 
     text = 'def build(p):\n    p.table("{}", p.capture("' + name + '").table("wide"))\n'
-    process, load, wait = start(), Load(postgres_dsn), threading.Event()
+    process, load = start(), Load(postgres_dsn)
     try:
         with pipeline(harbour, tmp_path / "one", text.format("one")):
             eventually(lambda: harbour.upper("one") > 0 and len(harbour.contents("one")) == 60)
@@ -260,10 +260,3 @@ def test_f320_wide_rows_under_load_with_kills_of_capture_end_in_a_shard_that_equ
         load.ending.set()
         process.kill()
         process.wait()
-        with psycopg.connect(postgres_dsn, autocommit=True) as connection:
-            slots = f"FROM pg_replication_slots WHERE slot_name = 'tidemill_{name}'"
-            for _ in range(100):
-                connection.execute(f"SELECT pg_drop_replication_slot(slot_name) {slots} AND active_pid IS NULL")
-                if not connection.execute(f"SELECT {slots}").fetchall():
-                    break
-                wait.wait(0.1)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.waiting import until
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import ClosedError, UnavailableError
 from tidemill.base.status.status import StatusTracker
@@ -109,8 +110,7 @@ def test_a_time_that_is_bound_is_taken_with_or_without_spark_and_bindings_that_a
             case "bound":
                 sink.due_in_s = 0
                 sink.seats.changed.set()
-                while sink.due_in_s == 0:
-                    await asyncio.sleep(0.001)
+                await until(lambda: sink.due_in_s != 0)
         if not arrivals:
             found.ending.set()
             sink.seats.changed.set()

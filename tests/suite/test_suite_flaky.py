@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from toy import PYTEST, Toy
 from suite.flaky import burners, parse, summary
 from suite.recording import Record, read
 from suite.selection import shuffle
+from support.waiting import eventually
 
 
 def test_the_summary_says_in_how_many_of_how_many_runs_each_test_failed() -> None:
@@ -88,10 +88,12 @@ def test_an_interrupted_run_prints_what_is_known_and_ends_its_burners(tmp_path: 
         process = subprocess.Popen(command, cwd=tmp_path, env=toy.environ, stdout=output, stderr=output)
     try:
         record = tmp_path / "run-1.jsonl"
-        until_s = time.monotonic() + 120
-        while not read(record).failed:
-            assert time.monotonic() < until_s and process.poll() is None, log.read_text()
-            time.sleep(0.05)
+
+        def failed() -> object:
+            assert process.poll() is None, log.read_text()
+            return read(record).failed
+
+        eventually(failed, log.read_text)
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         assert len(children) == 3  # pytest and two burners
         process.send_signal(signal.SIGINT)

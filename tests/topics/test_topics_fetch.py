@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from support.topics.world import World, batch, fetch, in_world, values_of
-from support.waiting import DEADLINE_S, run, until
+from support.topics.world import World, batch, fetch, values_of
+from support.waiting import DEADLINE_S, until
 from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.topics.api import BatchRef, FetchRead, NotLeaderError, OffsetOutOfRangeError
@@ -27,10 +27,8 @@ async def filled(world: World, count: int = 10) -> tuple[LocalTopics, str]:
     return topics, row.topic_id
 
 
-def test_a_long_poll_wakes_when_records_arrive() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_a_long_poll_wakes_when_records_arrive() -> None:
+    async with World() as world:
         topics, topic_id = await filled(world, 1)
         waiting = asyncio.ensure_future(fetch(topics, topic_id, 0, 2, wait_s=600.0))
         await asyncio.sleep(0.01)
@@ -38,18 +36,14 @@ def test_a_long_poll_wakes_when_records_arrive() -> None:
         await topics.produce_nowait(topic_id, 0, batch("new"))
         assert values_of((await waiting).batches) == [(2, "new")]
 
-    in_world(scenario(), world)
-
 
 @pytest.mark.parametrize("limit", ["of the partition", "of the answer", "batches", "cold objects"])
-def test_who_is_given_all_that_an_answer_may_have_does_not_wait_for_more(
+async def test_who_is_given_all_that_an_answer_may_have_does_not_wait_for_more(
     limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = World()
-    monkeypatch.setattr(fetch_planner, "BATCHES_MAX", 2 if limit == "batches" else 4_096)
-    monkeypatch.setattr(fetch_planner, "COLD_OBJECTS_MAX", 2 if limit == "cold objects" else 64)
-
-    async def scenario() -> None:
+    async with World() as world:
+        monkeypatch.setattr(fetch_planner, "BATCHES_MAX", 2 if limit == "batches" else 4_096)
+        monkeypatch.setattr(fetch_planner, "COLD_OBJECTS_MAX", 2 if limit == "cold objects" else 64)
         topics, topic_id = await filled(world, 3)
         size = len(batch("0a", "0b"))
         two = 2 * size + 1
@@ -68,24 +62,16 @@ def test_who_is_given_all_that_an_answer_may_have_does_not_wait_for_more(
         await reader.produce_nowait(topic_id, 0, batch("new"))
         assert len((await waiting)[0].batches) >= 2
 
-    in_world(scenario(), world)
 
-
-def test_a_long_poll_ends_empty_when_its_time_is_over() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_a_long_poll_ends_empty_when_its_time_is_over() -> None:
+    async with World() as world:
         topics, topic_id = await filled(world, 1)
         found = await fetch(topics, topic_id, 0, 2, wait_s=0.02)
         assert (found.batches, found.error, found.high_watermark) == ([], None, 2)
 
-    in_world(scenario(), world)
 
-
-def test_min_bytes_waits_for_enough() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_min_bytes_waits_for_enough() -> None:
+    async with World() as world:
         topics, topic_id = await filled(world, 1)
         size = len(batch("x" * 500))
         reads = [FetchRead(topic_id, 0, 2, 1 << 20), FetchRead(topic_id, 1, 0, 1 << 20)]
@@ -97,14 +83,10 @@ def test_min_bytes_waits_for_enough() -> None:
         found = await waiting
         assert [len(f.batches) for f in found] == [1, 1]
 
-    in_world(scenario(), world)
-
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
-def test_byte_limits_hold_but_one_batch_always_comes(cache_bytes: int) -> None:
-    world = World(cache_bytes=cache_bytes)
-
-    async def scenario() -> None:
+async def test_byte_limits_hold_but_one_batch_always_comes(cache_bytes: int) -> None:
+    async with World(cache_bytes=cache_bytes) as world:
         topics, topic_id = await filled(world)
         size = len(batch("0a", "0b"))
         assert values_of((await fetch(topics, topic_id, 0, 4, max_bytes=1)).batches) == [(4, "2a"), (5, "2b")]
@@ -114,24 +96,16 @@ def test_byte_limits_hold_but_one_batch_always_comes(cache_bytes: int) -> None:
         found = await topics.fetch(reads, max_wait_s=0, min_bytes=1, max_bytes=1)
         assert [len(f.batches) for f in found] == [1, 0]
 
-    in_world(scenario(), world)
 
-
-def test_a_fetch_in_the_middle_of_a_batch_returns_the_whole_batch() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_a_fetch_in_the_middle_of_a_batch_returns_the_whole_batch() -> None:
+    async with World() as world:
         topics, topic_id = await filled(world)
         found = await fetch(topics, topic_id, 0, 5)
         assert values_of(found.batches)[0] == (4, "2a")
 
-    in_world(scenario(), world)
 
-
-def test_out_of_range_is_an_error_of_that_partition_alone() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_out_of_range_is_an_error_of_that_partition_alone() -> None:
+    async with World() as world:
         topics, topic_id = await filled(world)
         reads = [FetchRead(topic_id, 0, 21, 999), FetchRead(topic_id, 0, 18, 999), FetchRead(topic_id, 0, -1, 999)]
         high, good, low = await topics.fetch(reads, max_wait_s=15.0, min_bytes=1 << 20, max_bytes=1 << 20)
@@ -146,13 +120,9 @@ def test_out_of_range_is_an_error_of_that_partition_alone() -> None:
         )
         assert isinstance(unknown.error, MissingError) and isinstance(elsewhere.error, MissingError)
 
-    in_world(scenario(), world)
 
-
-def test_nothing_is_readable_before_it_is_durable() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_nothing_is_readable_before_it_is_durable() -> None:
+    async with World() as world:
         topics, topic_id = await filled(world, 1)
         gate = asyncio.Event()
 
@@ -168,13 +138,9 @@ def test_nothing_is_readable_before_it_is_durable() -> None:
         await sent
         assert (await fetch(topics, topic_id, 0, 2)).high_watermark == 3
 
-    in_world(scenario(), world)
 
-
-def test_recent_batches_come_from_memory_and_old_ones_in_one_read_per_object() -> None:
-    world = World(cache_bytes=0)
-
-    async def scenario() -> None:
+async def test_recent_batches_come_from_memory_and_old_ones_in_one_read_per_object() -> None:
+    async with World(cache_bytes=0) as world:
         row = await world.topic()
         topics = world.node()
         sent = [topics.produce_nowait(row.topic_id, n % 2, batch(str(n))) for n in range(10)]
@@ -189,13 +155,9 @@ def test_recent_batches_come_from_memory_and_old_ones_in_one_read_per_object() -
         assert values_of((await fetch(warm, row.topic_id, 0, 5)).batches) == [(5, "10")]
         assert world.objects.gets == gets
 
-    in_world(scenario(), world)
 
-
-def test_an_object_that_is_gone_fails_its_partition_alone() -> None:
-    world = World(cache_bytes=0)
-
-    async def scenario() -> None:
+async def test_an_object_that_is_gone_fails_its_partition_alone() -> None:
+    async with World(cache_bytes=0) as world:
         row = await world.topic()
         topics = world.node()
         await topics.produce_nowait(row.topic_id, 0, batch("0"))
@@ -207,13 +169,9 @@ def test_an_object_that_is_gone_fails_its_partition_alone() -> None:
         assert isinstance(lost.error, CorruptError) and lost.batches == []
         assert values_of(fine.batches) == [(0, "1")]
 
-    in_world(scenario(), world)
 
-
-def test_a_fetch_waiting_on_a_lost_partition_is_told() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_a_fetch_waiting_on_a_lost_partition_is_told() -> None:
+    async with World() as world:
         topics, topic_id = await filled(world, 1)
         waiting = asyncio.ensure_future(fetch(topics, topic_id, 0, 2, wait_s=15.0))
         await asyncio.sleep(0.01)
@@ -224,32 +182,25 @@ def test_a_fetch_waiting_on_a_lost_partition_is_told() -> None:
         found = await waiting
         assert isinstance(found.error, NotLeaderError) or values_of(found.batches) == [(2, "theirs")]
 
-    in_world(scenario(), world)
 
-
-def test_of_a_batch_of_one_record_the_index_says_the_time() -> None:
-    async def scenario() -> None:
-        world = World()
-        row = await world.topic()
-        topics = world.node(cache_bytes=0)
-        for at_ms in (5, 9, 7):
-            await topics.produce_nowait(row.topic_id, 0, batch("v", timestamp_ms=at_ms))
-        found = [await topics.offset_for_time(row.topic_id, 0, at_ms) for at_ms in (0, 5, 6, 9, 10)]
-        assert found == [(0, 5), (0, 5), (1, 9), (1, 9), None]
-        assert await topics.newest_timestamp(row.topic_id, 0) == (1, 9)
-        assert world.objects.gets == 0
-        await topics.produce_nowait(row.topic_id, 0, batch("v", "w", timestamp_ms=20))
-        assert await topics.offset_for_time(row.topic_id, 0, 20) == (3, 20)
-        assert world.objects.gets == 1
-        await world.aclose()
-
-    run(scenario())
-
-
-def test_offsets_and_times() -> None:
+async def test_of_a_batch_of_one_record_the_index_says_the_time() -> None:
     world = World()
+    row = await world.topic()
+    topics = world.node(cache_bytes=0)
+    for at_ms in (5, 9, 7):
+        await topics.produce_nowait(row.topic_id, 0, batch("v", timestamp_ms=at_ms))
+    found = [await topics.offset_for_time(row.topic_id, 0, at_ms) for at_ms in (0, 5, 6, 9, 10)]
+    assert found == [(0, 5), (0, 5), (1, 9), (1, 9), None]
+    assert await topics.newest_timestamp(row.topic_id, 0) == (1, 9)
+    assert world.objects.gets == 0
+    await topics.produce_nowait(row.topic_id, 0, batch("v", "w", timestamp_ms=20))
+    assert await topics.offset_for_time(row.topic_id, 0, 20) == (3, 20)
+    assert world.objects.gets == 1
+    await world.aclose()
 
-    async def scenario() -> None:
+
+async def test_offsets_and_times() -> None:
+    async with World() as world:
         topics, topic_id = await filled(world)
         offsets = await topics.offsets(topic_id, 0)
         assert (offsets.log_start_offset, offsets.high_watermark) == (0, 20)
@@ -258,14 +209,10 @@ def test_offsets_and_times() -> None:
         assert await topics.offset_for_time(topic_id, 0, 1010) is None
         assert await topics.offset_for_time(topic_id, 1, 0) is None
 
-    in_world(scenario(), world)
-
 
 # the reader of other processes ---------------------------------------------------------------------
-def test_the_reader_plans_whole_batches_that_overlap_the_range() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_the_reader_plans_whole_batches_that_overlap_the_range() -> None:
+    async with World() as world:
         topics, topic_id = await filled(world)
         reader = world.reader
         assert await reader.high_watermark(topic_id, 0) == 20
@@ -278,13 +225,9 @@ def test_the_reader_plans_whole_batches_that_overlap_the_range() -> None:
         with pytest.raises(OffsetOutOfRangeError):
             await reader.plan(topic_id, 0, 0, 22)
 
-    in_world(scenario(), world)
 
-
-def test_an_executor_reads_with_nothing_but_the_bucket() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_an_executor_reads_with_nothing_but_the_bucket() -> None:
+    async with World() as world:
         _, topic_id = await filled(world)
         refs: list[BatchRef] = await world.reader.plan(topic_id, 0, 0, 20)
         executor = LogPartitionReader(None, world.objects)
@@ -293,16 +236,11 @@ def test_an_executor_reads_with_nothing_but_the_bucket() -> None:
         with pytest.raises(InvalidError):
             await executor.high_watermark(topic_id, 0)
 
-    in_world(scenario(), world)
 
-
-def test_objects_are_read_side_by_side() -> None:
+async def test_objects_are_read_side_by_side() -> None:
     """A read of many objects takes the time of the slowest, not of all: on a remote store each answer takes its own."""
-    world = World()
-    under_way = most = 0
-
-    async def scenario() -> None:
-        nonlocal most
+    async with World() as world:
+        under_way = most = 0
         _, topic_id = await filled(world)
         refs = await world.reader.plan(topic_id, 0, 0, 20)
         keys = {ref.object_key for ref in refs}
@@ -320,13 +258,9 @@ def test_objects_are_read_side_by_side() -> None:
         assert len(values_of(await world.reader.read(refs))) == 20
         assert most == len(keys) == 10
 
-    in_world(scenario(), world)
 
-
-def test_a_reader_left_behind_by_rollups_finds_its_way() -> None:
-    world = World(rollup_records=3)
-
-    async def scenario() -> None:
+async def test_a_reader_left_behind_by_rollups_finds_its_way() -> None:
+    async with World(rollup_records=3) as world:
         topics, topic_id = await filled(world, 1)
         assert await world.reader.high_watermark(topic_id, 0) == 2
         for n in range(30):
@@ -335,24 +269,16 @@ def test_a_reader_left_behind_by_rollups_finds_its_way() -> None:
         refs = await world.reader.plan(topic_id, 0, 0, 32)
         assert [v for _, v in values_of(await world.reader.read(refs))] == ["0a", "0b", *(str(n) for n in range(30))]
 
-    in_world(scenario(), world)
 
-
-def test_readers_of_an_unwritten_partition_see_nothing() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_readers_of_an_unwritten_partition_see_nothing() -> None:
+    async with World() as world:
         row = await world.topic()
         assert await world.reader.high_watermark(row.topic_id, 0) == 0
         assert await world.reader.plan(row.topic_id, 0, 0, 0) == []
 
-    in_world(scenario(), world)
 
-
-def test_an_answer_waits_for_so_many_objects_of_others_and_readers_share_them() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_an_answer_waits_for_so_many_objects_of_others_and_readers_share_them() -> None:
+    async with World() as world:
         count = COLD_OBJECTS_MAX + 10
         _, topic_id = await filled(world, count)
         other = world.node()
@@ -368,10 +294,8 @@ def test_an_answer_waits_for_so_many_objects_of_others_and_readers_share_them() 
         again = await fetch(other, topic_id, 0, 0)
         assert len(again.batches) == count and world.objects.gets - before == count
 
-    in_world(scenario(), world)
 
-
-def test_of_thousands_of_objects_a_few_are_read_side_by_side() -> None:
+async def test_of_thousands_of_objects_a_few_are_read_side_by_side() -> None:
     """By as many tasks as a store takes requests; each object is read once, and what cannot be read harms no other."""
     data = batch("v")
     asked: list[str] = []
@@ -386,15 +310,12 @@ def test_of_thousands_of_objects_a_few_are_read_side_by_side() -> None:
                 raise MissingError("gone.")
             return [bytes(data)]
 
-    async def scenario() -> None:
-        refs = [[BatchRef(str(n), 0, len(data), 0, 1, 0)] for n in range(3_000)]
-        found = await read_batches(Objects(), refs)  # type: ignore[arg-type]
-        assert sorted(asked) == sorted(str(n) for n in range(3_000))
-        assert max(tasks) <= OBJECT_CONCURRENCY + 2
-        assert [n for n, each in enumerate(found) if not isinstance(each, list)] == [1500]
-        assert isinstance(found[1500], CorruptError)
-
-    run(scenario())
+    refs = [[BatchRef(str(n), 0, len(data), 0, 1, 0)] for n in range(3_000)]
+    found = await read_batches(Objects(), refs)  # type: ignore[arg-type]
+    assert sorted(asked) == sorted(str(n) for n in range(3_000))
+    assert max(tasks) <= OBJECT_CONCURRENCY + 2
+    assert [n for n, each in enumerate(found) if not isinstance(each, list)] == [1500]
+    assert isinstance(found[1500], CorruptError)
 
 
 class Stored:
@@ -411,20 +332,17 @@ class Stored:
 
 @pytest.mark.parametrize("epoch", [-1, 3])
 @pytest.mark.parametrize("stored", [[7, 9], [7, 0]])
-def test_what_is_stored_as_it_is_read_is_not_copied(stored: list[int], epoch: int) -> None:
-    async def scenario() -> None:
-        parts = [bytearray(batch("a", "b")), bytearray(batch("c"))]
-        for part, base_offset in zip(parts, stored, strict=True):
-            patch_base_offset(part, 0, base_offset, epoch)
-        objects = Stored(b"".join(parts))
-        sizes = [len(part) for part in parts]
-        refs = [BatchRef("k", 0, sizes[0], 7, 2, 0), BatchRef("k", sizes[0], sizes[1], 9, 1, 0)]
-        (found,) = await read_batches(objects, [refs])  # type: ignore[arg-type]
-        assert isinstance(found, list)
-        for part, base_offset in zip(parts, (7, 9), strict=True):
-            patch_base_offset(part, 0, base_offset)
-        assert found == parts
-        as_they_are = stored == [7, 9] and epoch == -1
-        assert [isinstance(each, memoryview) and each.obj is objects.handed[0] for each in found] == [as_they_are] * 2
-
-    run(scenario())
+async def test_what_is_stored_as_it_is_read_is_not_copied(stored: list[int], epoch: int) -> None:
+    parts = [bytearray(batch("a", "b")), bytearray(batch("c"))]
+    for part, base_offset in zip(parts, stored, strict=True):
+        patch_base_offset(part, 0, base_offset, epoch)
+    objects = Stored(b"".join(parts))
+    sizes = [len(part) for part in parts]
+    refs = [BatchRef("k", 0, sizes[0], 7, 2, 0), BatchRef("k", sizes[0], sizes[1], 9, 1, 0)]
+    (found,) = await read_batches(objects, [refs])  # type: ignore[arg-type]
+    assert isinstance(found, list)
+    for part, base_offset in zip(parts, (7, 9), strict=True):
+        patch_base_offset(part, 0, base_offset)
+    assert found == parts
+    as_they_are = stored == [7, 9] and epoch == -1
+    assert [isinstance(each, memoryview) and each.obj is objects.handed[0] for each in found] == [as_they_are] * 2

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from support.topics.l1_world import L1World, produced
-from support.topics.world import fetch, in_world, values_of
+from support.topics.world import fetch, values_of
 from tidemill.topics.batch.header import is_intact
 from tidemill.topics.l1.read_ahead import ReadAhead
 from tidemill.topics.local_topics import LocalTopics
@@ -60,10 +60,8 @@ async def everything(node: LocalTopics, topic_id: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("moved", [False, True])
-def test_f620_a_fetch_of_an_answer_with_a_flipped_bit_serves_what_was_written(moved: bool) -> None:
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+async def test_f620_a_fetch_of_an_answer_with_a_flipped_bit_serves_what_was_written(moved: bool) -> None:
+    async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world)
         if moved:
             assert (await world.move(node, topic_id)).failed is None
@@ -78,15 +76,11 @@ def test_f620_a_fetch_of_an_answer_with_a_flipped_bit_serves_what_was_written(mo
         planned = await reader.plan(topic_id, 0, 0, len(WRITTEN))
         assert values_of(await reader.read(planned)) == WRITTEN, "a pipeline"
 
-    in_world(scenario(), world)
-
 
 @pytest.mark.parametrize("byte", [8, 11, 16])
-def test_a_flipped_bit_of_the_header_before_the_checksum_is_seen(byte: int) -> None:
+async def test_a_flipped_bit_of_the_header_before_the_checksum_is_seen(byte: int) -> None:
     """The length and the magic; base offset and leader epoch are written anew where they are not right."""
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+    async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world)
         reader = LogPartitionReader(world.consensus, world.objects, world.l1)
         planned = await reader.plan(topic_id, 0, 0, len(WRITTEN))
@@ -95,13 +89,9 @@ def test_a_flipped_bit_of_the_header_before_the_checksum_is_seen(byte: int) -> N
         assert len(flips.notices) == 1
         assert await everything(node, topic_id) == WRITTEN
 
-    in_world(scenario(), world)
 
-
-def test_what_is_read_ahead_with_a_flipped_bit_is_read_again_for_every_reader() -> None:
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+async def test_what_is_read_ahead_with_a_flipped_bit_is_read_again_for_every_reader() -> None:
+    async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world)
         await world.move(node, topic_id)
         node._ahead = ahead = ReadAhead(world.objects, node._tasks)
@@ -115,18 +105,12 @@ def test_what_is_read_ahead_with_a_flipped_bit_is_read_again_for_every_reader() 
             assert await everything(node, topic_id) == WRITTEN
         assert len(flips.notices) == 1
 
-    in_world(scenario(), world)
 
-
-def test_f620_a_batch_that_its_object_holds_damaged_is_served_as_it_is_and_the_store_is_named() -> None:
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+async def test_f620_a_batch_that_its_object_holds_damaged_is_served_as_it_is_and_the_store_is_named() -> None:
+    async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world)
         flips = Flips(world, 1_000)
         got = await fetch(node, topic_id, 0, 0, max_bytes=1)
         assert [is_intact(each) for each in got.batches] == [False]
         [said] = flips.notices
         assert "an object is damaged, or the object store damages its answers: reads=2 key=l0/" in said
-
-    in_world(scenario(), world)

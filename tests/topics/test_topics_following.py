@@ -199,93 +199,81 @@ def test_whoever_follows_is_given_what_a_plain_fetch_gives(steps: list[Step], co
     run(scenario())
 
 
-def test_what_stands_still_is_not_looked_at_and_what_moves_alone_is() -> None:
-    async def scenario() -> None:
-        world = World()
-        topics = world.node()
-        row = await world.topic("t", 40)
+async def test_what_stands_still_is_not_looked_at_and_what_moves_alone_is() -> None:
+    world = World()
+    topics = world.node()
+    row = await world.topic("t", 40)
+    following = topics.subscribe()
+    for partition in range(40):
+        following.put(partition, FetchRead(row.topic_id, partition, 0, 1 << 20))
+    looked: list[int] = []
+    serving = following._serving
+    real = serving.open_all
+
+    async def counted(reads: list[FetchRead], until_s: float) -> object:
+        looked.append(len(reads))
+        return await real(reads, until_s)
+
+    following._serving = msgspec.structs.replace(serving, open_all=counted)
+    assert len(await following.fetch(max_wait_s=0.01, min_bytes=1, max_bytes=1 << 20)) == 40
+    assert await following.fetch(max_wait_s=0.01, min_bytes=1, max_bytes=1 << 20) == []
+    assert looked == [40, 0]
+    waiting = asyncio.ensure_future(following.fetch(max_wait_s=50.0, min_bytes=1, max_bytes=1 << 20))
+    await until(lambda: len(looked) == 3)
+    await topics.produce_nowait(row.topic_id, 17, batch("v"))
+    ((key, got),) = await waiting
+    assert key == 17 and values_of(got.batches) == [(0, "v")]
+    assert looked == [40, 0, 0, 1]
+    await world.aclose()
+
+
+async def test_what_arrives_while_it_waits_for_more_bytes_is_counted() -> None:
+    world = World()
+    topics = world.node()
+    row = await world.topic("t", 2)
+    following = topics.subscribe()
+    for partition in range(2):
+        following.put(partition, FetchRead(row.topic_id, partition, 0, 1 << 20))
+    size = len(batch("v"))
+    waiting = asyncio.ensure_future(following.fetch(max_wait_s=50.0, min_bytes=3 * size, max_bytes=1 << 20))
+    for partition in (0, 1, 0):
+        assert not waiting.done()
+        await topics.produce_nowait(row.topic_id, partition, batch("v"))
+    answers = dict(await waiting)
+    assert [len(answers[partition].batches) for partition in range(2)] == [2, 1]
+    await world.aclose()
+
+
+async def test_a_partition_that_is_followed_takes_half_a_kilobyte() -> None:
+    world = World()
+    topics = world.node()
+    row = await world.topic("t", 2_000)
+    for partition in range(2_000):
+        await topics.offsets(row.topic_id, partition)
+    gc.collect()
+    tracemalloc.start()
+    try:
         following = topics.subscribe()
-        for partition in range(40):
-            following.put(partition, FetchRead(row.topic_id, partition, 0, 1 << 20))
-        looked: list[int] = []
-        serving = following._serving
-        real = serving.open_all
-
-        async def counted(reads: list[FetchRead], until_s: float) -> object:
-            looked.append(len(reads))
-            return await real(reads, until_s)
-
-        following._serving = msgspec.structs.replace(serving, open_all=counted)
-        assert len(await following.fetch(max_wait_s=0.01, min_bytes=1, max_bytes=1 << 20)) == 40
-        assert await following.fetch(max_wait_s=0.01, min_bytes=1, max_bytes=1 << 20) == []
-        assert looked == [40, 0]
-        waiting = asyncio.ensure_future(following.fetch(max_wait_s=50.0, min_bytes=1, max_bytes=1 << 20))
-        await until(lambda: len(looked) == 3)
-        await topics.produce_nowait(row.topic_id, 17, batch("v"))
-        ((key, got),) = await waiting
-        assert key == 17 and values_of(got.batches) == [(0, "v")]
-        assert looked == [40, 0, 0, 1]
-        await world.aclose()
-
-    run(scenario())
-
-
-def test_what_arrives_while_it_waits_for_more_bytes_is_counted() -> None:
-    async def scenario() -> None:
-        world = World()
-        topics = world.node()
-        row = await world.topic("t", 2)
-        following = topics.subscribe()
-        for partition in range(2):
-            following.put(partition, FetchRead(row.topic_id, partition, 0, 1 << 20))
-        size = len(batch("v"))
-        waiting = asyncio.ensure_future(following.fetch(max_wait_s=50.0, min_bytes=3 * size, max_bytes=1 << 20))
-        for partition in (0, 1, 0):
-            assert not waiting.done()
-            await topics.produce_nowait(row.topic_id, partition, batch("v"))
-        answers = dict(await waiting)
-        assert [len(answers[partition].batches) for partition in range(2)] == [2, 1]
-        await world.aclose()
-
-    run(scenario())
-
-
-def test_a_partition_that_is_followed_takes_half_a_kilobyte() -> None:
-    async def scenario() -> None:
-        world = World()
-        topics = world.node()
-        row = await world.topic("t", 2_000)
         for partition in range(2_000):
-            await topics.offsets(row.topic_id, partition)
-        gc.collect()
-        tracemalloc.start()
-        try:
-            following = topics.subscribe()
-            for partition in range(2_000):
-                following.put(("the-name-of-a-topic", partition), FetchRead(row.topic_id, partition, 0, 1 << 20))
-            await following.fetch(max_wait_s=0.0, min_bytes=1, max_bytes=1 << 20)
-            gc.collect()  # what it takes while it stands, not what the cycles of one fetch leave behind
-            assert tracemalloc.get_traced_memory()[0] < 600 * 2_000
-        finally:
-            tracemalloc.stop()
-        await world.aclose()
-
-    run(scenario())
+            following.put(("the-name-of-a-topic", partition), FetchRead(row.topic_id, partition, 0, 1 << 20))
+        await following.fetch(max_wait_s=0.0, min_bytes=1, max_bytes=1 << 20)
+        gc.collect()  # what it takes while it stands, not what the cycles of one fetch leave behind
+        assert tracemalloc.get_traced_memory()[0] < 600 * 2_000
+    finally:
+        tracemalloc.stop()
+    await world.aclose()
 
 
-def test_a_reader_that_ends_leaves_nobody_watched_and_one_that_waits_is_let_go() -> None:
-    async def scenario() -> None:
-        world = World()
-        topics = world.node()
-        row = await world.topic("t", 3)
-        following = topics.subscribe()
-        for partition in range(3):
-            following.put(partition, FetchRead(row.topic_id, partition, 0, 1 << 20))
-        waiting = asyncio.ensure_future(following.fetch(max_wait_s=50.0, min_bytes=1, max_bytes=1 << 20))
-        await until(lambda: sum(len(led.watchers) for led in topics._led.values()) == 3)
-        following.close()
-        assert await waiting == []
-        assert not any(len(led.watchers) for led in topics._led.values())
-        await world.aclose()
-
-    run(scenario())
+async def test_a_reader_that_ends_leaves_nobody_watched_and_one_that_waits_is_let_go() -> None:
+    world = World()
+    topics = world.node()
+    row = await world.topic("t", 3)
+    following = topics.subscribe()
+    for partition in range(3):
+        following.put(partition, FetchRead(row.topic_id, partition, 0, 1 << 20))
+    waiting = asyncio.ensure_future(following.fetch(max_wait_s=50.0, min_bytes=1, max_bytes=1 << 20))
+    await until(lambda: sum(len(led.watchers) for led in topics._led.values()) == 3)
+    following.close()
+    assert await waiting == []
+    assert not any(len(led.watchers) for led in topics._led.values())
+    await world.aclose()

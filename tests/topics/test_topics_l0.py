@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.topics.world import GatedObjects
-from support.waiting import run
-from support.waiting import until as eventually
+from support.waiting import until
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
 from tidemill.topics.batch_reads import select_batches
@@ -117,72 +116,62 @@ class Telling:
 
 
 @pytest.mark.parametrize("error", [None, UnavailableError("gone.")])
-def test_members_hear_in_order_and_in_stretches_while_their_object_stays_open(error: TidemillError | None) -> None:
-    async def scenario() -> None:
-        telling = Telling()
-        telling.stage(*range(50))
-        await telling.objects.let_go(error=error)
-        assert telling.writer.first_open_number == 0
-        seen = await telling.stretches(5)
-        assert telling.writer.first_open_number == 0 and telling.writer.staged_bytes > 0, "some have not heard"
-        seen += await telling.stretches(50)
-        assert max(later - earlier for earlier, later in itertools.pairwise(seen)) <= 6
-        assert telling.heard == [n if error is None else f"failed {n}" for n in range(50)]
-        await eventually(lambda: telling.writer.first_open_number == 1)
-        assert telling.writer.staged_bytes == 0
-        await telling.writer.aclose()
-
-    run(scenario())
-
-
-def test_who_waits_for_others_to_be_answered_waits_a_moment_from_their_answer_on() -> None:
-    async def scenario() -> None:
-        telling = Telling()
-        first = Member(1, telling.heard, telling.clock)
-        telling.writer.stage(first)
-        await eventually(lambda: bool(telling.objects.waiting))
-        await telling.objects.let_go()
-        await eventually(lambda: telling.heard == [1])
-        telling.stage(2)
-        waiting = telling.writer._flush_due
-        telling.writer.batch_answered(first)
-        sooner = telling.writer._flush_due
-        assert isinstance(waiting, asyncio.TimerHandle) and waiting.cancelled()
-        assert isinstance(sooner, asyncio.TimerHandle) and sooner.when() < waiting.when()
-        telling.writer.batch_answered(first)
-        assert telling.writer._flush_due is sooner, "it has been answered already"
-        await eventually(lambda: bool(telling.objects.waiting))
-        await telling.objects.let_go()
-        await telling.writer.aclose()
-
-    run(scenario())
+async def test_members_hear_in_order_and_in_stretches_while_their_object_stays_open(
+    error: TidemillError | None,
+) -> None:
+    telling = Telling()
+    telling.stage(*range(50))
+    await telling.objects.let_go(error=error)
+    assert telling.writer.first_open_number == 0
+    seen = await telling.stretches(5)
+    assert telling.writer.first_open_number == 0 and telling.writer.staged_bytes > 0, "some have not heard"
+    seen += await telling.stretches(50)
+    assert max(later - earlier for earlier, later in itertools.pairwise(seen)) <= 6
+    assert telling.heard == [n if error is None else f"failed {n}" for n in range(50)]
+    await until(lambda: telling.writer.first_open_number == 1)
+    assert telling.writer.staged_bytes == 0
+    await telling.writer.aclose()
 
 
-def test_who_waited_too_long_hears_it_in_stretches_too() -> None:
-    async def scenario() -> None:
-        telling = Telling()
-        telling.stage(100)
-        await eventually(lambda: bool(telling.objects.waiting))
-        telling.stage(*range(50))
-        telling.clock.advance(11_000)
-        await telling.objects.let_go()
-        seen = await telling.stretches(51)
-        assert max(later - earlier for earlier, later in itertools.pairwise(seen)) <= 6
-        assert telling.heard == [100, *(f"failed {n}" for n in range(50))]
-        await telling.writer.aclose()
+async def test_who_waits_for_others_to_be_answered_waits_a_moment_from_their_answer_on() -> None:
+    telling = Telling()
+    first = Member(1, telling.heard, telling.clock)
+    telling.writer.stage(first)
+    await until(lambda: bool(telling.objects.waiting))
+    await telling.objects.let_go()
+    await until(lambda: telling.heard == [1])
+    telling.stage(2)
+    waiting = telling.writer._flush_due
+    telling.writer.batch_answered(first)
+    sooner = telling.writer._flush_due
+    assert isinstance(waiting, asyncio.TimerHandle) and waiting.cancelled()
+    assert isinstance(sooner, asyncio.TimerHandle) and sooner.when() < waiting.when()
+    telling.writer.batch_answered(first)
+    assert telling.writer._flush_due is sooner, "it has been answered already"
+    await until(lambda: bool(telling.objects.waiting))
+    await telling.objects.let_go()
+    await telling.writer.aclose()
 
-    run(scenario())
+
+async def test_who_waited_too_long_hears_it_in_stretches_too() -> None:
+    telling = Telling()
+    telling.stage(100)
+    await until(lambda: bool(telling.objects.waiting))
+    telling.stage(*range(50))
+    telling.clock.advance(11_000)
+    await telling.objects.let_go()
+    seen = await telling.stretches(51)
+    assert max(later - earlier for earlier, later in itertools.pairwise(seen)) <= 6
+    assert telling.heard == [100, *(f"failed {n}" for n in range(50))]
+    await telling.writer.aclose()
 
 
-def test_whoever_has_not_heard_when_the_writer_closes_hears_of_a_failure_once() -> None:
-    async def scenario() -> None:
-        telling = Telling()
-        telling.stage(*range(50))
-        await telling.objects.let_go()
-        await telling.stretches(5)
-        await telling.writer.aclose()
-        reported = [each for each in telling.heard if isinstance(each, int)]
-        assert 5 <= len(reported) < 50
-        assert telling.heard == [*reported, *(f"failed {n}" for n in range(len(reported), 50))]
-
-    run(scenario())
+async def test_whoever_has_not_heard_when_the_writer_closes_hears_of_a_failure_once() -> None:
+    telling = Telling()
+    telling.stage(*range(50))
+    await telling.objects.let_go()
+    await telling.stretches(5)
+    await telling.writer.aclose()
+    reported = [each for each in telling.heard if isinstance(each, int)]
+    assert 5 <= len(reported) < 50
+    assert telling.heard == [*reported, *(f"failed {n}" for n in range(len(reported), 50))]

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.waiting import run
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import MissingError, TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
@@ -36,14 +38,12 @@ class Counted(MemoryObjects):
         return await super().get_ranges(key, ranges)
 
 
-def run(body: Callable[[Counted, SharedReads], Awaitable[None]], *, limit_bytes: int = 1 << 20) -> None:
-    async def main() -> None:
-        objects = Counted()
-        await objects.put(KEY, DATA)
-        async with asyncio.timeout(60), Tasks(lambda *_: None) as tasks:
-            await body(objects, SharedReads(objects, tasks, limit_bytes=limit_bytes))
-
-    asyncio.run(main())
+@asynccontextmanager
+async def opened_reads(limit_bytes: int = 1 << 20) -> AsyncIterator[tuple[Counted, SharedReads]]:
+    objects = Counted()
+    await objects.put(KEY, DATA)
+    async with Tasks(lambda *_: None) as tasks:
+        yield objects, SharedReads(objects, tasks, limit_bytes=limit_bytes)
 
 
 async def read(shared: SharedReads, *ranges: tuple[int, int], key: str = KEY) -> None:
@@ -51,8 +51,8 @@ async def read(shared: SharedReads, *ranges: tuple[int, int], key: str = KEY) ->
     assert [bytes(each) for each in found] == [DATA[begin:end] for begin, end in ranges]
 
 
-def test_readers_of_one_moment_and_of_the_next_share_one_request() -> None:
-    async def body(objects: Counted, shared: SharedReads) -> None:
+async def test_readers_of_one_moment_and_of_the_next_share_one_request() -> None:
+    async with opened_reads() as (objects, shared):
         objects.gate.clear()
         readers = [asyncio.ensure_future(read(shared, (5_000, 6_000))) for _ in range(4)]
         readers.append(asyncio.ensure_future(read(shared, (100, 200), (5_500, 5_900))))
@@ -62,11 +62,11 @@ def test_readers_of_one_moment_and_of_the_next_share_one_request() -> None:
         await read(shared, (0, 6_000))
         assert objects.asked == [(KEY, [(0, 6_000)])]
 
-    run(body)
 
-
-def test_what_lies_before_comes_along_as_far_as_it_costs_no_request_and_only_what_is_missing_is_asked_for() -> None:
-    async def body(objects: Counted, shared: SharedReads) -> None:
+async def test_what_lies_before_comes_along_as_far_as_it_costs_no_request_and_only_what_is_missing_is_asked_for() -> (
+    None
+):
+    async with opened_reads() as (objects, shared):
         far = READ_BEFORE_BYTES + 10_000
         await read(shared, (far, far + 5))
         await read(shared, (10_000, far + 5), (200_000, 200_007))
@@ -77,11 +77,9 @@ def test_what_lies_before_comes_along_as_far_as_it_costs_no_request_and_only_wha
             (KEY, [(0, 10_001)]),
         ]
 
-    run(body)
 
-
-def test_a_read_that_fails_fails_for_all_who_wait_and_for_nobody_after_them() -> None:
-    async def body(objects: Counted, shared: SharedReads) -> None:
+async def test_a_read_that_fails_fails_for_all_who_wait_and_for_nobody_after_them() -> None:
+    async with opened_reads() as (objects, shared):
         await read(shared, (0, 10))
         objects.gate.clear()
         objects.error = UnavailableError("away.")
@@ -98,22 +96,18 @@ def test_a_read_that_fails_fails_for_all_who_wait_and_for_nobody_after_them() ->
             await shared.get_ranges("l0/e/gone", [(0, 1)])
         assert shared.held_bytes == 70
 
-    run(body)
 
-
-def test_a_fault_that_nobody_foresaw_is_told_to_all_who_wait() -> None:
-    async def body(objects: Counted, shared: SharedReads) -> None:
+async def test_a_fault_that_nobody_foresaw_is_told_to_all_who_wait() -> None:
+    async with opened_reads() as (objects, shared):
         objects.error = RuntimeError("a bug")
         for _ in range(2):
             with pytest.raises(UnavailableError):
                 await shared.get_ranges(KEY, [(0, 1)])
         assert len(objects.asked) == 2 and shared.held_bytes == 0
 
-    run(body)
 
-
-def test_who_stops_waiting_disturbs_nobody() -> None:
-    async def body(objects: Counted, shared: SharedReads) -> None:
+async def test_who_stops_waiting_disturbs_nobody() -> None:
+    async with opened_reads() as (objects, shared):
         objects.gate.clear()
         first, second = (asyncio.ensure_future(read(shared, (0, 10))) for _ in range(2))
         await asyncio.sleep(0)
@@ -123,11 +117,9 @@ def test_who_stops_waiting_disturbs_nobody() -> None:
         await second
         assert first.cancelled() and len(objects.asked) == 1
 
-    run(body)
 
-
-def test_so_many_requests_at_once_leave_the_store_to_others() -> None:
-    async def body(objects: Counted, shared: SharedReads) -> None:
+async def test_so_many_requests_at_once_leave_the_store_to_others() -> None:
+    async with opened_reads() as (objects, shared):
         names = [f"l0/e/{n}" for n in range(READS_IN_FLIGHT_MAX + 3)]
         for name in names:
             await objects.put(name, DATA)
@@ -141,26 +133,21 @@ def test_so_many_requests_at_once_leave_the_store_to_others() -> None:
         await asyncio.gather(*readers)
         assert len(objects.asked) == len(names)
 
-    run(body)
+
+async def test_nobody_waits_for_what_ended_with_its_node() -> None:
+    objects = Counted()
+    objects.gate.clear()
+    tasks = Tasks(lambda *_: None)
+    shared = SharedReads(objects, tasks)
+    reader = asyncio.ensure_future(shared.get_ranges(KEY, [(0, 10)]))
+    await asyncio.sleep(0)
+    await tasks.aclose()
+    with pytest.raises(UnavailableError):
+        await reader
 
 
-def test_nobody_waits_for_what_ended_with_its_node() -> None:
-    async def main() -> None:
-        objects = Counted()
-        objects.gate.clear()
-        tasks = Tasks(lambda *_: None)
-        shared = SharedReads(objects, tasks)
-        reader = asyncio.ensure_future(shared.get_ranges(KEY, [(0, 10)]))
-        await asyncio.sleep(0)
-        await tasks.aclose()
-        with pytest.raises(UnavailableError):
-            await reader
-
-    asyncio.run(asyncio.wait_for(main(), 60))
-
-
-def test_what_is_held_stays_below_its_limit_the_oldest_going_first() -> None:
-    async def body(objects: Counted, shared: SharedReads) -> None:
+async def test_what_is_held_stays_below_its_limit_the_oldest_going_first() -> None:
+    async with opened_reads(limit_bytes=1000) as (objects, shared):
         for name in "abc":
             await objects.put(name, DATA)
             await read(shared, (0, 400), key=name)
@@ -172,8 +159,6 @@ def test_what_is_held_stays_below_its_limit_the_oldest_going_first() -> None:
         await read(shared, (0, 400), key="a")
         await read(shared, (0, 2_000), key="b")
         assert len(objects.asked) == asked + 2 and shared.held_bytes <= 1_000
-
-    run(body, limit_bytes=1_000)
 
 
 Ranges = st.lists(
@@ -191,19 +176,20 @@ Asked = st.lists(st.tuples(st.sampled_from("ab"), Ranges, st.booleans()), min_si
 def test_whatever_readers_ask_for_each_has_its_bytes(
     asked: list[tuple[str, list[tuple[int, int]], bool]], limit_bytes: int
 ) -> None:
-    async def body(objects: Counted, shared: SharedReads) -> None:
-        for key in "ab":
-            await objects.put(key, DATA)
-        readers = []
-        for key, ranges, fails in asked:
-            objects.error = UnavailableError("away.") if fails else None
-            readers.append(asyncio.ensure_future(read(shared, *ranges, key=key)))
-            await asyncio.sleep(0)
-        ended = await asyncio.gather(*readers, return_exceptions=True)
-        assert all(each is None or isinstance(each, TidemillError) for each in ended)
-        held = sum(piece.end - piece.begin for pieces in shared._pieces.values() for piece in pieces)
-        assert held == shared.held_bytes <= limit_bytes
+    async def body() -> None:
+        async with opened_reads(limit_bytes) as (objects, shared):
+            for key in "ab":
+                await objects.put(key, DATA)
+            readers = []
+            for key, ranges, fails in asked:
+                objects.error = UnavailableError("away.") if fails else None
+                readers.append(asyncio.ensure_future(read(shared, *ranges, key=key)))
+                await asyncio.sleep(0)
+            ended = await asyncio.gather(*readers, return_exceptions=True)
+            assert all(each is None or isinstance(each, TidemillError) for each in ended)
+            held = sum(piece.end - piece.begin for pieces in shared._pieces.values() for piece in pieces)
+            assert held == shared.held_bytes <= limit_bytes
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(object_cache, "READ_BEFORE_BYTES", 100)
-        run(body, limit_bytes=limit_bytes)
+        run(body(), 60)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.waiting import run
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import Tasks
@@ -40,18 +42,16 @@ class Counted(MemoryObjects):
         return await super().get(key, start, end)
 
 
-def run(body: Callable[[Counted, ReadAhead], Awaitable[None]], *, limit_bytes: int = 4_000) -> None:
-    async def main() -> None:
-        objects = Counted()
-        await objects.put(KEY, DATA)
+@asynccontextmanager
+async def opened_ahead(limit_bytes: int = 4_000) -> AsyncIterator[tuple[Counted, ReadAhead]]:
+    objects = Counted()
+    await objects.put(KEY, DATA)
 
-        def fail(name: str, error: BaseException) -> None:
-            raise AssertionError(name) from error
+    def fail(name: str, error: BaseException) -> None:
+        raise AssertionError(name) from error
 
-        async with asyncio.timeout(60), Tasks(fail) as tasks:
-            await body(objects, ReadAhead(objects, tasks, limit_bytes=limit_bytes, span_bytes=1_000))
-
-    asyncio.run(main())
+    async with Tasks(fail) as tasks:
+        yield objects, ReadAhead(objects, tasks, limit_bytes=limit_bytes, span_bytes=1_000)
 
 
 async def read(ahead: ReadAhead, begin: int, end: int, limit: int = len(DATA)) -> None:
@@ -60,8 +60,8 @@ async def read(ahead: ReadAhead, begin: int, end: int, limit: int = len(DATA)) -
     assert bytes(data) == DATA[begin:end]
 
 
-def test_who_goes_on_reads_what_is_there_already_and_who_jumps_does_not() -> None:
-    async def body(objects: Counted, ahead: ReadAhead) -> None:
+async def test_who_goes_on_reads_what_is_there_already_and_who_jumps_does_not() -> None:
+    async with opened_ahead() as (objects, ahead):
         await read(ahead, 0, 300)
         assert objects.ahead == []
         await read(ahead, 300, 600)
@@ -74,20 +74,16 @@ def test_who_goes_on_reads_what_is_there_already_and_who_jumps_does_not() -> Non
             await read(ahead, begin, begin + 10)
         assert len(objects.ahead) == asked
 
-    run(body)
 
-
-def test_the_end_of_a_region_is_the_end_of_reading_ahead() -> None:
-    async def body(objects: Counted, ahead: ReadAhead) -> None:
+async def test_the_end_of_a_region_is_the_end_of_reading_ahead() -> None:
+    async with opened_ahead() as (objects, ahead):
         for begin in range(0, 1_500, 100):
             await read(ahead, begin, begin + 100, 1_500)
         assert objects.ahead == [(200, 1_200), (1_200, 1_500)]
 
-    run(body)
 
-
-def test_a_reader_that_comes_before_its_span_waits_for_it_and_reads_once() -> None:
-    async def body(objects: Counted, ahead: ReadAhead) -> None:
+async def test_a_reader_that_comes_before_its_span_waits_for_it_and_reads_once() -> None:
+    async with opened_ahead() as (objects, ahead):
         objects.gate = asyncio.Event()
         await read(ahead, 0, 100)
         await read(ahead, 100, 200)
@@ -98,11 +94,9 @@ def test_a_reader_that_comes_before_its_span_waits_for_it_and_reads_once() -> No
         await asyncio.gather(*readers)
         assert objects.asked == [(0, 100), (100, 200)]
 
-    run(body)
 
-
-def test_a_span_that_cannot_be_read_is_forgotten_and_its_reader_reads_for_itself() -> None:
-    async def body(objects: Counted, ahead: ReadAhead) -> None:
+async def test_a_span_that_cannot_be_read_is_forgotten_and_its_reader_reads_for_itself() -> None:
+    async with opened_ahead() as (objects, ahead):
         objects.error = UnavailableError("away.")
         for begin in range(0, 500, 100):
             await read(ahead, begin, begin + 100)
@@ -113,32 +107,30 @@ def test_a_span_that_cannot_be_read_is_forgotten_and_its_reader_reads_for_itself
         await read(ahead, 600, 700)
         assert objects.asked[-1] == (500, 600)
 
-    run(body)
-
 
 @pytest.mark.parametrize("limit_bytes", [0, 900, 2_500])
-def test_what_is_held_stays_within_its_limit(limit_bytes: int) -> None:
-    async def body(objects: Counted, ahead: ReadAhead) -> None:
+async def test_what_is_held_stays_within_its_limit(limit_bytes: int) -> None:
+    async with opened_ahead(limit_bytes=limit_bytes) as (_, ahead):
         for begin in range(0, 9_000, 450):
             for reader in range(3):
                 await read(ahead, begin + reader * 10, begin + reader * 10 + 450)
             assert ahead.held_bytes <= limit_bytes
             assert ahead.held_bytes == sum(span.end - span.begin for span in ahead._spans.values())
 
-    run(body, limit_bytes=limit_bytes)
-
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9_000), st.lists(st.integers(1, 700), max_size=12)), max_size=6))
 def test_whatever_is_read_in_whatever_order_is_what_the_object_holds(walks: list[tuple[int, list[int]]]) -> None:
-    async def body(objects: Counted, ahead: ReadAhead) -> None:
-        async def walk(at: int, steps: list[int]) -> None:
-            for step in steps:
-                end = min(at + step, len(DATA))
-                if end > at:
-                    await read(ahead, at, end)
-                at = end
+    async def body() -> None:
+        async with opened_ahead() as (_, ahead):
 
-        await asyncio.gather(*(walk(*each) for each in walks))
+            async def walk(at: int, steps: list[int]) -> None:
+                for step in steps:
+                    end = min(at + step, len(DATA))
+                    if end > at:
+                        await read(ahead, at, end)
+                    at = end
 
-    run(body)
+            await asyncio.gather(*(walk(*each) for each in walks))
+
+    run(body())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from support.topics.l1_store import Faulty, add_of, added, opened
-from support.waiting import run
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.l1.extent_cache import LOOKUP_EXTENTS_MIN, ExtentCache
@@ -34,68 +33,56 @@ async def base_at(recent: ExtentCache, offset: int, partition: int = 0) -> int |
     return found.base_offset if found is not None else None
 
 
-def test_who_reads_on_scans_once_for_several_extents() -> None:
-    async def scenario() -> None:
-        async with opened() as rows:
-            spans = [(10 * n, 10 * n + 9, 5) for n in range(LOOKUP_EXTENTS_MIN + 2)]
-            await added(rows, add_of("o", *spans))
-            counted, recent = Counted(rows), ExtentCache(rows)
-            for offset in range(10 * LOOKUP_EXTENTS_MIN):
-                assert await base_at(recent, offset) == offset // 10 * 10
-            assert counted.scans == 1
-            assert await base_at(recent, 10 * LOOKUP_EXTENTS_MIN) == 10 * LOOKUP_EXTENTS_MIN
-            assert counted.scans == 2
-            # Before what is known another one may lie.
-            assert await base_at(recent, 0) == 0
-            assert counted.scans == 3
-
-    run(scenario())
+async def test_who_reads_on_scans_once_for_several_extents() -> None:
+    async with opened() as rows:
+        spans = [(10 * n, 10 * n + 9, 5) for n in range(LOOKUP_EXTENTS_MIN + 2)]
+        await added(rows, add_of("o", *spans))
+        counted, recent = Counted(rows), ExtentCache(rows)
+        for offset in range(10 * LOOKUP_EXTENTS_MIN):
+            assert await base_at(recent, offset) == offset // 10 * 10
+        assert counted.scans == 1
+        assert await base_at(recent, 10 * LOOKUP_EXTENTS_MIN) == 10 * LOOKUP_EXTENTS_MIN
+        assert counted.scans == 2
+        # Before what is known another one may lie.
+        assert await base_at(recent, 0) == 0
+        assert counted.scans == 3
 
 
-def test_a_thousand_small_extents_take_a_few_looks() -> None:
-    async def scenario() -> None:
-        async with opened() as rows:
-            spans = [(n, n, 5) for n in range(1_000)]
-            await added(rows, add_of("o", *spans))
-            counted, recent = Counted(rows), ExtentCache(rows)
-            for offset in range(1_000):
-                found = await recent.extent_at("t", 0, offset, fresh=False, passed=offset)
-                assert found is not None and found.base_offset == offset
-            assert counted.scans <= 8
-
-    run(scenario())
+async def test_a_thousand_small_extents_take_a_few_looks() -> None:
+    async with opened() as rows:
+        spans = [(n, n, 5) for n in range(1_000)]
+        await added(rows, add_of("o", *spans))
+        counted, recent = Counted(rows), ExtentCache(rows)
+        for offset in range(1_000):
+            found = await recent.extent_at("t", 0, offset, fresh=False, passed=offset)
+            assert found is not None and found.base_offset == offset
+        assert counted.scans <= 8
 
 
-def test_what_comes_and_what_goes_is_seen_at_once() -> None:
-    async def scenario() -> None:
-        async with opened() as rows:
-            recent = ExtentCache(rows)
-            assert await base_at(recent, 0) is None
-            await added(rows, add_of("o", (0, 9, 5)))
-            assert await base_at(recent, 3) == 0
-            assert await base_at(recent, 10) is None
-            await added(rows, add_of("p", (10, 14, 5)))
-            assert await base_at(recent, 10) == 10
-            await rows.set_start("t", 0, 10)
-            assert await base_at(recent, 3) == 10
-
-    run(scenario())
+async def test_what_comes_and_what_goes_is_seen_at_once() -> None:
+    async with opened() as rows:
+        recent = ExtentCache(rows)
+        assert await base_at(recent, 0) is None
+        await added(rows, add_of("o", (0, 9, 5)))
+        assert await base_at(recent, 3) == 0
+        assert await base_at(recent, 10) is None
+        await added(rows, add_of("p", (10, 14, 5)))
+        assert await base_at(recent, 10) == 10
+        await rows.set_start("t", 0, 10)
+        assert await base_at(recent, 3) == 10
 
 
-def test_what_is_kept_stays_within_its_limit() -> None:
-    async def scenario() -> None:
-        async with opened() as rows:
-            for partition in range(3):
-                await added(rows, add_of(f"o{partition}", (0, 9, 5), (10, 19, 5), partition=partition))
-            recent = ExtentCache(rows, extents_max=4)
-            for partition in range(3):
-                assert await base_at(recent, 0, partition) == 0
-            assert [recent.peek("t", partition, 0) is not None for partition in range(3)] == [False, True, True]
-            assert await base_at(recent, 0, 1) == 0
-            assert await base_at(recent, 0, 0) == 0
-            assert [recent.peek("t", partition, 0) is not None for partition in range(3)] == [True, False, True]
-
-    run(scenario())
+async def test_what_is_kept_stays_within_its_limit() -> None:
+    async with opened() as rows:
+        for partition in range(3):
+            await added(rows, add_of(f"o{partition}", (0, 9, 5), (10, 19, 5), partition=partition))
+        recent = ExtentCache(rows, extents_max=4)
+        for partition in range(3):
+            assert await base_at(recent, 0, partition) == 0
+        assert [recent.peek("t", partition, 0) is not None for partition in range(3)] == [False, True, True]
+        assert await base_at(recent, 0, 1) == 0
+        assert await base_at(recent, 0, 0) == 0
+        assert [recent.peek("t", partition, 0) is not None for partition in range(3)] == [True, False, True]
 
 
 def extent_of(name: str, base: int, last: int) -> L1ExtentRow:
@@ -104,23 +91,20 @@ def extent_of(name: str, base: int, last: int) -> L1ExtentRow:
     return L1ExtentRow("t", 0, base, last, 0, 0, name, 0, 5 * count, count, 5 * count, 10)
 
 
-def test_an_extent_that_takes_the_place_of_two_within_a_plan_gives_no_batch_twice(
+async def test_an_extent_that_takes_the_place_of_two_within_a_plan_gives_no_batch_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    async def scenario() -> None:
-        async with opened() as rows:
-            reader = L1Reader(rows, MemoryObjects(rows._clock))
+    async with opened() as rows:
+        reader = L1Reader(rows, MemoryObjects(rows._clock))
 
-            async def at(_: str, partition: int, offset: int, *, fresh: bool, passed: int = 0) -> L1ExtentRow:
-                return extent_of("two", 0, 19) if passed else extent_of("one", 0, 9)
+        async def at(_: str, partition: int, offset: int, *, fresh: bool, passed: int = 0) -> L1ExtentRow:
+            return extent_of("two", 0, 19) if passed else extent_of("one", 0, 9)
 
-            async def index(extent: L1ExtentRow) -> RegionIndex:
-                batches = [(n, n + 1, 5, 0) for n in range(extent.base_offset, extent.last_offset + 1)]
-                return decode_index(encode_index(batches), region_of(extent))
+        async def index(extent: L1ExtentRow) -> RegionIndex:
+            batches = [(n, n + 1, 5, 0) for n in range(extent.base_offset, extent.last_offset + 1)]
+            return decode_index(encode_index(batches), region_of(extent))
 
-            monkeypatch.setattr(reader._recent, "extent_at", at)
-            monkeypatch.setattr(reader, "index", index)
-            found = await reader.plan("t", 0, 3, 20)
-            assert [ref.base_offset for ref in found] == list(range(3, 20))
-
-    run(scenario())
+        monkeypatch.setattr(reader._recent, "extent_at", at)
+        monkeypatch.setattr(reader, "index", index)
+        found = await reader.plan("t", 0, 3, 20)
+        assert [ref.base_offset for ref in found] == list(range(3, 20))

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from sim.scenarios.topic_plants import planted
-from support.topics.world import World, batch, fetch, in_world, read_all, values_of
+from support.topics.world import World, batch, fetch, read_all, values_of
 from support.waiting import until
 from tidemill.base.errors import MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead
@@ -22,10 +22,8 @@ from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.l0.format import decode_footer
 
 
-def test_records_come_back_with_their_offsets() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_records_come_back_with_their_offsets() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         first = await topics.produce_nowait(row.topic_id, 0, batch("a", "b"))
@@ -37,13 +35,9 @@ def test_records_come_back_with_their_offsets() -> None:
         assert (found.high_watermark, found.log_start_offset, found.error) == (3, 0, None)
         assert await read_all(world, row.topic_id) == [(0, "a"), (1, "b"), (2, "c")]
 
-    in_world(scenario(), world)
 
-
-def test_batches_of_many_partitions_share_one_object() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_batches_of_many_partitions_share_one_object() -> None:
+    async with World() as world:
         row = await world.topic(partitions=8)
         topics = world.node()
         await asyncio.gather(*(topics.produce_nowait(row.topic_id, p, batch("warm")) for p in range(8)))
@@ -60,8 +54,6 @@ def test_batches_of_many_partitions_share_one_object() -> None:
             assert region.position == at
             at += region.length
         assert [v for _, v in await read_all(world, row.topic_id, 3)] == ["warm", "v3", "v3"]
-
-    in_world(scenario(), world)
 
 
 # the seed ------------------------------------------------------------------------------------------
@@ -88,37 +80,27 @@ async def second_upload_first(world: World) -> list[ProduceResult | BaseExceptio
     return list(results)
 
 
-def test_seed_000_second_staging_finishes_first_and_both_idempotent_batches_succeed() -> None:
+async def test_seed_000_second_staging_finishes_first_and_both_idempotent_batches_succeed() -> None:
     """redpanda #30429."""
-    world = World()
-
-    async def scenario() -> None:
+    async with World() as world:
         first, second = await second_upload_first(world)
         assert isinstance(first, ProduceResult) and isinstance(second, ProduceResult)
         assert (first.base_offset, second.base_offset) == (0, 1)
 
-    in_world(scenario(), world)
 
-
-def test_seed_000_a_place_reserved_after_the_upload_is_out_of_order_for_ever() -> None:
+async def test_seed_000_a_place_reserved_after_the_upload_is_out_of_order_for_ever() -> None:
     """The fault switch shows the race that the rule prevents."""
-    world = World()
-
-    async def scenario() -> None:
-        first, second = await second_upload_first(world)
-        assert isinstance(second, ProduceResult) and second.base_offset == 0
-        assert isinstance(first, OutOfOrderSequenceError)
-
     with planted("seed000"):
-        in_world(scenario(), world)
+        async with World() as world:
+            first, second = await second_upload_first(world)
+            assert isinstance(second, ProduceResult) and second.base_offset == 0
+            assert isinstance(first, OutOfOrderSequenceError)
 
 
 # places in line ------------------------------------------------------------------------------------
-def test_a_failed_upload_poisons_what_its_producer_has_in_line() -> None:
+async def test_a_failed_upload_poisons_what_its_producer_has_in_line() -> None:
     """F2; the retry of both, in order, succeeds."""
-    world = World()
-
-    async def scenario() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         await topics.offsets(row.topic_id, 0)
@@ -141,14 +123,10 @@ def test_a_failed_upload_poisons_what_its_producer_has_in_line() -> None:
         assert (await send(row.topic_id, 0, batch("1", pid=9, seq=0))).base_offset == 1
         assert (await send(row.topic_id, 0, batch("2", pid=9, seq=1))).base_offset == 2
 
-    in_world(scenario(), world)
 
-
-def test_a_batch_that_arrives_after_the_failure_waits_for_the_retry_of_the_failed_one() -> None:
+async def test_a_batch_that_arrives_after_the_failure_waits_for_the_retry_of_the_failed_one() -> None:
     """Unknown producer: without the memory of the hole, sequence 1 would be accepted and 0 refused for ever."""
-    world = World()
-
-    async def scenario() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         await topics.offsets(row.topic_id, 0)
@@ -164,13 +142,9 @@ def test_a_batch_that_arrives_after_the_failure_waits_for_the_retry_of_the_faile
         await topics.produce_nowait(row.topic_id, 0, batch("2", pid=9, seq=1))
         assert await read_all(world, row.topic_id) == [(0, "1"), (1, "2")]
 
-    in_world(scenario(), world)
 
-
-def test_cancelling_the_caller_does_not_cancel_the_batch() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_cancelling_the_caller_does_not_cancel_the_batch() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         world.objects.gated = True
@@ -181,26 +155,18 @@ def test_cancelling_the_caller_does_not_cancel_the_batch() -> None:
         assert (await second).base_offset == 1
         assert await read_all(world, row.topic_id) == [(0, "1"), (1, "2")]
 
-    in_world(scenario(), world)
 
-
-def test_batches_keep_their_place_while_the_partition_is_being_opened() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_batches_keep_their_place_while_the_partition_is_being_opened() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         sent = [topics.produce_nowait(row.topic_id, 0, batch(str(n), pid=9, seq=n)) for n in range(20)]
         results = await asyncio.gather(*sent)
         assert [r.base_offset for r in results] == list(range(20))
 
-    in_world(scenario(), world)
 
-
-def test_many_producers_keep_their_order_through_overlapping_uploads() -> None:
-    world = World(object_bytes=400, uploads_in_flight=4, group_batches=7)
-
-    async def scenario() -> None:
+async def test_many_producers_keep_their_order_through_overlapping_uploads() -> None:
+    async with World(object_bytes=400, uploads_in_flight=4, group_batches=7) as world:
         row = await world.topic(partitions=3)
         topics = world.node()
         world.objects.gated = True
@@ -221,14 +187,10 @@ def test_many_producers_keep_their_order_through_overlapping_uploads() -> None:
                 mine = [int(v.split(".")[1]) for v in values if v.startswith(f"{pid}.")]
                 assert mine == [n for n in range(60) if n % 3 == partition]
 
-    in_world(scenario(), world)
-
 
 # idempotence ---------------------------------------------------------------------------------------
-def test_a_duplicate_gets_its_original_offsets_also_after_a_restart() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_a_duplicate_gets_its_original_offsets_also_after_a_restart() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         for n in range(6):
@@ -243,13 +205,9 @@ def test_a_duplicate_gets_its_original_offsets_also_after_a_restart() -> None:
             await topics.produce_nowait(row.topic_id, 0, batch("0", pid=9, seq=0))
         assert (await topics.offsets(row.topic_id, 0)).high_watermark == 6
 
-    in_world(scenario(), world)
 
-
-def test_a_duplicate_in_flight_shares_the_result() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_a_duplicate_in_flight_shares_the_result() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         world.objects.gated = True
@@ -261,13 +219,9 @@ def test_a_duplicate_in_flight_shares_the_result() -> None:
         assert world.objects.puts == 1
         assert (await topics.offsets(row.topic_id, 0)).high_watermark == 1
 
-    in_world(scenario(), world)
 
-
-def test_non_idempotent_beside_idempotent() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_non_idempotent_beside_idempotent() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         sent = []
@@ -277,13 +231,9 @@ def test_non_idempotent_beside_idempotent() -> None:
         offsets = sorted(r.base_offset for r in await asyncio.gather(*sent))
         assert offsets == list(range(10))
 
-    in_world(scenario(), world)
 
-
-def test_a_gap_is_refused_and_an_old_epoch_is_fenced() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_a_gap_is_refused_and_an_old_epoch_is_fenced() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         await topics.produce_nowait(row.topic_id, 0, batch("1", pid=9, epoch=1, seq=0))
@@ -293,14 +243,10 @@ def test_a_gap_is_refused_and_an_old_epoch_is_fenced() -> None:
             await topics.produce_nowait(row.topic_id, 0, batch("1", pid=9, epoch=0, seq=1))
         assert (await topics.produce_nowait(row.topic_id, 0, batch("n", pid=9, epoch=2, seq=0))).base_offset == 1
 
-    in_world(scenario(), world)
 
-
-def test_out_of_order_is_never_said_by_a_leader_that_was_replaced() -> None:
+async def test_out_of_order_is_never_said_by_a_leader_that_was_replaced() -> None:
     """The old leader misses batch 1, which the new one took; it must not call batch 2 out of order."""
-    world = World()
-
-    async def scenario() -> None:
+    async with World() as world:
         row = await world.topic()
         old, new = world.node(), world.node()
         await old.produce_nowait(row.topic_id, 0, batch("0", pid=9, seq=0))
@@ -308,15 +254,11 @@ def test_out_of_order_is_never_said_by_a_leader_that_was_replaced() -> None:
         with pytest.raises(NotLeaderError):
             await old.produce_nowait(row.topic_id, 0, batch("2", pid=9, seq=2))
 
-    in_world(scenario(), world)
-
 
 # appends -------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("took_effect", [True, False])
-def test_a_lost_acknowledgement_of_the_append_is_resolved(took_effect: bool) -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_a_lost_acknowledgement_of_the_append_is_resolved(took_effect: bool) -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         await topics.produce_nowait(row.topic_id, 0, batch("0", pid=9, seq=0))
@@ -332,14 +274,10 @@ def test_a_lost_acknowledgement_of_the_append_is_resolved(took_effect: bool) -> 
         assert (await topics.produce_nowait(row.topic_id, 0, batch("2", pid=9, seq=2))).base_offset == 2
         assert await read_all(world, row.topic_id) == [(0, "0"), (1, "1"), (2, "2")]
 
-    in_world(scenario(), world)
 
-
-def test_an_append_that_lands_late_is_found_by_its_nonce() -> None:
+async def test_an_append_that_lands_late_is_found_by_its_nonce() -> None:
     """Unknown, not there yet, and then the first attempt lands under the second one."""
-    world = World()
-
-    async def scenario() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         await topics.offsets(row.topic_id, 0)
@@ -357,14 +295,10 @@ def test_an_append_that_lands_late_is_found_by_its_nonce() -> None:
         assert (await topics.produce_nowait(row.topic_id, 0, batch("1", pid=9, seq=0))).base_offset == 0
         assert await read_all(world, row.topic_id) == [(0, "1")]
 
-    in_world(scenario(), world)
 
-
-def test_an_append_whose_fate_is_told_late_is_made_again_by_the_same_leader() -> None:
+async def test_an_append_whose_fate_is_told_late_is_made_again_by_the_same_leader() -> None:
     """Consensus was away for the whole budget, and is back: nobody has to take over from anybody."""
-    world = World(append_budget_s=0.03)
-
-    async def scenario() -> None:
+    async with World(append_budget_s=0.03) as world:
         row = await world.topic()
         topics = world.node()
         await topics.produce_nowait(row.topic_id, 0, batch("0", pid=9, seq=0))
@@ -385,13 +319,9 @@ def test_an_append_whose_fate_is_told_late_is_made_again_by_the_same_leader() ->
         assert topics._led[row.topic_id, 0] is led and led.is_open
         assert await read_all(world, row.topic_id) == [(0, "0"), (1, "1")]
 
-    in_world(scenario(), world)
 
-
-def test_an_append_that_never_lands_is_given_up_though_the_log_is_read() -> None:
-    world = World(append_budget_s=0.03)
-
-    async def scenario() -> None:
+async def test_an_append_that_never_lands_is_given_up_though_the_log_is_read() -> None:
+    async with World(append_budget_s=0.03) as world:
         row = await world.topic()
         topics = world.node()
         await topics.offsets(row.topic_id, 0)
@@ -403,13 +333,9 @@ def test_an_append_that_never_lands_is_given_up_though_the_log_is_read() -> None
         with pytest.raises(UnknownOutcomeError):
             await topics.produce_nowait(row.topic_id, 0, batch("0"))
 
-    in_world(scenario(), world)
 
-
-def test_an_append_whose_fate_stays_unknown_is_told_as_unknown_and_the_retry_is_recognised() -> None:
-    world = World(append_budget_s=0.03)
-
-    async def scenario() -> None:
+async def test_an_append_whose_fate_stays_unknown_is_told_as_unknown_and_the_retry_is_recognised() -> None:
+    async with World(append_budget_s=0.03) as world:
         row = await world.topic()
         topics = world.node()
         await topics.offsets(row.topic_id, 0)
@@ -431,17 +357,13 @@ def test_an_append_whose_fate_stays_unknown_is_told_as_unknown_and_the_retry_is_
         assert (again.base_offset, again.duplicate) == (0, True)
         assert (await topics.produce_nowait(row.topic_id, 0, batch("2", pid=9, seq=1))).base_offset == 1
 
-    in_world(scenario(), world)
-
 
 async def _unavailable(log: str) -> LogHead:
     raise UnavailableError("no answer")
 
 
-def test_an_unavailable_log_is_retried_and_then_given_up_without_guessing() -> None:
-    world = World(append_budget_s=0.03)
-
-    async def scenario() -> None:
+async def test_an_unavailable_log_is_retried_and_then_given_up_without_guessing() -> None:
+    async with World(append_budget_s=0.03) as world:
         row = await world.topic()
         topics = world.node()
         await topics.produce_nowait(row.topic_id, 0, batch("0", pid=9, seq=0))
@@ -462,13 +384,9 @@ def test_an_unavailable_log_is_retried_and_then_given_up_without_guessing() -> N
         sent = [topics.produce_nowait(row.topic_id, 0, batch(str(n), pid=9, seq=n)) for n in (1, 2)]
         assert [r.base_offset for r in await asyncio.gather(*sent)] == [1, 2]
 
-    in_world(scenario(), world)
 
-
-def test_what_queues_during_an_append_shares_the_next_one() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_what_queues_during_an_append_shares_the_next_one() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         await topics.offsets(row.topic_id, 0)
@@ -490,15 +408,11 @@ def test_what_queues_during_an_append_shares_the_next_one() -> None:
         assert [r.base_offset for r in await asyncio.gather(*sent)] == list(range(30))
         assert world.consensus.appends == 2
 
-    in_world(scenario(), world)
-
 
 # rollups, restart, failover -------------------------------------------------------------------------
-def test_a_restart_reads_everything_back_with_and_without_rollups() -> None:
+async def test_a_restart_reads_everything_back_with_and_without_rollups() -> None:
     for rollup_records in (1, 3, 4096):
-        world = World(rollup_records=rollup_records)
-
-        async def scenario(world: World = world) -> None:
+        async with World(rollup_records=rollup_records) as world:
             row = await world.topic()
             topics = world.node()
             for n in range(10):
@@ -509,13 +423,9 @@ def test_a_restart_reads_everything_back_with_and_without_rollups() -> None:
             assert (await topics.produce_nowait(row.topic_id, 0, batch("10", pid=9, seq=10))).base_offset == 10
             assert await read_all(world, row.topic_id) == [(n, str(n)) for n in range(11)]
 
-        in_world(scenario(), world)
 
-
-def test_rollups_truncate_the_log_and_leave_one_object() -> None:
-    world = World(rollup_records=4)
-
-    async def scenario() -> None:
+async def test_rollups_truncate_the_log_and_leave_one_object() -> None:
+    async with World(rollup_records=4) as world:
         row = await world.topic()
         topics = world.node()
         for n in range(40):
@@ -525,13 +435,9 @@ def test_rollups_truncate_the_log_and_leave_one_object() -> None:
         assert len([m async for m in world.objects.list("rollup/")]) == 1
         assert len(await read_all(world, row.topic_id)) == 40
 
-    in_world(scenario(), world)
 
-
-def test_failover_keeps_every_acknowledged_record_and_fences_the_old_leader() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_failover_keeps_every_acknowledged_record_and_fences_the_old_leader() -> None:
+    async with World() as world:
         row = await world.topic()
         old, new = world.node(), world.node()
         for n in range(5):
@@ -544,13 +450,9 @@ def test_failover_keeps_every_acknowledged_record_and_fences_the_old_leader() ->
         assert (await new.produce_nowait(row.topic_id, 0, batch("4", pid=9, seq=4))).duplicate
         assert [v for _, v in await read_all(world, row.topic_id)] == ["0", "1", "2", "3", "4", "5"]
 
-    in_world(scenario(), world)
 
-
-def test_uploads_under_way_when_leadership_ends_are_not_leader_and_never_placed() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_uploads_under_way_when_leadership_ends_are_not_leader_and_never_placed() -> None:
+    async with World() as world:
         row = await world.topic()
         old, new = world.node(), world.node()
         await old.produce_nowait(row.topic_id, 0, batch("0", pid=9, seq=0))
@@ -566,13 +468,9 @@ def test_uploads_under_way_when_leadership_ends_are_not_leader_and_never_placed(
         await world.objects.let_go(0)
         assert await read_all(world, row.topic_id) == [(0, "0")]
 
-    in_world(scenario(), world)
 
-
-def test_closing_ends_every_waiting_request() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_closing_ends_every_waiting_request() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         await topics.offsets(row.topic_id, 0)
@@ -588,14 +486,10 @@ def test_closing_ends_every_waiting_request() -> None:
         with pytest.raises(NotLeaderError):
             await topics.produce_nowait(row.topic_id, 0, batch("late"))
 
-    in_world(scenario(), world)
-
 
 # refusals ------------------------------------------------------------------------------------------
-def test_unknown_topics_partitions_and_corrupt_batches_are_refused() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_unknown_topics_partitions_and_corrupt_batches_are_refused() -> None:
+    async with World() as world:
         row = await world.topic(partitions=1)
         topics = world.node()
         good = batch("v")
@@ -612,13 +506,9 @@ def test_unknown_topics_partitions_and_corrupt_batches_are_refused() -> None:
         assert world.objects.puts == 0
         assert (await topics.produce_nowait(row.topic_id, 0, good)).base_offset == 0
 
-    in_world(scenario(), world)
 
-
-def test_a_deleted_topic_is_missing_and_its_successor_starts_at_zero() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_a_deleted_topic_is_missing_and_its_successor_starts_at_zero() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         await topics.produce_nowait(row.topic_id, 0, batch("old"))
@@ -629,13 +519,9 @@ def test_a_deleted_topic_is_missing_and_its_successor_starts_at_zero() -> None:
         again = await world.topic()
         assert (await topics.produce_nowait(again.topic_id, 0, batch("new"))).base_offset == 0
 
-    in_world(scenario(), world)
 
-
-def test_too_much_staged_is_unavailable_and_a_stale_batch_never_enters_an_object() -> None:
-    world = World(staged_bytes=300, uploads_in_flight=1, staged_expiry_s=0.5)
-
-    async def scenario() -> None:
+async def test_too_much_staged_is_unavailable_and_a_stale_batch_never_enters_an_object() -> None:
+    async with World(staged_bytes=300, uploads_in_flight=1, staged_expiry_s=0.5) as world:
         row = await world.topic()
         topics = world.node()
         await topics.offsets(row.topic_id, 0)
@@ -652,13 +538,9 @@ def test_too_much_staged_is_unavailable_and_a_stale_batch_never_enters_an_object
             await stale
         assert world.objects.puts == 1
 
-    in_world(scenario(), world)
 
-
-def test_a_lingering_writer_collects() -> None:
-    world = World(linger_s=0.5, object_bytes=2000)
-
-    async def scenario() -> None:
+async def test_a_lingering_writer_collects() -> None:
+    async with World(linger_s=0.5, object_bytes=2000) as world:
         row = await world.topic()
         topics = world.node()
         await topics.offsets(row.topic_id, 0)
@@ -671,24 +553,16 @@ def test_a_lingering_writer_collects() -> None:
         assert loop.time() - begun >= 0.45
         assert world.objects.puts == 1
 
-    in_world(scenario(), world)
 
-
-def test_a_full_object_does_not_wait_for_more() -> None:
-    world = World(linger_s=600.0, object_bytes=2000)
-
-    async def scenario() -> None:
+async def test_a_full_object_does_not_wait_for_more() -> None:
+    async with World(linger_s=600.0, object_bytes=2000) as world:
         row = await world.topic()
         data = encode_batch([Record(None, b"x" * 3000, (), 1)])
         assert (await world.node().produce_nowait(row.topic_id, 0, data)).base_offset == 0
 
-    in_world(scenario(), world)
 
-
-def test_marks_say_what_is_reserved_and_which_upload_holds_it() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_marks_say_what_is_reserved_and_which_upload_holds_it() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         await topics.produce_nowait(row.topic_id, 0, batch("1", "2"))
@@ -704,14 +578,10 @@ def test_marks_say_what_is_reserved_and_which_upload_holds_it() -> None:
         assert (mark.position, mark.target) == (2, 3)
         assert mark.held_by == f"upload:{world.objects.waiting[0][0]}"
 
-    in_world(scenario(), world)
-
 
 # batching ------------------------------------------------------------------------------------------
-def test_what_waits_is_cut_into_near_equal_objects_within_the_upload_limit() -> None:
-    world = World(object_bytes=1000, uploads_in_flight=3)
-
-    async def scenario() -> None:
+async def test_what_waits_is_cut_into_near_equal_objects_within_the_upload_limit() -> None:
+    async with World(object_bytes=1000, uploads_in_flight=3) as world:
         row = await world.topic()
         topics = world.node()
         await topics.offsets(row.topic_id, 0)
@@ -728,13 +598,9 @@ def test_what_waits_is_cut_into_near_equal_objects_within_the_upload_limit() -> 
         assert len(sizes) in (5, 6)
         assert min(sizes) > 600 and max(sizes) < 1400
 
-    in_world(scenario(), world)
 
-
-def test_an_idle_writer_uploads_at_once_and_a_busy_one_collects() -> None:
-    world = World(uploads_in_flight=1)
-
-    async def scenario() -> None:
+async def test_an_idle_writer_uploads_at_once_and_a_busy_one_collects() -> None:
+    async with World(uploads_in_flight=1) as world:
         row = await world.topic()
         topics = world.node()
         await topics.offsets(row.topic_id, 0)
@@ -749,13 +615,9 @@ def test_an_idle_writer_uploads_at_once_and_a_busy_one_collects() -> None:
         await asyncio.gather(*sent)
         assert world.objects.puts == 2
 
-    in_world(scenario(), world)
 
-
-def test_uploads_overlap_before_the_first_one_ends() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_uploads_overlap_before_the_first_one_ends() -> None:
+    async with World() as world:
         row = await world.topic()
         topics = world.node()
         await topics.offsets(row.topic_id, 0)
@@ -768,5 +630,3 @@ def test_uploads_overlap_before_the_first_one_ends() -> None:
             await world.objects.let_go(-1)
             await asyncio.sleep(0)
         assert [r.base_offset for r in await asyncio.gather(*sent)] == [0, 1, 2, 3]
-
-    in_world(scenario(), world)

@@ -10,7 +10,6 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from support.waiting import run
 from tidemill.base.errors import UnavailableError
 from tidemill.topics.produce import ProducerLine, ProducerQueue, ProducerQueueCore, Ticket, TicketState
 
@@ -124,78 +123,68 @@ def test_poison_ends_with_the_last_poisoned_ticket() -> None:
     assert queue.reserve(1).state is TicketState.READY
 
 
-def test_redeem_with_abort_is_an_error_while_waiting_and_leaves_nothing() -> None:
-    async def scenario() -> None:
-        queue = ProducerQueue()
-        first, second = queue.reserve(1), queue.reserve(1)
-        waiting = asyncio.ensure_future(queue.wait_turn(second))
-        await asyncio.sleep(0)
-        waiting.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await waiting
-        queue.release(first)
-        assert len(queue) == 0
-
-    run(scenario())
-
-
-def test_redeem_with_abort_afterwards_does_nothing() -> None:
-    async def scenario() -> None:
-        queue = ProducerQueue()
-        ticket = queue.reserve(1)
-        waiting = asyncio.ensure_future(queue.wait_turn(ticket))
+async def test_redeem_with_abort_is_an_error_while_waiting_and_leaves_nothing() -> None:
+    queue = ProducerQueue()
+    first, second = queue.reserve(1), queue.reserve(1)
+    waiting = asyncio.ensure_future(queue.wait_turn(second))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await waiting
-        waiting.cancel()
-        assert ticket.state is TicketState.READY
-        queue.release(ticket)
-        assert len(queue) == 0
-
-    run(scenario())
+    queue.release(first)
+    assert len(queue) == 0
 
 
-def test_redeeming_a_poisoned_ticket_raises_and_ends_it() -> None:
-    async def scenario() -> None:
-        queue = ProducerQueue()
-        first, second = queue.reserve(1), queue.reserve(1)
-        waiting = asyncio.ensure_future(queue.wait_turn(second))
-        await asyncio.sleep(0)
-        queue.abandon(first)
-        with pytest.raises(UnavailableError):
-            await waiting
-        assert len(queue) == 0
+async def test_redeem_with_abort_afterwards_does_nothing() -> None:
+    queue = ProducerQueue()
+    ticket = queue.reserve(1)
+    waiting = asyncio.ensure_future(queue.wait_turn(ticket))
+    await waiting
+    waiting.cancel()
+    assert ticket.state is TicketState.READY
+    queue.release(ticket)
+    assert len(queue) == 0
 
-    run(scenario())
+
+async def test_redeeming_a_poisoned_ticket_raises_and_ends_it() -> None:
+    queue = ProducerQueue()
+    first, second = queue.reserve(1), queue.reserve(1)
+    waiting = asyncio.ensure_future(queue.wait_turn(second))
+    await asyncio.sleep(0)
+    queue.abandon(first)
+    with pytest.raises(UnavailableError):
+        await waiting
+    assert len(queue) == 0
 
 
 @pytest.mark.parametrize(("producers", "batches", "drop"), [(3, 50, 0.0), (3, 500, 0.3)])
-def test_concurrent_producers_keep_their_order_and_leave_nothing(producers: int, batches: int, drop: float) -> None:
-    async def scenario() -> None:
-        source = random.Random(producers * batches)
-        queue = ProducerQueue()
-        order: list[tuple[int, int]] = []
+async def test_concurrent_producers_keep_their_order_and_leave_nothing(
+    producers: int, batches: int, drop: float
+) -> None:
+    source = random.Random(producers * batches)
+    queue = ProducerQueue()
+    order: list[tuple[int, int]] = []
 
-        async def one(producer: int, number: int, ticket: Ticket) -> None:
-            for _ in range(source.randrange(4)):
-                await asyncio.sleep(0)
-            if source.random() < drop:
-                queue.release(ticket)
-                return
-            await queue.wait_turn(ticket)
-            order.append((producer, number))
-            queue.place(ticket)
+    async def one(producer: int, number: int, ticket: Ticket) -> None:
+        for _ in range(source.randrange(4)):
             await asyncio.sleep(0)
+        if source.random() < drop:
             queue.release(ticket)
+            return
+        await queue.wait_turn(ticket)
+        order.append((producer, number))
+        queue.place(ticket)
+        await asyncio.sleep(0)
+        queue.release(ticket)
 
-        jobs = [one(p, n, queue.reserve(p)) for n in range(batches) for p in range(producers)]
-        source.shuffle(jobs)
-        await asyncio.gather(*jobs)
-        for producer in range(producers):
-            numbers = [n for p, n in order if p == producer]
-            assert numbers == sorted(numbers)
-            assert drop or len(numbers) == batches
-        assert len(queue) == 0
-
-    run(scenario())
+    jobs = [one(p, n, queue.reserve(p)) for n in range(batches) for p in range(producers)]
+    source.shuffle(jobs)
+    await asyncio.gather(*jobs)
+    for producer in range(producers):
+        numbers = [n for p, n in order if p == producer]
+        assert numbers == sorted(numbers)
+        assert drop or len(numbers) == batches
+    assert len(queue) == 0
 
 
 def test_a_chain_of_thousands_does_not_nest() -> None:

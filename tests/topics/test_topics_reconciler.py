@@ -12,7 +12,7 @@ import pytest
 
 from support.topics.l1_world import L1World, produced
 from support.topics.transactions import Coordinator, committed, data, open_node, planned, shown
-from support.topics.world import Append, batch, fetch, in_world, values_of
+from support.topics.world import Append, batch, fetch, values_of
 from support.waiting import until
 from tidemill.base.errors import ConflictError, CorruptError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import LogHead
@@ -56,10 +56,8 @@ async def all_read(world: L1World, node: LocalTopics, topic_id: str) -> list[tup
     return found
 
 
-def test_nothing_to_move_makes_no_object() -> None:
-    world = L1World()
-
-    async def scenario() -> None:
+async def test_nothing_to_move_makes_no_object() -> None:
+    async with L1World() as world:
         node, topic_id = await filled(world, 0)
         assert (await world.move(node, topic_id)).size_bytes == 0
         await produced(node, topic_id, "x")
@@ -67,13 +65,9 @@ def test_nothing_to_move_makes_no_object() -> None:
         assert (await world.move(node, topic_id)).size_bytes == 0, "an empty second round"
         assert len(await world.keys("l1/")) == len(await world.object_rows(topic_id)) == 1
 
-    in_world(scenario(), world)
 
-
-def test_what_moved_is_read_from_l1_as_it_was_and_the_hot_state_is_empty() -> None:
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+async def test_what_moved_is_read_from_l1_as_it_was_and_the_hot_state_is_empty() -> None:
+    async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world)
         before = await all_read(world, node, topic_id)
         done = await world.move(node, topic_id)
@@ -87,13 +81,9 @@ def test_what_moved_is_read_from_l1_as_it_was_and_the_hot_state_is_empty() -> No
         await produced(node, topic_id, "new")
         assert (await all_read(world, node, topic_id))[18:] == [*EVERY[18:], (20, "newa"), (21, "newb")]
 
-    in_world(scenario(), world)
 
-
-def test_several_partitions_share_an_object() -> None:
-    world = L1World()
-
-    async def scenario() -> None:
+async def test_several_partitions_share_an_object() -> None:
+    async with L1World() as world:
         node, topic_id = await filled(world, 2)
         await produced(node, topic_id, "x", "y", partition=1)
         await world.move(node, topic_id)
@@ -104,14 +94,10 @@ def test_several_partitions_share_an_object() -> None:
         read = await world.reader.read(await world.reader.plan(topic_id, 1, 0, 4))
         assert [value for _, value in values_of(read)] == ["xa", "xb", "ya", "yb"]
 
-    in_world(scenario(), world)
-
 
 @pytest.mark.parametrize("room", [1, 150, 300])
-def test_a_small_budget_moves_it_in_several_objects_and_one_batch_always_fits(room: int) -> None:
-    world = L1World(l1_object_bytes=room)
-
-    async def scenario() -> None:
+async def test_a_small_budget_moves_it_in_several_objects_and_one_batch_always_fits(room: int) -> None:
+    async with L1World(l1_object_bytes=room) as world:
         node, topic_id = await filled(world)
         await produced(node, topic_id, "x", "y", partition=1)
         rounds = 0
@@ -125,14 +111,10 @@ def test_a_small_budget_moves_it_in_several_objects_and_one_batch_always_fits(ro
             assert all(one[1] + 1 == other[0] for one, other in pairwise(spans))
         assert await all_read(world, node, topic_id) == EVERY
 
-    in_world(scenario(), world)
 
-
-def test_a_partition_whose_object_cannot_be_read_is_left_out_and_resumes() -> None:
+async def test_a_partition_whose_object_cannot_be_read_is_left_out_and_resumes() -> None:
     """One of three fails; the next round moves it."""
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+    async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world, 2)
         await produced(node, topic_id, "x", partition=1)
         broken = world.state(node, topic_id, 1).object_keys[0]
@@ -152,15 +134,11 @@ def test_a_partition_whose_object_cannot_be_read_is_left_out_and_resumes() -> No
         assert (await world.move(node, topic_id)).failed is None
         assert world.state(node, topic_id, 1).reconciled == 2
 
-    in_world(scenario(), world)
-
 
 @pytest.mark.parametrize("at_rest", [False, True])
-def test_f251_bits_that_a_store_flips_in_an_answer_are_not_stored_for_good(at_rest: bool) -> None:
+async def test_f251_bits_that_a_store_flips_in_an_answer_are_not_stored_for_good(at_rest: bool) -> None:
     """RC4: a second read is right. Where the object itself is damaged, its batch is copied as it is."""
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+    async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world, 3)
         broken = world.state(node, topic_id).object_keys[0]
         real, flips = world.objects.get_ranges, [True]
@@ -181,15 +159,11 @@ def test_f251_bits_that_a_store_flips_in_an_answer_are_not_stored_for_good(at_re
         if not at_rest:
             assert await all_read(world, node, topic_id) == EVERY[:6]
 
-    in_world(scenario(), world)
-
 
 @pytest.mark.parametrize("which", [[0], [1], [2], [0, 1, 2], [1, 2]])
-def test_f250_what_was_lost_for_good_is_passed_over_once_it_is_let_go_and_not_before(which: list[int]) -> None:
+async def test_f250_what_was_lost_for_good_is_passed_over_once_it_is_let_go_and_not_before(which: list[int]) -> None:
     """Three batches, each in an object of its own; another partition is not kept waiting."""
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+    async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world, 3)
         await produced(node, topic_id, "x", partition=1)
         state = world.state(node, topic_id)
@@ -219,13 +193,9 @@ def test_f250_what_was_lost_for_good_is_passed_over_once_it_is_let_go_and_not_be
         left = [(offset, value) for offset, value in EVERY[:8] if offset // 2 not in which]
         assert await all_read(world, node, topic_id) == left
 
-    in_world(scenario(), world)
 
-
-def test_an_object_that_is_there_is_not_let_go() -> None:
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+async def test_an_object_that_is_there_is_not_let_go() -> None:
+    async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world, 1)
         [key] = world.state(node, topic_id).live_objects()
         with pytest.raises(ConflictError):
@@ -233,13 +203,9 @@ def test_an_object_that_is_there_is_not_let_go() -> None:
         assert await lost_ranges(world.objects, [(0, world.state(node, topic_id))]) == []
         assert await all_read(world, node, topic_id) == EVERY[:2]
 
-    in_world(scenario(), world)
 
-
-def test_an_upload_that_fails_moves_nothing_and_a_later_round_does() -> None:
-    world = L1World()
-
-    async def scenario() -> None:
+async def test_an_upload_that_fails_moves_nothing_and_a_later_round_does() -> None:
+    async with L1World() as world:
         node, topic_id = await filled(world)
         real = world.objects.put
 
@@ -257,14 +223,10 @@ def test_an_upload_that_fails_moves_nothing_and_a_later_round_does() -> None:
         await world.move(node, topic_id)
         assert await all_read(world, node, topic_id) == EVERY
 
-    in_world(scenario(), world)
-
 
 @pytest.mark.parametrize("landed", [True, False], ids=["it landed", "it did not"])
-def test_an_add_that_nobody_answers_is_corrected_by_the_next_round(landed: bool) -> None:
-    world = L1World()
-
-    async def scenario() -> None:
+async def test_an_add_that_nobody_answers_is_corrected_by_the_next_round(landed: bool) -> None:
+    async with L1World() as world:
         node, topic_id = await filled(world)
         await world.checkpoint()
         reconciler = world.reconciler(node)
@@ -285,14 +247,10 @@ def test_an_add_that_nobody_answers_is_corrected_by_the_next_round(landed: bool)
         assert await world.extents(topic_id) == [(0, 19)]
         assert await all_read(world, node, topic_id) == EVERY
 
-    in_world(scenario(), world)
 
-
-def test_a_log_that_is_not_told_is_told_by_the_next_leader() -> None:
+async def test_a_log_that_is_not_told_is_told_by_the_next_leader() -> None:
     """The record with `reconciled` fails for good: its leader steps down, and who opens the partition next corrects."""
-    world = L1World(append_budget_s=0.0)
-
-    async def scenario() -> None:
+    async with L1World(append_budget_s=0.0) as world:
         node, topic_id = await filled(world)
         await world.checkpoint()
 
@@ -311,13 +269,9 @@ def test_a_log_that_is_not_told_is_told_by_the_next_leader() -> None:
         assert again.size_bytes == 0 and world.state(node, topic_id).reconciled == 20
         assert await all_read(world, node, topic_id) == EVERY
 
-    in_world(scenario(), world)
 
-
-def test_f15_two_leaders_that_reconcile_at_once_copy_nothing_twice() -> None:
-    world = L1World()
-
-    async def scenario() -> None:
+async def test_f15_two_leaders_that_reconcile_at_once_copy_nothing_twice() -> None:
+    async with L1World() as world:
         old, topic_id = await filled(world)
         await world.checkpoint()
         deposed = world.reconciler(old)
@@ -336,14 +290,10 @@ def test_f15_two_leaders_that_reconcile_at_once_copy_nothing_twice() -> None:
         assert (await world.extents(topic_id))[-1][1] == 21
         assert await all_read(world, new, topic_id) == [*EVERY, (20, "xa"), (21, "xb")]
 
-    in_world(scenario(), world)
 
-
-def test_nothing_moves_that_its_checkpoint_row_does_not_hold_yet() -> None:
+async def test_nothing_moves_that_its_checkpoint_row_does_not_hold_yet() -> None:
     """X1: a restore gives offsets beyond that row to other records, which L1 must not know better."""
-    world = L1World()
-
-    async def scenario() -> None:
+    async with L1World() as world:
         node, topic_id = await filled(world, 3)
         reconciler = world.reconciler(node)
         assert (await reconciler.run_round(topic_id, range(2))).size_bytes == 0
@@ -353,13 +303,9 @@ def test_nothing_moves_that_its_checkpoint_row_does_not_hold_yet() -> None:
         await node._commits.drain(30.0)
         assert await world.extents(topic_id) == [(0, 5)] and world.state(node, topic_id).hot_start == 6
 
-    in_world(scenario(), world)
 
-
-def test_times_are_answered_over_both() -> None:
-    world = L1World()
-
-    async def scenario() -> None:
+async def test_times_are_answered_over_both() -> None:
+    async with L1World() as world:
         node, topic_id = await filled(world, 6)
         await world.move(node, topic_id)
         await produced(node, topic_id, "6", "7", at_ms=1006)
@@ -374,13 +320,9 @@ def test_times_are_answered_over_both() -> None:
         assert await node.offset_for_time(topic_id, 0, 0) == (7, 1003), "within a batch"
         assert await node.offset_for_time(topic_id, 0, 1008) == (16, 1008)
 
-    in_world(scenario(), world)
 
-
-def test_a_time_asked_for_while_its_records_move_is_told_to_come_again() -> None:
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+async def test_a_time_asked_for_while_its_records_move_is_told_to_come_again() -> None:
+    async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world, 3)
         get_ranges = world.objects.get_ranges
 
@@ -395,13 +337,9 @@ def test_a_time_asked_for_while_its_records_move_is_told_to_come_again() -> None
             await node.offset_for_time(topic_id, 0, 0)
         assert await node.offset_for_time(topic_id, 0, 0) == (0, 1000)
 
-    in_world(scenario(), world)
 
-
-def test_the_greatest_time_is_found_over_both_and_after_its_extent_is_gone() -> None:
-    world = L1World()
-
-    async def scenario() -> None:
+async def test_the_greatest_time_is_found_over_both_and_after_its_extent_is_gone() -> None:
+    async with L1World() as world:
         row = await world.topic(partitions=1)
         node, topic_id = world.node(), row.topic_id
         for at_ms in (9000, 3000, 5000):
@@ -414,13 +352,9 @@ def test_the_greatest_time_is_found_over_both_and_after_its_extent_is_gone() -> 
         assert await node.delete_records(topic_id, 0, 6) == 6
         assert await node.newest_timestamp(topic_id, 0) == (6, 4000)
 
-    in_world(scenario(), world)
 
-
-def test_terms_are_those_that_placed_the_records() -> None:
-    world = L1World()
-
-    async def scenario() -> None:
+async def test_terms_are_those_that_placed_the_records() -> None:
+    async with L1World() as world:
         _, topic_id = await filled(world, 2)
         new = world.node()
         await produced(new, topic_id, "x", "y")
@@ -431,8 +365,6 @@ def test_terms_are_those_that_placed_the_records() -> None:
         terms = [(row.term, row.first_offset) for row in await world.rows.terms(topic_id, 0)]
         assert terms == world.state(newer, topic_id).terms
         assert [first for _, first in terms] == [0, 4, 8]
-
-    in_world(scenario(), world)
 
 
 @pytest.mark.parametrize(
@@ -469,30 +401,20 @@ def test_many_small_batches_of_a_partition_fill_a_round_as_well() -> None:
     assert moved_share(10, 1000, 0) == 0.01 and moved_share(0, 1000, 0) == 0
 
 
-def test_a_topic_that_is_written_faster_than_an_object_an_interval_is_caught_up_with() -> None:
+async def test_a_topic_that_is_written_faster_than_an_object_an_interval_is_caught_up_with() -> None:
     """Sixty objects' worth at once: all of it lies in L1 soon after one interval, not after sixty."""
-    world = L1World(reconcile=True, reconcile_min_s=1.0, reconcile_max_s=60.0, l1_object_bytes=1)
-
-    async def scenario() -> None:
+    async with L1World(reconcile=True, reconcile_min_s=1.0, reconcile_max_s=60.0, l1_object_bytes=1) as world:
         row = await world.topic()
-        node = LocalTopics(
-            world.consensus, world.objects, world.catalogue, clock=world.clock, rand=world.rand,
-            settings=world.settings, tracker=world.tracker, metastore=world.metastore,
-        )  # fmt: skip
-        world.nodes.append(node)
+        node = world.reconciling()
         await node.start()
         await produced(node, row.topic_id, *map(str, range(60)))
         await world.checkpoint()
         await until(lambda: world.state(node, row.topic_id).reconciled == 120)
         assert len(await world.extents(row.topic_id)) == 60
 
-    in_world(scenario(), world)
 
-
-def test_retention_passes_extents_and_what_is_hot_alike() -> None:
-    world = L1World(retention_check_s=3600)
-
-    async def scenario() -> None:
+async def test_retention_passes_extents_and_what_is_hot_alike() -> None:
+    async with L1World(retention_check_s=3600) as world:
         row = await world.catalogue.create_topic("r", 1, config={"retention.ms": "1000"})
         node = world.node()
         await node.refresh()
@@ -513,15 +435,11 @@ def test_retention_passes_extents_and_what_is_hot_alike() -> None:
         assert await world.extents(row.topic_id) == [(8, 9)]
         assert await all_read(world, node, row.topic_id) == [(8, "ea"), (9, "eb")]
 
-    in_world(scenario(), world)
-
 
 @pytest.mark.parametrize("limit", [0, 70, 150, 300, 500, 10_000])
-def test_retention_by_size_counts_both(limit: int) -> None:
+async def test_retention_by_size_counts_both(limit: int) -> None:
     """As if everything were hot, but for the extent that holds the place."""
-    world = L1World(retention_check_s=3600, l1_object_bytes=150)
-
-    async def scenario() -> None:
+    async with L1World(retention_check_s=3600, l1_object_bytes=150) as world:
         row = await world.catalogue.create_topic("r", 1, config={"retention.bytes": str(limit)})
         node = world.node()
         await node.refresh()
@@ -538,15 +456,11 @@ def test_retention_by_size_counts_both(limit: int) -> None:
         assert world.state(node, row.topic_id).log_start == expected
         assert [offset for offset, _ in await all_read(world, node, row.topic_id)] == list(range(expected, 16))
 
-    in_world(scenario(), world)
-
 
 @pytest.mark.parametrize("start", [1, 3, 5, 8, 13, 15, 20])
-def test_a_log_that_was_cut_anywhere_moves_on_from_there(start: int) -> None:
+async def test_a_log_that_was_cut_anywhere_moves_on_from_there(start: int) -> None:
     """Before the first move, inside a batch, inside L1, beyond it, at the end."""
-    world = L1World(l1_object_bytes=300)
-
-    async def scenario() -> None:
+    async with L1World(l1_object_bytes=300) as world:
         node, topic_id = await filled(world)
         for cut_first in (True, False):
             if cut_first:
@@ -564,13 +478,9 @@ def test_a_log_that_was_cut_anywhere_moves_on_from_there(start: int) -> None:
         spans = await world.extents(topic_id)
         assert all(one[1] + 1 == other[0] for one, other in pairwise(spans))
 
-    in_world(scenario(), world)
 
-
-def test_offsets_of_l1_that_no_extent_holds_are_told_and_not_passed_over() -> None:
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+async def test_offsets_of_l1_that_no_extent_holds_are_told_and_not_passed_over() -> None:
+    async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world)
         await world.move(node, topic_id)
         [extent] = await world.extent_rows(topic_id)
@@ -584,13 +494,9 @@ def test_offsets_of_l1_that_no_extent_holds_are_told_and_not_passed_over() -> No
         await world.metastore.commit([(L1_EXTENTS.key_of(extent), b"")])
         assert isinstance((await fetch(node, topic_id, 0, 4)).error, CorruptError)
 
-    in_world(scenario(), world)
 
-
-def test_a_fetch_under_way_when_its_records_move_is_answered_or_told_to_come_again() -> None:
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+async def test_a_fetch_under_way_when_its_records_move_is_answered_or_told_to_come_again() -> None:
+    async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world)
         real, gate = world.objects.get_ranges, asyncio.Event()
         entered = asyncio.Event()
@@ -612,13 +518,9 @@ def test_a_fetch_under_way_when_its_records_move_is_answered_or_told_to_come_aga
         again = await fetch(node, topic_id, 0, 4)
         assert again.error is None and values_of(again.batches) == EVERY[4:]
 
-    in_world(scenario(), world)
 
-
-def test_a_state_that_was_rolled_up_remembers_what_is_in_l1() -> None:
-    world = L1World(rollup_records=2)
-
-    async def scenario() -> None:
+async def test_a_state_that_was_rolled_up_remembers_what_is_in_l1() -> None:
+    async with L1World(rollup_records=2) as world:
         node, topic_id = await filled(world)
         await world.move(node, topic_id)
         await produced(node, topic_id, *[f"n{i}" for i in range(8)])
@@ -629,24 +531,16 @@ def test_a_state_that_was_rolled_up_remembers_what_is_in_l1() -> None:
         assert (await all_read(world, other, topic_id))[:20] == EVERY
         assert len(await read_all_with(world, topic_id)) == 36
 
-    in_world(scenario(), world)
-
 
 async def read_all_with(world: L1World, topic_id: str) -> list[tuple[int, str]]:
     end = await world.reader.high_watermark(topic_id, 0)
     return values_of(await world.reader.read(await world.reader.plan(topic_id, 0, 0, end)))
 
 
-def test_topics_that_are_written_are_reconciled_by_themselves_and_idle_ones_are_left_alone() -> None:
-    world = L1World(reconcile=True, reconcile_min_s=0.01, reconcile_max_s=0.05)
-
-    async def scenario() -> None:
+async def test_topics_that_are_written_are_reconciled_by_themselves_and_idle_ones_are_left_alone() -> None:
+    async with L1World(reconcile=True, reconcile_min_s=0.01, reconcile_max_s=0.05) as world:
         row = await world.topic()
-        node = LocalTopics(
-            world.consensus, world.objects, world.catalogue, clock=world.clock, rand=world.rand,
-            settings=world.settings, tracker=world.tracker, metastore=world.metastore,
-        )  # fmt: skip
-        world.nodes.append(node)
+        node = world.reconciling()
         await node.start()
         await produced(node, row.topic_id, "x")
         await world.checkpoint()
@@ -658,22 +552,14 @@ def test_topics_that_are_written_are_reconciled_by_themselves_and_idle_ones_are_
         await world.checkpoint()
         await until(lambda: world.state(node, row.topic_id).reconciled == 4)
 
-    in_world(scenario(), world)
 
-
-def test_only_a_compacted_topic_is_moved_where_the_others_are_not_also_when_it_becomes_one() -> None:
-    world = L1World(reconcile=False, reconcile_min_s=0.01, reconcile_max_s=0.05, catalogue_poll_s=0.01)
-    compact = {"cleanup.policy": "compact"}
-
-    async def scenario() -> None:
+async def test_only_a_compacted_topic_is_moved_where_the_others_are_not_also_when_it_becomes_one() -> None:
+    async with L1World(reconcile=False, reconcile_min_s=0.01, reconcile_max_s=0.05, catalogue_poll_s=0.01) as world:
+        compact = {"cleanup.policy": "compact"}
         plain = await world.topic()
         later = await world.catalogue.create_topic("later", 2)
         made = await world.catalogue.create_topic("made", 2, config=compact)
-        node = LocalTopics(
-            world.consensus, world.objects, world.catalogue, clock=world.clock, rand=world.rand,
-            settings=world.settings, tracker=world.tracker, metastore=world.metastore,
-        )  # fmt: skip
-        world.nodes.append(node)
+        node = world.reconciling()
         await node.start()
         for row in (plain, later, made):
             await node.produce_nowait(row.topic_id, 0, bytearray(encode_batch([Record(b"k", b"v", timestamp_ms=1)])))
@@ -684,13 +570,9 @@ def test_only_a_compacted_topic_is_moved_where_the_others_are_not_also_when_it_b
         await until(lambda: world.state(node, later.topic_id).reconciled == 1)
         assert world.state(node, plain.topic_id).reconciled == 0
 
-    in_world(scenario(), world)
 
-
-def test_committed_readers_of_l1_are_shown_whole_transactions_only_and_open_ones_stay_hot() -> None:
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+async def test_committed_readers_of_l1_are_shown_whole_transactions_only_and_open_ones_stay_hot() -> None:
+    async with L1World(cache_bytes=0) as world:
         row = await world.topic()
         coordinator = Coordinator()
         node = open_node(world, coordinator)
@@ -718,23 +600,15 @@ def test_committed_readers_of_l1_are_shown_whole_transactions_only_and_open_ones
         assert world.state(node, row.topic_id).reconciled == 7
         assert await planned(world, row.topic_id) == ["good", "open", "plain"]
 
-    in_world(scenario(), world)
-
 
 def _is_moved(world: L1World, node: LocalTopics, topic_id: str) -> bool:
     return world.state(node, topic_id).reconciled == 2
 
 
-def test_a_round_that_breaks_is_tried_again_and_keeps_no_other_topic_waiting() -> None:
-    world = L1World(reconcile=True, reconcile_min_s=0.01, reconcile_max_s=0.02)
-
-    async def scenario() -> None:
+async def test_a_round_that_breaks_is_tried_again_and_keeps_no_other_topic_waiting() -> None:
+    async with L1World(reconcile=True, reconcile_min_s=0.01, reconcile_max_s=0.02) as world:
         rows = [await world.catalogue.create_topic(name, 1) for name in ("breaks", "works")]
-        node = LocalTopics(
-            world.consensus, world.objects, world.catalogue, clock=world.clock, rand=world.rand,
-            settings=world.settings, tracker=world.tracker, metastore=world.metastore,
-        )  # fmt: skip
-        world.nodes.append(node)
+        node = world.reconciling()
         real, broke = node.reconciler.run_round, 0
 
         async def round_(topic_id: str, partitions: Collection[int]) -> RoundResult:
@@ -753,23 +627,13 @@ def test_a_round_that_breaks_is_tried_again_and_keeps_no_other_topic_waiting() -
             await until(partial(_is_moved, world, node, row.topic_id))
         assert broke == 3
 
-    in_world(scenario(), world)
 
-
-def test_what_is_hot_and_was_opened_by_nobody_since_the_start_is_moved() -> None:
-    world = L1World(reconcile=True, reconcile_min_s=0.01, reconcile_max_s=0.05)
-
-    async def scenario() -> None:
+async def test_what_is_hot_and_was_opened_by_nobody_since_the_start_is_moved() -> None:
+    async with L1World(reconcile=True, reconcile_min_s=0.01, reconcile_max_s=0.05) as world:
         before, topic_id = await filled(world, 2)
         await world.checkpoint()
         await before.aclose()
-        node = LocalTopics(
-            world.consensus, world.objects, world.catalogue, clock=world.clock, rand=world.rand,
-            settings=world.settings, tracker=world.tracker, metastore=world.metastore,
-        )  # fmt: skip
-        world.nodes.append(node)
+        node = world.reconciling()
         await node.start()
         await until(lambda: (topic_id, 0) in node._led and world.state(node, topic_id).reconciled == 4)
         assert (topic_id, 1) not in node._led, "nothing was ever in it"
-
-    in_world(scenario(), world)

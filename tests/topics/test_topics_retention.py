@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from support.topics.world import World, batch, fetch, read_all, values_of
-from support.waiting import run, until
+from support.waiting import until
 from tidemill.base.errors import TidemillError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import OffsetOutOfRangeError
@@ -93,97 +93,82 @@ async def _topic(world: World, **config: str) -> tuple[LocalTopics, TopicRow]:
     return node, row
 
 
-def test_the_leader_moves_the_start_and_clients_below_it_are_told() -> None:
-    async def scenario() -> None:
-        world = World()
-        now_ms = world.clock.now_ms()
-        node, row = await _topic(world, **{"retention.ms": str(DAY_MS)})
-        for at_ms, value in ((now_ms - 2 * DAY_MS, "old"), (now_ms - 2 * DAY_MS, "older"), (now_ms, "new")):
-            await node.produce_nowait(row.topic_id, 0, batch(value, timestamp_ms=at_ms))
-        led = node._led[row.topic_id, 0]
-        await until(lambda: led.state.log_start == 2)
-        assert (await node.offsets(row.topic_id, 0)).log_start_offset == 2
-        found = await fetch(node, row.topic_id, 0, 1)
-        assert isinstance(found.error, OffsetOutOfRangeError) and found.log_start_offset == 2
-        assert values_of((await fetch(node, row.topic_id, 0, 2)).batches) == [(2, "new")]
-        assert await read_all(world, row.topic_id) == [(2, "new")]
-        await world.aclose()
-
-    run(scenario())
+async def test_the_leader_moves_the_start_and_clients_below_it_are_told() -> None:
+    world = World()
+    now_ms = world.clock.now_ms()
+    node, row = await _topic(world, **{"retention.ms": str(DAY_MS)})
+    for at_ms, value in ((now_ms - 2 * DAY_MS, "old"), (now_ms - 2 * DAY_MS, "older"), (now_ms, "new")):
+        await node.produce_nowait(row.topic_id, 0, batch(value, timestamp_ms=at_ms))
+    led = node._led[row.topic_id, 0]
+    await until(lambda: led.state.log_start == 2)
+    assert (await node.offsets(row.topic_id, 0)).log_start_offset == 2
+    found = await fetch(node, row.topic_id, 0, 1)
+    assert isinstance(found.error, OffsetOutOfRangeError) and found.log_start_offset == 2
+    assert values_of((await fetch(node, row.topic_id, 0, 2)).batches) == [(2, "new")]
+    assert await read_all(world, row.topic_id) == [(2, "new")]
+    await world.aclose()
 
 
-def test_an_unopened_partition_is_trimmed_by_its_leader_and_left_unfenced_while_nothing_is_due() -> None:
-    async def scenario() -> None:
-        world = World()
-        now_ms = world.clock.now_ms()
-        node, row = await _topic(world, **{"retention.ms": str(DAY_MS)})
-        await node.produce_nowait(row.topic_id, 0, batch("a", timestamp_ms=now_ms - DAY_MS + 3_000))
-        await node.aclose()
-        term = (await world.consensus.log_head(partition_log(row.topic_id, 0))).term
-        again = world.node(retention_check_s=0.01)
-        await again.start()
-        await asyncio.sleep(0.2)  # twenty rounds in which nothing is due
-        assert (await world.consensus.log_head(partition_log(row.topic_id, 0))).term == term
-        async with asyncio.timeout(40):
-            while await read_all(world, row.topic_id):
-                await asyncio.sleep(0.05)
-        state, _ = await catch_up(world.consensus, world.objects, partition_log(row.topic_id, 0), PartitionState())
-        assert state.log_start == 1
-        await world.aclose()
-
-    run(scenario())
+async def test_an_unopened_partition_is_trimmed_by_its_leader_and_left_unfenced_while_nothing_is_due() -> None:
+    world = World()
+    now_ms = world.clock.now_ms()
+    node, row = await _topic(world, **{"retention.ms": str(DAY_MS)})
+    await node.produce_nowait(row.topic_id, 0, batch("a", timestamp_ms=now_ms - DAY_MS + 3_000))
+    await node.aclose()
+    term = (await world.consensus.log_head(partition_log(row.topic_id, 0))).term
+    again = world.node(retention_check_s=0.01)
+    await again.start()
+    await asyncio.sleep(0.2)  # twenty rounds in which nothing is due
+    assert (await world.consensus.log_head(partition_log(row.topic_id, 0))).term == term
+    async with asyncio.timeout(40):
+        while await read_all(world, row.topic_id):
+            await asyncio.sleep(0.05)
+    state, _ = await catch_up(world.consensus, world.objects, partition_log(row.topic_id, 0), PartitionState())
+    assert state.log_start == 1
+    await world.aclose()
 
 
-def test_a_hold_keeps_what_was_not_read_and_one_that_cannot_be_told_keeps_everything() -> None:
-    async def scenario() -> None:
-        world = World()
-        node, row = await _topic(world, **{"retention.bytes": "0"})
-        answers: list[dict[int, int] | TidemillError | None] = [TidemillError("cannot be told."), None, {0: 2}]
-        asked = 0
+async def test_a_hold_keeps_what_was_not_read_and_one_that_cannot_be_told_keeps_everything() -> None:
+    world = World()
+    node, row = await _topic(world, **{"retention.bytes": "0"})
+    answers: list[dict[int, int] | TidemillError | None] = [TidemillError("cannot be told."), None, {0: 2}]
+    asked = 0
 
-        async def holds(topic: TopicRow) -> dict[int, int] | None:
-            nonlocal asked
-            asked += 1
-            answer = answers[min(asked, len(answers)) - 1]
-            if isinstance(answer, TidemillError):
-                raise answer
-            return answer
+    async def holds(topic: TopicRow) -> dict[int, int] | None:
+        nonlocal asked
+        asked += 1
+        answer = answers[min(asked, len(answers)) - 1]
+        if isinstance(answer, TidemillError):
+            raise answer
+        return answer
 
-        node.retainer.holds = holds
-        for value in ("a", "b", "c"):
-            await node.produce_nowait(row.topic_id, 0, batch(value))
-        led = node._led[row.topic_id, 0]
-        await until(lambda: asked >= 8)
-        assert led.state.log_start == 2
-        assert await read_all(world, row.topic_id) == [(2, "c")]
-        await world.aclose()
-
-    run(scenario())
+    node.retainer.holds = holds
+    for value in ("a", "b", "c"):
+        await node.produce_nowait(row.topic_id, 0, batch(value))
+    led = node._led[row.topic_id, 0]
+    await until(lambda: asked >= 8)
+    assert led.state.log_start == 2
+    assert await read_all(world, row.topic_id) == [(2, "c")]
+    await world.aclose()
 
 
-def test_the_topic_of_a_captured_table_is_never_trimmed() -> None:
-    async def scenario() -> None:
-        world = World()
-        row = await world.catalogue.create_topic("t", 1, kind="capture", config={"retention.bytes": "0"})
-        node = world.node(retention_check_s=0.001)
-        await node.start()
-        await node.produce_nowait(row.topic_id, 0, batch("a"))
-        await asyncio.sleep(0.1)
-        assert await read_all(world, row.topic_id) == [(0, "a")]
-        await world.aclose()
-
-    run(scenario())
+async def test_the_topic_of_a_captured_table_is_never_trimmed() -> None:
+    world = World()
+    row = await world.catalogue.create_topic("t", 1, kind="capture", config={"retention.bytes": "0"})
+    node = world.node(retention_check_s=0.001)
+    await node.start()
+    await node.produce_nowait(row.topic_id, 0, batch("a"))
+    await asyncio.sleep(0.1)
+    assert await read_all(world, row.topic_id) == [(0, "a")]
+    await world.aclose()
 
 
 @pytest.mark.parametrize("records", [40])
-def test_the_log_in_consensus_stays_short_under_retention(records: int) -> None:
-    async def scenario() -> None:
-        world = World()
-        node, row = await _topic(world, **{"retention.bytes": "0"})
-        for i in range(records):
-            await node.produce_nowait(row.topic_id, 0, batch(f"r{i}"))
-        head = await world.consensus.log_head(partition_log(row.topic_id, 0))
-        assert head.next - head.start <= 20
-        await world.aclose()
-
-    run(scenario())
+async def test_the_log_in_consensus_stays_short_under_retention(records: int) -> None:
+    world = World()
+    node, row = await _topic(world, **{"retention.bytes": "0"})
+    for i in range(records):
+        await node.produce_nowait(row.topic_id, 0, batch(f"r{i}"))
+    head = await world.consensus.log_head(partition_log(row.topic_id, 0))
+    assert head.next - head.start <= 20
+    await world.aclose()

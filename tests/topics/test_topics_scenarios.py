@@ -10,7 +10,7 @@ import pytest
 
 from support.topics.l1_world import L1World, produced
 from support.topics.transactions import WITHIN, Coordinator, committed, data, open_node, shown
-from support.topics.world import World, batch, fetch, in_world, read_all, values_of
+from support.topics.world import World, batch, fetch, read_all, values_of
 from support.waiting import until
 from tidemill.base.errors import CorruptError, FencedError, MissingError
 from tidemill.consensus.api import LogHead
@@ -23,7 +23,6 @@ from tidemill.topics.api import (
     NotLeaderError,
     OutOfOrderSequenceError,
 )
-from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.state_machine import state as partition_state
 from tidemill.topics.partition.state_machine.apply import Rejected, apply
@@ -50,11 +49,9 @@ def test_auto_release_dropping_the_second_does_not_free_the_third_before_the_fir
 # terms: what the notes' cluster epochs guard ------------------------------------------------------
 
 
-def test_epochs_1_and_2_are_accepted_then_0_is_rejected() -> None:
+async def test_epochs_1_and_2_are_accepted_then_0_is_rejected() -> None:
     """An epoch is a term of the partition's log here."""
-    world = World()
-
-    async def scenario() -> None:
+    async with World() as world:
         row = await world.topic()
         log = partition_log(row.topic_id, 0)
         for term in (1, 2):
@@ -67,20 +64,16 @@ def test_epochs_1_and_2_are_accepted_then_0_is_rejected() -> None:
             await world.consensus.fence(log, 1)
         assert await read_all(world, row.topic_id) == [(0, "1"), (1, "2")]
 
-    in_world(scenario(), world)
 
-
-def test_a_term_that_was_rejected_is_rejected_still_after_a_roll_up_and_a_restart() -> None:
-    world = World(rollup_records=4)
-
-    async def scenario() -> None:
+async def test_a_term_that_was_rejected_is_rejected_still_after_a_roll_up_and_a_restart() -> None:
+    async with World(rollup_records=4) as world:
         row = await world.topic()
         log = partition_log(row.topic_id, 0)
         old, new = world.node(), world.node()
         await old.produce_nowait(row.topic_id, 0, batch("0"))
         for n in range(1, 9):
             await new.produce_nowait(row.topic_id, 0, batch(str(n)))
-        await _started(world, log)
+        await world.truncated(log)
         term = (await world.consensus.log_head(log)).term
         await new.aclose()
         with pytest.raises(NotLeaderError):
@@ -92,26 +85,16 @@ def test_a_term_that_was_rejected_is_rejected_still_after_a_roll_up_and_a_restar
                 await world.consensus.append(log, late, (await world.consensus.log_head(log)).next, [b"x"], "n")
         assert [value for _, value in await read_all(world, row.topic_id)] == [str(n) for n in range(10)]
 
-    in_world(scenario(), world)
 
-
-async def _started(world: World, log: str) -> None:
-    async with asyncio.timeout(30):
-        while (await world.consensus.log_head(log)).start == 0:
-            await asyncio.sleep(0.001)
-
-
-def test_a_restart_replays_a_log_cut_at_a_roll_up_and_at_any_position_behind_it() -> None:
+async def test_a_restart_replays_a_log_cut_at_a_roll_up_and_at_any_position_behind_it() -> None:
     """A snapshot at the edge of what was truncated, and a reader that was wiped: both find the whole state."""
-    world = World(rollup_records=4)
-
-    async def scenario() -> None:
+    async with World(rollup_records=4) as world:
         row = await world.topic()
         log = partition_log(row.topic_id, 0)
         node = world.node()
         for n in range(12):
             await node.produce_nowait(row.topic_id, 0, batch(str(n)))
-        await _started(world, log)
+        await world.truncated(log)
         await node.aclose()
         wiped, head = await catch_up(world.consensus, world.objects, log, PartitionState())
         assert wiped.high_watermark == 12
@@ -122,14 +105,10 @@ def test_a_restart_replays_a_log_cut_at_a_roll_up_and_at_any_position_behind_it(
         again = world.node()
         assert (await again.produce_nowait(row.topic_id, 0, batch("12"))).base_offset == 12
 
-    in_world(scenario(), world)
 
-
-def test_ten_who_open_a_partition_at_once_fence_it_once_and_all_succeed() -> None:
+async def test_ten_who_open_a_partition_at_once_fence_it_once_and_all_succeed() -> None:
     """F9: no stampede."""
-    world = World()
-
-    async def scenario() -> None:
+    async with World() as world:
         row = await world.topic()
         node = world.node()
         fence, fenced = world.consensus.fence, 0
@@ -146,14 +125,10 @@ def test_ten_who_open_a_partition_at_once_fence_it_once_and_all_succeed() -> Non
         assert all(found.error is None for found in await asyncio.gather(*reads))
         assert fenced == 1
 
-    in_world(scenario(), world)
 
-
-def test_a_batch_of_an_earlier_leadership_is_rejected_after_leadership_came_back() -> None:
+async def test_a_batch_of_an_earlier_leadership_is_rejected_after_leadership_came_back() -> None:
     """F8: the node leads again, and what it uploaded in its first term is not placed in its second."""
-    world = World()
-
-    async def scenario() -> None:
+    async with World() as world:
         row = await world.topic()
         first, other = world.node(), world.node()
         await first.produce_nowait(row.topic_id, 0, batch("0", pid=9, seq=0))
@@ -171,14 +146,10 @@ def test_a_batch_of_an_earlier_leadership_is_rejected_after_leadership_came_back
         assert (await first.produce_nowait(row.topic_id, 0, batch("1", pid=9, seq=1))).base_offset == 1
         assert await read_all(world, row.topic_id) == [(0, "0"), (1, "1")]
 
-    in_world(scenario(), world)
 
-
-def test_a_refused_command_in_the_log_stops_no_replay() -> None:
+async def test_a_refused_command_in_the_log_stops_no_replay() -> None:
     """F7: what was refused when it was appended is refused again, wherever the log is read from."""
-    world = World()
-
-    async def scenario() -> None:
+    async with World() as world:
         row = await world.topic()
         log = partition_log(row.topic_id, 0)
         node = world.node()
@@ -193,8 +164,6 @@ def test_a_refused_command_in_the_log_stops_no_replay() -> None:
         assert isinstance(apply(state, gap, 0, 1), Rejected) and isinstance(apply(state, beyond, 1, 1), Rejected)
         assert (state.applied, state.high_watermark, state.log_start) == (2, 0, 0)
         assert await read_all(world, row.topic_id) == [(0, "0"), (1, "1")]
-
-    in_world(scenario(), world)
 
 
 def test_what_an_idle_partition_has_decided_moves_with_each_advance_and_never_back() -> None:
@@ -211,11 +180,9 @@ def test_what_an_idle_partition_has_decided_moves_with_each_advance_and_never_ba
 # idempotence and transactions ---------------------------------------------------------------------
 
 
-def test_a_producer_whose_transaction_is_open_is_never_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_producer_whose_transaction_is_open_is_never_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(partition_state, "PRODUCERS_LIMIT", 3)
-    world = World()
-
-    async def scenario() -> None:
+    async with World() as world:
         row = await world.topic()
         coordinator = Coordinator()
         coordinator.open = {(1, 0)}
@@ -228,16 +195,12 @@ def test_a_producer_whose_transaction_is_open_is_never_evicted(monkeypatch: pyte
             await node.produce_nowait(row.topic_id, 0, data("c", pid=1, seq=5), within=WITHIN)
         await node.produce_nowait(row.topic_id, 0, data("b", pid=1, seq=1), within=WITHIN)
 
-    in_world(scenario(), world)
 
-
-def test_a_producer_with_a_batch_in_flight_keeps_its_order_though_its_state_was_evicted(
+async def test_a_producer_with_a_batch_in_flight_keeps_its_order_though_its_state_was_evicted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(partition_state, "PRODUCERS_LIMIT", 2)
-    world = World()
-
-    async def scenario() -> None:
+    async with World() as world:
         row = await world.topic()
         node = world.node()
         await node.produce_nowait(row.topic_id, 0, batch("a0", pid=1, seq=0))
@@ -255,13 +218,9 @@ def test_a_producer_with_a_batch_in_flight_keeps_its_order_though_its_state_was_
         assert mine == ["a0", "a1", "a2"]
         assert len(node._led[row.topic_id, 0].state.producers) <= 2
 
-    in_world(scenario(), world)
 
-
-def test_two_aborts_are_one_and_a_produce_after_an_abort_is_a_transaction_of_its_own() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_two_aborts_are_one_and_a_produce_after_an_abort_is_a_transaction_of_its_own() -> None:
+    async with World() as world:
         row = await world.topic()
         coordinator = Coordinator()
         node = open_node(world, coordinator)
@@ -276,13 +235,9 @@ def test_two_aborts_are_one_and_a_produce_after_an_abort_is_a_transaction_of_its
         await node.mark(row.topic_id, 0, Marker(1, 0, True))
         assert shown(await committed(node, row.topic_id)) == ["kept"]
 
-    in_world(scenario(), world)
 
-
-def test_a_transaction_that_expired_without_data_leaves_nothing_and_its_late_batch_is_refused() -> None:
-    world = World()
-
-    async def scenario() -> None:
+async def test_a_transaction_that_expired_without_data_leaves_nothing_and_its_late_batch_is_refused() -> None:
+    async with World() as world:
         row = await world.topic()
         coordinator = Coordinator()
         node = open_node(world, coordinator)
@@ -294,14 +249,10 @@ def test_a_transaction_that_expired_without_data_leaves_nothing_and_its_late_bat
             await node.produce_nowait(row.topic_id, 0, data("late", pid=1), within=WITHIN)
         assert shown(await committed(node, row.topic_id)) == ["plain"]
 
-    in_world(scenario(), world)
 
-
-def test_a_newer_epoch_fences_what_the_older_one_produces_and_begins() -> None:
+async def test_a_newer_epoch_fences_what_the_older_one_produces_and_begins() -> None:
     """Begin fences produce, and a stale begin is fenced."""
-    world = World()
-
-    async def scenario() -> None:
+    async with World() as world:
         row = await world.topic()
         coordinator = Coordinator()
         node = open_node(world, coordinator)
@@ -319,17 +270,13 @@ def test_a_newer_epoch_fences_what_the_older_one_produces_and_begins() -> None:
         await node.mark(row.topic_id, 0, Marker(1, 1, True))
         assert shown(await committed(node, row.topic_id)) == ["new"]
 
-    in_world(scenario(), world)
-
 
 # what cannot be read ------------------------------------------------------------------------------
 
 
-def test_an_object_that_is_gone_keeps_its_partition_alone_from_l1_and_nothing_of_it_is_passed_over() -> None:
+async def test_an_object_that_is_gone_keeps_its_partition_alone_from_l1_and_nothing_of_it_is_passed_over() -> None:
     """F12: it is told with each round; what is behind the loss is not moved as if nothing had been there."""
-    world = L1World(cache_bytes=0)
-
-    async def scenario() -> None:
+    async with L1World(cache_bytes=0) as world:
         row = await world.topic()
         node = world.node()
         for name in ("x", "y"):
@@ -344,17 +291,13 @@ def test_an_object_that_is_gone_keeps_its_partition_alone_from_l1_and_nothing_of
             assert world.state(node, row.topic_id, 1).reconciled == 2
         assert values_of((await fetch(node, row.topic_id, 0, 2)).batches) == [(2, "ya"), (3, "yb")]
 
-    in_world(scenario(), world)
-
 
 # topics that go while something is under way ------------------------------------------------------
 
 
-def test_a_topic_deleted_under_a_reader_ends_its_fetch_as_missing_and_no_other() -> None:
+async def test_a_topic_deleted_under_a_reader_ends_its_fetch_as_missing_and_no_other() -> None:
     """F26."""
-    world = World()
-
-    async def scenario() -> None:
+    async with World() as world:
         gone = await world.catalogue.create_topic("gone", 1)
         stays = await world.catalogue.create_topic("stays", 1)
         node = world.node()
@@ -371,21 +314,13 @@ def test_a_topic_deleted_under_a_reader_ends_its_fetch_as_missing_and_no_other()
         assert other.error is None
         assert values_of((await fetch(node, stays.topic_id, 0, 0)).batches) == [(0, "v")]
 
-    in_world(scenario(), world)
-
 
 @pytest.mark.parametrize("while_it", ["uploads", "adds"])
-def test_a_topic_deleted_while_a_round_moves_it_is_not_looked_at_again(while_it: str) -> None:
+async def test_a_topic_deleted_while_a_round_moves_it_is_not_looked_at_again(while_it: str) -> None:
     """F27: nothing is left that would look for it for ever."""
-    world = L1World(reconcile=True, reconcile_min_s=0.005, reconcile_max_s=0.01)
-
-    async def scenario() -> None:
+    async with L1World(reconcile=True, reconcile_min_s=0.005, reconcile_max_s=0.01) as world:
         row = await world.topic()
-        node = LocalTopics(
-            world.consensus, world.objects, world.catalogue, clock=world.clock, rand=world.rand,
-            settings=world.settings, tracker=world.tracker, metastore=world.metastore,
-        )  # fmt: skip
-        world.nodes.append(node)
+        node = world.reconciling()
         reached, go = asyncio.Event(), asyncio.Event()
         room: Any = world.objects if while_it == "uploads" else node.reconciler._rows
         name = "put" if while_it == "uploads" else "add"
@@ -409,5 +344,3 @@ def test_a_topic_deleted_while_a_round_moves_it_is_not_looked_at_again(while_it:
         assert rounds is not None
         await until(lambda: not rounds._listed and not rounds._due and not rounds._moved)
         assert (row.topic_id, 0) not in node._led
-
-    in_world(scenario(), world)

@@ -18,7 +18,6 @@ from support.capture.world import (
     assert_no_position_twice,
     good_flows,
     header,
-    in_world,
     is_reported,
     plain,
     positions,
@@ -78,10 +77,9 @@ class Writer:
 TWO_TABLES = ("CREATE TABLE a (id int PRIMARY KEY, v int)", "CREATE TABLE b (id int PRIMARY KEY, v int)")
 
 
-def test_captures_cut_off_at_random_moments_resume_exactly_once(postgres_dsn: str) -> None:
+async def test_captures_cut_off_at_random_moments_resume_exactly_once(postgres_dsn: str) -> None:
     """Each round abandons a capture as a crash would (no clean close of its work) and opens another one."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         rng = random.Random(7)
         await world.sql(*TWO_TABLES)
         writers = [Writer(world.dsn, seed) for seed in range(2)]
@@ -100,13 +98,10 @@ def test_captures_cut_off_at_random_moments_resume_exactly_once(postgres_dsn: st
         bindings = await world.remap().after(0)
         assert [b.lsn for b in bindings] == sorted(b.lsn for b in bindings)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_h14_a_transaction_open_across_the_set_up_is_not_lost(postgres_dsn: str) -> None:
+async def test_h14_a_transaction_open_across_the_set_up_is_not_lost(postgres_dsn: str) -> None:
     """electric #4773: it wrote before the table was published and commits after everything is set up."""
-
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*TWO_TABLES)
         open_writer = await psycopg.AsyncConnection.connect(world.dsn)
         async with open_writer:
@@ -121,8 +116,6 @@ def test_h14_a_transaction_open_across_the_set_up_is_not_lost(postgres_dsn: str)
                 for table in "ab":
                     assert await world.folded(table) == await table_as_folded(world, table)
                     assert_no_position_twice(await world.records(table))
-
-    in_world(postgres_dsn, scenario)
 
 
 IDENTITY_TABLES = (
@@ -149,8 +142,8 @@ async def identities(world: World) -> dict[str, str]:
     return {name: found.decode() if isinstance(found, bytes) else found for name, found in rows}
 
 
-def test_all_that_a_capture_changed_is_as_it_was(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_all_that_a_capture_changed_is_as_it_was(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*IDENTITY_TABLES)
         before = await identities(world)
         assert before == IDENTITIES
@@ -188,8 +181,6 @@ def test_all_that_a_capture_changed_is_as_it_was(postgres_dsn: str) -> None:
         async with world.capture():
             assert (await identities(world))["plain"] == "f"
 
-    in_world(postgres_dsn, scenario)
-
 
 AS_IS: dict[str, Any] = {"identity": "as-is", "table_poll_s": 0.1}
 
@@ -204,10 +195,10 @@ def unchanged(record: Record) -> list[str]:
     return json.loads(dict(record.headers).get("tm.unchanged") or b"[]")
 
 
-def test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_right_when_it_is_switched(
+async def test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_right_when_it_is_switched(
     postgres_dsn: str,
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*WIDE)
         async with world.capture(**AS_IS):
             assert await identity(world, "wide") == "d"
@@ -250,11 +241,9 @@ def test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_r
         assert done.publication and done.slot and done.identities == {}
         assert await identity(world, "wide") == "f", "what was not taken is not given back"
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_what_doctor_prints_is_all_that_an_administrator_has_to_run(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_what_doctor_prints_is_all_that_an_administrator_has_to_run(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*NAMED_TABLES)
         assert await missing(world) == []  # the owner needs no administrator
         async with reader_of(world):
@@ -276,8 +265,6 @@ def test_what_doctor_prints_is_all_that_an_administrator_has_to_run(postgres_dsn
                 assert await world.folded("split") == await plain(world, "split")
                 assert {row.state for row in (await world.tables()).values()} == {"captured"}
 
-    in_world(postgres_dsn, scenario)
-
 
 DEFERRABLE_TABLES = (
     "CREATE TABLE {} (id int PRIMARY KEY DEFERRABLE, v text)",
@@ -296,10 +283,10 @@ async def as_selected(world: World, *tables: str) -> None:
 
 @pytest.mark.postgres
 @pytest.mark.parametrize("identity", ["full", "as-is"])
-def test_f486_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table(
+async def test_f486_keys_that_move_within_a_statement_leave_the_topic_as_select_has_the_table(
     postgres_dsn: str, identity: str
 ) -> None:
-    async def scenario(world: World) -> None:
+    async with World(postgres_dsn) as world:
         for n, table in enumerate(DEFERRABLE_TABLES):
             await world.sql(table.format(f"d{n}"), f"ALTER TABLE d{n} REPLICA IDENTITY FULL")
         await world.sql(
@@ -323,11 +310,9 @@ def test_f486_keys_that_move_within_a_statement_leave_the_topic_as_select_has_th
                 row = await world.table(f"public.{table}")
                 assert row is not None and row.state == "captured"
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_key_change_is_a_tombstone_then_an_upsert_at_the_next_ordinal(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_key_change_is_a_tombstone_then_an_upsert_at_the_next_ordinal(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE t (a int, b text, v int, PRIMARY KEY (b, a))")
         async with world.capture():
             await world.sql("INSERT INTO t VALUES (1, 'x', 1)", "UPDATE t SET a = 2, v = 9 WHERE a = 1")
@@ -340,11 +325,9 @@ def test_a_key_change_is_a_tombstone_then_an_upsert_at_the_next_ordinal(postgres
         tombstone, upsert = positions(records)[1:]
         assert (tombstone.commit_lsn, tombstone.ordinal + 1) == (upsert.commit_lsn, upsert.ordinal)
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_truncate_is_one_record_without_key_and_empties_the_table(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_truncate_is_one_record_without_key_and_empties_the_table(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE b (id int PRIMARY KEY)")
         async with world.capture():
             await world.sql(
@@ -359,11 +342,9 @@ def test_truncate_is_one_record_without_key_and_empties_the_table(postgres_dsn: 
             truncate = (await world.records("a"))[2]
             assert (truncate.key, truncate.value, header(truncate, "tm.op")) == (None, None, "truncate")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_an_unchanged_toasted_value_is_filled_in_from_the_old_row(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_an_unchanged_toasted_value_is_filled_in_from_the_old_row(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE notes (id int PRIMARY KEY, n int, body text)",
             "ALTER TABLE notes ALTER body SET STORAGE EXTERNAL",
@@ -377,11 +358,9 @@ def test_an_unchanged_toasted_value_is_filled_in_from_the_old_row(postgres_dsn: 
         assert json.loads(records[1].value or b"") == {"id": 1, "n": 1, "body": "long " * 5000}
         assert records[2].key == b'{"id":1}'
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_a_large_transaction_of_several_tables_is_one_boundary(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_a_large_transaction_of_several_tables_is_one_boundary(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY, v text)")
         async with world.capture(fragment_changes=100, queue_changes=500):
             await world.transaction(
@@ -397,11 +376,9 @@ def test_a_large_transaction_of_several_tables_is_one_boundary(postgres_dsn: str
         assert len(rows) == 12000
         assert sum(row["v"] == "z" for row in rows.values()) == 10
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_partitions_of_a_table_are_captured_as_their_root(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_partitions_of_a_table_are_captured_as_their_root(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE p (id int PRIMARY KEY, v text) PARTITION BY RANGE (id)",
             "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (100)",
@@ -413,11 +390,9 @@ def test_partitions_of_a_table_are_captured_as_their_root(postgres_dsn: str) -> 
             await world.caught_up()
             assert await world.folded("p") == {'{"id":101}': {"id": 101, "v": "c"}}
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now_or_later(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now_or_later(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(
             *GOOD,
             "CREATE TABLE keyless (id int)",
@@ -455,11 +430,9 @@ def test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now_or_la
 
             await until(forgotten, "what is gone is forgotten")
 
-    in_world(postgres_dsn, scenario)
 
-
-def test_f406_a_table_whose_identity_is_taken_away_gets_it_back(postgres_dsn: str) -> None:
-    async def scenario(world: World) -> None:
+async def test_f406_a_table_whose_identity_is_taken_away_gets_it_back(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
         await world.sql(*GOOD, "CREATE TABLE t (id int PRIMARY KEY, v int)", "INSERT INTO t VALUES (1, 1)")
         async with world.capture(table_poll_s=30):
             await world.caught_up()
@@ -473,5 +446,3 @@ def test_f406_a_table_whose_identity_is_taken_away_gets_it_back(postgres_dsn: st
                 await world.sql("UPDATE t SET v = v + 1")
             await world.caught_up()
             assert await world.folded("t") == await plain(world, "t")
-
-    in_world(postgres_dsn, scenario)

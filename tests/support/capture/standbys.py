@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import psycopg
 
 from support.postgres import EmbeddedPostgres, find_binaries
+from support.waiting import eventually
 
 SETTINGS: Mapping[str, str] = {
     "fsync": "off",
@@ -74,10 +74,8 @@ def cut_off(server: EmbeddedPostgres) -> None:
     with psycopg.connect(server.dsn, autocommit=True) as control:
         control.execute("ALTER SYSTEM SET primary_conninfo = ''")
         control.execute("SELECT pg_reload_conf()")
-        deadline_s = time.monotonic() + 30
-        while control.execute("SELECT 1 FROM pg_stat_wal_receiver WHERE pid IS NOT NULL").fetchone():
-            assert time.monotonic() < deadline_s, "the standby still follows"
-            time.sleep(0.02)
+        follows = "SELECT 1 FROM pg_stat_wal_receiver WHERE pid IS NOT NULL"
+        eventually(lambda: not control.execute(follows).fetchone(), "the standby still follows")
 
 
 def promote(server: EmbeddedPostgres) -> None:

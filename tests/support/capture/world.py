@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -263,14 +263,6 @@ def fold(records: Sequence[Record]) -> dict[str, dict[str, Any]]:
 
 def positions(records: Sequence[Record]) -> list[ChangePosition]:
     return [read_position(record) for record in records]
-
-
-def in_world(dsn: str, scenario: Callable[[World], Awaitable[None]]) -> None:
-    async def run() -> None:
-        async with World(dsn) as world:
-            await scenario(world)
-
-    asyncio.run(run())
 
 
 async def plain(world: World, table: str) -> dict[str, dict[str, object]]:

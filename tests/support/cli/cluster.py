@@ -29,6 +29,9 @@ def create_stores(config: Path) -> None:
 
 
 class Cluster:
+    group = "table"
+    """Group of commands."""
+
     def __init__(self, directory: Path) -> None:
         self.config = directory / "tidemill.toml"
         self.config.write_text(f'[node]\ndata = "{directory}/data"\n')
@@ -38,7 +41,7 @@ class Cluster:
     def command(self, *arguments: str, answer: str = "") -> str:
         """Return the output of the command. Raise the error with which it refused."""
         with mock.patch("tidemill.cli.context.is_terminal", return_value=bool(answer)):
-            done = CliRunner().invoke(app, ["table", *arguments, "--config", str(self.config)], input=answer)
+            done = CliRunner().invoke(app, [self.group, *arguments, "--config", str(self.config)], input=answer)
         if isinstance(done.exception, TidemillError):
             raise done.exception
         assert done.exit_code == 0, (done.output, done.exception)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
-from support.waiting import DEADLINE_S, SCENARIO_S
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.factory import open_consensus
@@ -25,8 +25,6 @@ LEADS = DomainSettings(lease_ttl_ms=60_000)
 """The lease is renewed every 20 s only, so that a deposed leader does not learn it from its lease."""
 
 FOLLOWS = DomainSettings(lead=False, may_lead=False)
-
-Body = Callable[["DomainWorld"], Coroutine[Any, Any, None]]
 
 
 class DomainWorld:
@@ -92,6 +90,14 @@ class DomainWorld:
         assert lease is not None and domain.leading and lease.term == domain.term
         await (await self.client()).release(lease.name, lease.holder, lease.term)
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(DEADLINE_S):
+                await self.aclose()
+
     async def aclose(self) -> None:
         for close in reversed(self._closing):
             await close()
@@ -104,19 +110,6 @@ async def rows_of(domain: Domain) -> dict[bytes, bytes]:
     async for keys, values in domain.scan(b"\x01"):
         found.update(zip(keys, values, strict=True))
     return found
-
-
-def run(body: Body, world: DomainWorld, timeout_s: float = SCENARIO_S) -> None:
-    async def bounded() -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await body(world)
-        finally:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(DEADLINE_S):
-                    await world.aclose()
-
-    asyncio.run(bounded())
 
 
 BACKENDS = [
@@ -132,11 +125,3 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> DomainWorld:
     objects, consensus = request.param
     url = request.getfixturevalue("postgres_dsn") if consensus == "postgres" else f"sqlite://{tmp_path}/consensus.db"
     return DomainWorld(url, tmp_path / "bucket" if objects == "local" else None)
-
-
-@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "postgres":
-        dsn: str = request.getfixturevalue("postgres_dsn")
-        return dsn
-    return f"sqlite://{tmp_path}/consensus.db"

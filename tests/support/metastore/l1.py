@@ -2,24 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
-
 from support.metastore.checkpoint_world import World, persisted
 from tidemill.base.clock import Rand
 from tidemill.topics.l0.object_cache import ObjectCache
 from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.reconciler import Reconciler
-
-
-def run(body: Callable[[World], Awaitable[None]], **world: Any) -> None:
-    async def main() -> None:
-        async with asyncio.timeout(90):
-            async with World(real=True, **world) as opened:
-                await body(opened)
-
-    asyncio.run(main())
 
 
 async def moved(world: World, steps: int = 4) -> None:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import http.client
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, TypeVar
 from urllib.parse import quote
 
 from starlette.applications import Starlette
@@ -97,21 +96,12 @@ class Cluster:
         await presence.publish(manifest)
         await presence.withdraw()
 
-    async def aclose(self) -> None:
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
         for metastore in reversed(self._metastores):
             await metastore.aclose()
-
-
-def run(body: Callable[[Cluster], Awaitable[T]]) -> T:
-    async def main() -> T:
-        cluster = Cluster()
-        try:
-            async with asyncio.timeout(120):
-                return await body(cluster)
-        finally:
-            await cluster.aclose()
-
-    return asyncio.run(main())
 
 
 class Rest:

@@ -5,51 +5,26 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-import shutil
-from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
-import pytest
-
+from support.shapes.node_client import NodeProcess
 from support.waiting import until
-from tidemill.base.runtime.tasks import Tasks
-
-CLIENTS = Path(__file__).parents[2] / "clients"
 
 
-class SubsetClient:
+class SubsetClient(NodeProcess):
     """`ask` gives the answer to one request; `rows` are what the application would hold."""
 
     def __init__(self, url: str, params: dict[str, str], **options: Any) -> None:
-        if shutil.which("node") is None or not (CLIENTS / "node_modules/@electric-sql/client").is_dir():
-            pytest.skip("needs node and the packages of tests/clients: tests/clients/install")
-        self._arguments = [str(CLIENTS / "subset_shape.mjs"), url, json.dumps(params), json.dumps(options)]
+        super().__init__("subset_shape.mjs", url, json.dumps(params), json.dumps(options))
         self._answers: dict[str, asyncio.Future[dict[str, Any]]] = {}
-        self._tasks = Tasks(print)
         self.batches: list[dict[str, Any]] = []
         self.errors: list[dict[str, Any]] = []
 
-    async def __aenter__(self) -> Self:
-        self._process = await asyncio.create_subprocess_exec(
-            "node", *self._arguments, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, limit=1 << 26
-        )
-        self._tasks.spawn(self._read(), name="node-output")
-        return self
-
-    async def __aexit__(self, *exc: object) -> None:
-        if self._process.returncode is None:
-            self._process.kill()
-        await self._process.wait()
-        await self._tasks.aclose()
-
-    async def _read(self) -> None:
-        assert self._process.stdout is not None
-        async for text in self._process.stdout:
-            line = json.loads(text)
-            if line["event"] == "snapshot":
-                self._answers.pop(line["tag"]).set_result({**line, "up_to_dates": self.up_to_dates})
-            else:
-                (self.batches if line["event"] == "batch" else self.errors).append(line)
+    def _take(self, line: dict[str, Any]) -> None:
+        if line["event"] == "snapshot":
+            self._answers.pop(line["tag"]).set_result({**line, "up_to_dates": self.up_to_dates})
+        else:
+            (self.batches if line["event"] == "batch" else self.errors).append(line)
 
     async def ask(self, kind: str = "request", **opts: Any) -> dict[str, Any]:
         tag = f"{kind}-{len(self._answers)}-{random.random()}"

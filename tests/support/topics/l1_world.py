@@ -32,6 +32,15 @@ class L1World(World):
         node.retainer._l1 = self.rows
         return node
 
+    def reconciling(self) -> LocalTopics:
+        """Return a node that reconciles periodically once it is started."""
+        node = LocalTopics(
+            self.consensus, self.objects, self.catalogue, clock=self.clock, rand=self.rand,
+            settings=self.settings, tracker=self.tracker, metastore=self.metastore,
+        )  # fmt: skip
+        self.nodes.append(node)
+        return node
+
     def reconciler(self, node: LocalTopics, l0: RangeReader | None = None) -> Reconciler:
         """`l0`: where it reads batches, else what the node's consumers share."""
         return Reconciler(self.rows, node._around, l0 or node._shared, node._cache, node._led)

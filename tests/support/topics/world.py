@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Self, TypeVar
 
-from support.waiting import run, until
+from support.waiting import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.base.status.status import StatusTracker
@@ -110,6 +110,20 @@ class World:
         self.nodes.append(topics)
         return topics
 
+    async def truncated(self, log: str) -> None:
+        """Return once the log no longer begins at its first record."""
+
+        async def begins_later() -> bool:
+            return (await self.consensus.log_head(log)).start > 0
+
+        await until(begins_later, "the log is truncated")
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
     async def aclose(self) -> None:
         self.objects.gated = False
         for _, gate in self.objects.waiting:
@@ -155,13 +169,3 @@ async def read_all(world: World, topic_id: str, partition: int = 0) -> list[tupl
     reader = LogPartitionReader(world.consensus, world.objects)
     end = await reader.high_watermark(topic_id, partition)
     return values_of(await reader.read(await reader.plan(topic_id, partition, 0, end)))
-
-
-def in_world(scenario: Coroutine[object, object, None], world: World) -> None:
-    async def whole() -> None:
-        try:
-            await scenario
-        finally:
-            await world.aclose()
-
-    run(whole())

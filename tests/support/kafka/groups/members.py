@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import confluent_kafka as ck
-import msgspec
 
 from support.waiting import DEADLINE_S
 from tidemill.base.config.listeners import KafkaSection
@@ -40,7 +39,7 @@ CLIENTS = [
 
 PATIENT_MS = 60_000
 
-PATIENT = msgspec.structs.replace(SETTINGS, group_consumer_session_timeout_ms=PATIENT_MS)
+PATIENT = KafkaSettings(SETTINGS.section.model_copy(update={"group_consumer_session_timeout_ms": PATIENT_MS}))
 
 MEMBER = Path(__file__).with_name("member_process.py")
 

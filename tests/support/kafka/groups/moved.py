@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Self
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.status.status import StatusTracker
@@ -30,6 +29,14 @@ class World:
         self.tracker = StatusTracker()
         self.nodes: list[GroupCoordinator] = []
 
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for node in self.nodes:
+            await node.aclose()
+        await self.metastore.aclose()
+
     def node(
         self, is_own: Callable[[str], bool] = lambda _: True, *, groups_max: int = 100, bytes_max: int = 1 << 20
     ) -> GroupCoordinator:
@@ -42,20 +49,6 @@ class World:
 
     async def offsets(self) -> list[int]:
         return [row.offset for row in await self.metastore.rows(GROUP_OFFSETS, "g")]
-
-
-def run(body: Callable[[World], Awaitable[None]]) -> None:
-    async def main() -> None:
-        world = World()
-        try:
-            async with asyncio.timeout(60):
-                await body(world)
-        finally:
-            for node in world.nodes:
-                await node.aclose()
-            await world.metastore.aclose()
-
-    asyncio.run(main())
 
 
 def ask(member_id: str = "", new_id: str = "m1", **more: Any) -> JoinRequest:
