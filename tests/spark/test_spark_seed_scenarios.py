@@ -21,6 +21,7 @@ import pytest
 
 from support.spark.harbour import Harbour
 from support.spark.sinks import clicks_sink, shop_sink
+from support.waiting import DEADLINE_S
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.bindings.minter import BindingMinter
 from tidemill.shards.registry import open_remap
@@ -98,7 +99,7 @@ def query(harbour: Any, spark: Any, sink: FeedSink, checkpoint: Path) -> None:
         .trigger(availableNow=True)
         .start()
     )
-    assert done.awaitTermination(90)
+    assert done.awaitTermination(DEADLINE_S)
     assert batches.is_set() and not sink.seats.failed
 
 
@@ -269,7 +270,7 @@ def times(harbour: Any, spark: Any, name: str, checkpoint: Path) -> dict[tuple[i
     )
     table = f"times_{checkpoint.name}"
     started = rows.writeStream.format("memory").queryName(table).option("checkpointLocation", str(checkpoint))
-    assert started.trigger(availableNow=True).start().awaitTermination(90)
+    assert started.trigger(availableNow=True).start().awaitTermination(DEADLINE_S)
     return {(r._partition, r._order): r._time for r in spark.table(table).collect()}
 
 
