@@ -31,8 +31,9 @@ from tidemill.shapes.log.sqlite_file import StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.captured_database import CapturedDatabase
+from tidemill.shapes.tables.change_translator import needed_columns
 from tidemill.shapes.tables.initial_snapshot import TransientTableError
-from tidemill.shapes.tables.table_consumer import TableConsumer, needed_columns
+from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.where import Type, Where
 
 _log = structlog.get_logger()
