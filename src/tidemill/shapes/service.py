@@ -142,7 +142,7 @@ class ShapeService:
             "disk_bytes": self.disk.used_bytes,
             "disk_limit_bytes": self.disk.limit_bytes,
             "disk_refused": self.disk.refused,
-            "read_bytes": sum(store.lent.used_bytes for store in self._sources.stores.values()),
+            "read_bytes": sum(store.reader.lent.used_bytes for store in self._sources.stores.values()),
             "kept": sorted(name for name, store in self._sources.stores.items() if store.waited_for),
             "backlog_bytes": sum(tap.held_bytes for tap in taps),
             "fell_behind": sum(tap.fell_behind for tap in taps),

@@ -105,7 +105,7 @@ class ShapeRestorer:
             saved = []
         for first in range(0, len(saved), RESTORE_BATCH):
             some = saved[first : first + RESTORE_BATCH]
-            some = [each for each in some if each.id not in store.live_log_ids and not store.is_deleted(each)]
+            some = [each for each in some if each.id not in store.logs and not store.is_deleted(each)]
             if some and sink.restoring:
                 await self._restore_some(store, some, start, deadline_s)
         sink.finish_restore()

@@ -275,7 +275,7 @@ class TableShapes:
         shape.mark_ready()
         if database.store is not None and isinstance(shape.log, DiskLog):
             kept = SavedTableShape(request, definition, shape.schema_json, consumer.relation, shape.rows_loaded)
-            database.store.save_record(shape.log, shape.handle, kept.encode(), str(snapshot))
+            database.store.logs.save_record(shape.log, shape.handle, kept.encode(), str(snapshot))
 
     async def answer_requests(self, name: str) -> None:
         """Send the questions of the database's shapes to the database, forever.
