@@ -182,7 +182,7 @@ class KeptMachine(RuleBasedStateMachine):
         consumer = self.consumer_kind(shape, table, None, writer, has_lsn=has_lsn)
         consumer.set_snapshot(snapshot)
         consumer.follow_immediately()
-        self.alive.sink.add(consumer)
+        self.alive.sink.router.add(consumer)
         self.alive.shapes[handle] = shape, consumer
         shape.mark_ready()
 
@@ -486,8 +486,9 @@ class HastyStore(ShapeStore):
 class UnsettledSink(ShapeTap):
     """A flush that brings no news tells nobody of what came meanwhile."""
 
-    def _on_durable(self, position: int) -> None:
-        self._report_durable(position)
+    def __init__(self, *args: Any, store: ShapeStore, **named: Any) -> None:
+        super().__init__(*args, store=store, **named)
+        store.durable = self._owed.report_durable
 
 
 class DeafSink(ShapeTap):

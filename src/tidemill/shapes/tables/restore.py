@@ -205,7 +205,7 @@ class ShapeRestorer:
         consumer = TableConsumer(shape, relation, where, shown.writer, has_lsn=shape.log.end.tx, asks=True)
         consumer.set_snapshot(snapshot)
         consumer.follow_immediately()
-        sink.add(consumer)
+        sink.router.add(consumer)
         self._consumers[shape.handle] = RegisteredConsumer(sink, consumer, info)
         shape.rows_loaded = kept.rows_loaded
         shape.mark_ready()

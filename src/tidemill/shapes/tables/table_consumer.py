@@ -17,13 +17,16 @@ rest.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError
+from tidemill.base.runtime.tasks import is_fault
 from tidemill.capture.changes import Change, Relation, Row
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
-from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.live_shape import LiveShape, unexpected_failure
 from tidemill.shapes.log.items import LogItem
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import Turn
@@ -33,6 +36,12 @@ from tidemill.shapes.tables.change_translator import ChangeTranslator, row_failu
 from tidemill.shapes.tables.initial_snapshot import SnapshotFilter
 from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, Verdict
 from tidemill.shapes.where import Equality, EvaluationError, Where
+
+QUANTUM_S = 0.001
+"""Time that one consumer works before the next one's turn."""
+
+LATE_DIVISOR = 10
+"""One in this many late shapes is ended per check: the others may catch up without it."""
 
 
 class _Delivery:
@@ -305,3 +314,90 @@ class TableConsumer:
         limit = self.shape.log.limit_bytes
         if self.pending_bytes > limit:
             self.shape.drop(f"changes during the initial snapshot outgrew the log: log_bytes={limit}")
+
+
+class ConsumerTurns:
+    """The consumers of one database whose inbox is not empty, evaluated in turns of QUANTUM_S.
+
+    `asking`: consumers with an open question, which `remote_evaluation.answer_requests` sends to the database; `asked`
+    is set when one is added. `remove` is called with a consumer whose shape has ended.
+    """
+
+    def __init__(self, clock: Clock, wake: asyncio.Event, remove: Callable[[TableConsumer], None]) -> None:
+        self.asking: deque[TableConsumer] = deque()
+        self.asked = asyncio.Event()
+        self._clock = clock
+        self._wake = wake
+        self._remove = remove
+        self._ready: deque[TableConsumer] = deque()
+        self._behind: dict[TableConsumer, None] = {}
+        """Consumers with a non-empty inbox."""
+        self._tick = 0
+
+    @property
+    def has_ready(self) -> bool:
+        return bool(self._ready)
+
+    def offer(self, consumer: TableConsumer, entry: InboxEntry, before: int) -> None:
+        """Offer an entry to a consumer. `before`: as in TableConsumer.offer."""
+        consumer.offer(entry, before)
+        if consumer not in self._behind:
+            self._behind[consumer] = None
+            self._ready.append(consumer)
+
+    def discard(self, consumer: TableConsumer) -> None:
+        self._behind.pop(consumer, None)
+
+    def resume(self, consumer: TableConsumer) -> None:
+        """Continue to evaluate for a consumer whose question is answered."""
+        if consumer in self._behind:
+            self._ready.append(consumer)
+            self._wake.set()
+
+    def run(self, turn: Turn) -> None:
+        """Evaluate until the turn is over or no consumer is ready."""
+        now_s, quantum = self._clock.monotonic_s(), Turn(self._clock, turn.until_s)
+        while self._ready:
+            consumer, started_s = self._ready.popleft(), now_s
+            quantum.until_s = min(turn.until_s, now_s + QUANTUM_S)
+            if self._evaluate(consumer, quantum):
+                self._ready.append(consumer)
+            elif consumer.question is not None:
+                self.asking.append(consumer)
+                self.asked.set()
+            else:
+                self._behind.pop(consumer, None)
+            now_s = self._clock.monotonic_s()
+            consumer.add_spent_s(now_s - started_s, self._tick)
+            if now_s >= turn.until_s:
+                break
+
+    def _evaluate(self, consumer: TableConsumer, turn: Turn) -> bool:
+        """Evaluate for one consumer. Every exception is caught here, and ends only its shape."""
+        try:
+            more = consumer.evaluate(turn)
+        except BaseException as error:
+            if not is_fault(error) and not isinstance(error, asyncio.CancelledError):
+                raise
+            consumer.shape.fail(unexpected_failure(error), broken=True)
+            more = False
+        if consumer.shape.has_ended:
+            self._remove(consumer)
+            more = False
+        return more
+
+    def find_largest(self) -> list[TableConsumer]:
+        """Return the consumers that hold at least half as many bytes as the one that holds most; none if none holds
+        any."""
+        most_bytes = max((each.inbox_bytes for each in self._behind), default=0)
+        return [each for each in self._behind if 2 * each.inbox_bytes >= most_bytes] if most_bytes else []
+
+    def end_tick(self, before_s: float | None) -> list[TableConsumer]:
+        """Return the most expensive of the consumers whose oldest entry arrived before that time; called once a
+        second."""
+        late: list[TableConsumer] = []
+        if before_s is not None:
+            late = [each for each in self._behind if each.inbox[0].work.arrived_s < before_s]
+        late.sort(key=lambda consumer: consumer.recent_spent_s(self._tick), reverse=True)
+        self._tick += 1
+        return late[: -(-len(late) // LATE_DIVISOR)]

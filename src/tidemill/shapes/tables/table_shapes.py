@@ -262,7 +262,7 @@ class TableShapes:
         if database.find_unchanged(relation) is None:
             raise TransientTableError(f"the table is not captured now, or was redefined: table={relation.name}.")
         must_see = database.sink.recent
-        database.sink.add(consumer)
+        database.sink.router.add(consumer)
         self._consumers[shape.handle] = RegisteredConsumer(database.sink, consumer, info)
         with_rows = definition.log_mode == "full"
         snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows, self._share)
