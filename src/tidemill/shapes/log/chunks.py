@@ -49,7 +49,7 @@ def split_chunk(items: Iterable[bytes]) -> Iterator[bytes]:
 
 
 class LogReader:
-    """Reads the file of logs. What was read counts as memory until its last reader has released it, within a share of
+    """Reads the file of logs. Bytes read count as memory until their last reader has released them, within a share of
     the memory that all such readers of a file have together. All readers of one chunk of a base share one copy."""
 
     def __init__(self, file: ShapeFile, threads: FileThreads, memory: Budget) -> None:

@@ -26,7 +26,7 @@ MAX_UNWRITTEN_CHUNKS = 2
 
 
 class LogOwner(Protocol):
-    """What writes the logs of a file: LogSet."""
+    """The writer of the logs of a file: LogSet."""
 
     def mark_changed(self, log: DiskLog, size_bytes: int) -> None:
         """Note that the log has `size_bytes` more to write."""

@@ -60,7 +60,7 @@ class FlushQueue:
 
 
 class LogSet:
-    """`due`: something is to be written. `much`: so much that it should be written now."""
+    """`due`: the file lacks something. `much`: so much that it should be written now."""
 
     def __init__(self) -> None:
         self.due = asyncio.Event()
@@ -131,7 +131,7 @@ class LogSet:
     # -- the flush ---------------------------------------------------------------------------------------------
 
     def take(self) -> FlushQueue:
-        """Hand over everything that is to be written now."""
+        """Hand over everything that the file lacks."""
         self.much.clear()
         self._waiting_bytes = 0
         taken = FlushQueue(self._changed, self._records, tuple(self.ended), self._warm)
@@ -184,6 +184,6 @@ class LogSet:
         self.due.set()
 
     def set_failing(self, failing: bool) -> None:
-        """Note whether the disk fails: then nobody waits for room."""
+        """Note whether the disk fails: then no log waits for room."""
         self._is_failing = failing
         self._room.set()

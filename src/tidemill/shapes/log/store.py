@@ -5,7 +5,7 @@
     ended ───┘        FLUSH_BYTES ──►│ transaction│──► durable(position)
                                      └────────────┘
 
-The store owns the file and the order of its flushes; `log_set` has what is to be written. Evaluation of changes belongs
+The store owns the file and the order of its flushes; `log_set` has what the file lacks. Evaluation of changes belongs
 to the tap, which provides `position` and receives `durable`.
 
 - Invariant (consistent position): `position()` is read in the same step in which the logs of a flush are selected.

@@ -355,7 +355,7 @@ class ConsumerTurns:
             self._wake.set()
 
     def run(self, turn: Turn) -> None:
-        """Evaluate until the turn is over or no consumer is ready."""
+        """Evaluate until the turn ends or no consumer is ready."""
         now_s, quantum = self._clock.monotonic_s(), Turn(self._clock, turn.until_s)
         while self._ready:
             consumer, started_s = self._ready.popleft(), now_s
