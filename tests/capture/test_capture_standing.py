@@ -1,4 +1,4 @@
-"""What the desk says of a table that carries nothing, to those who ask for it."""
+"""What the table states report of a table that carries nothing."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Backlog:
         shape.log.seal_base()
         writer = RowWriter("public", relation.table, [c.name for c in COLUMNS], ["id"], ["open"])
         consumer = TableConsumer(shape, relation, compiled, writer)
-        self.sink.add(consumer)
+        self.sink.router.add(consumer)
         consumer.set_snapshot(PgSnapshot(1, 1, frozenset()))
         consumer.follow_immediately()
         shape.mark_ready()

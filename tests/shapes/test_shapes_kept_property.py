@@ -42,11 +42,11 @@ from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log import sqlite_file as file_module
 from tidemill.shapes.log.chunks import split_chunk
-from tidemill.shapes.log.disk_log import DiskLog
+from tidemill.shapes.log.disk_log import DiskLog, LogRoom
 from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.log.log_offset import BEFORE_ALL
 from tidemill.shapes.log.row_writer import RowWriter
-from tidemill.shapes.log.sqlite_file import ShapeFile
+from tidemill.shapes.log.sqlite_file import FileThreads, ShapeFile
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare, Turn
 from tidemill.shapes.memory_budget import Budget
@@ -88,8 +88,8 @@ class Process:
         self.file = ShapeFile(path)
         clock = machine.clock
         self.store = machine.store_kind(
-            self.file, Inline(), self.gate, clock, Rand(life), StatusTracker(), "disk", LogLimits(chunk_bytes=60),
-            Budget(1 << 30), Budget(1 << 30),
+            self.file, FileThreads(Inline(), self.gate), clock, Rand(life), StatusTracker(), "disk",
+            LogRoom(LogLimits(chunk_bytes=60), Budget(1 << 30), Budget(1 << 30)),
         )  # fmt: skip
         self.sink = machine.sink_kind(clock, LoopShare(clock), limits, store=self.store)
         self.taps = TapRegistry(clock)
@@ -182,7 +182,7 @@ class KeptMachine(RuleBasedStateMachine):
         consumer = self.consumer_kind(shape, table, None, writer, has_lsn=has_lsn)
         consumer.set_snapshot(snapshot)
         consumer.follow_immediately()
-        self.alive.sink.add(consumer)
+        self.alive.sink.router.add(consumer)
         self.alive.shapes[handle] = shape, consumer
         shape.mark_ready()
 
@@ -330,7 +330,7 @@ class KeptMachine(RuleBasedStateMachine):
         next_xid = seen + 1  # a transaction's xid is its LSN here
         snapshot = PgSnapshot(next_xid, next_xid, frozenset(), lsn=seen + 1)
         self.take_in(handle, table, log, snapshot)
-        self.alive.store.save_record(log, handle, str(table.oid).encode(), str(snapshot))
+        self.alive.store.logs.save_record(log, handle, str(table.oid).encode(), str(snapshot))
 
     @precondition(lambda self: self.process is not None and self.process.shapes)
     @rule()
@@ -415,8 +415,8 @@ class KeptMachine(RuleBasedStateMachine):
                 if file.open() not in self.row:
                     continue
                 store = ShapeStore(
-                    file, Inline(), Inline(), self.clock, Rand(1), StatusTracker(), "disk", LogLimits(), Budget(1 <<
-                    30), Budget(1 << 30),
+                    file, FileThreads(Inline(), Inline()), self.clock, Rand(1), StatusTracker(), "disk",
+                    LogRoom(LogLimits(), Budget(1 << 30), Budget(1 << 30)),
                 )  # fmt: skip
                 for saved in file.read_shapes():
                     log = store.restore_log(saved)
@@ -486,8 +486,9 @@ class HastyStore(ShapeStore):
 class UnsettledSink(ShapeTap):
     """A flush that brings no news tells nobody of what came meanwhile."""
 
-    def _on_durable(self, position: int) -> None:
-        self._report_durable(position)
+    def __init__(self, *args: Any, store: ShapeStore, **named: Any) -> None:
+        super().__init__(*args, store=store, **named)
+        store.durable = self._owed.report_durable
 
 
 class DeafSink(ShapeTap):

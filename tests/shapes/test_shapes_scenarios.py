@@ -47,7 +47,7 @@ def consumer_of(sink: ShapeTap, handle: str) -> TableConsumer:
     consumer = TableConsumer(
         shape, Bench().consumer.relation, None, RowWriter("public", "t", [c.name for c in COLUMNS], ["id"], ["open"])
     )
-    sink.add(consumer)
+    sink.router.add(consumer)
     return consumer
 
 
@@ -119,7 +119,7 @@ def late_and_young() -> tuple[ManualClock, ShapeTap, TableConsumer, TableConsume
     nothing = Turn(clock, 0.0)
     sink.process_fragment(bench.fragments(5, ("insert", None, row(1)), ("insert", None, row(3)))[0])
     sink.run_slice(nothing)
-    sink._ready.clear()  # whoever hangs never has its turn again
+    sink.turns._ready.clear()  # whoever hangs never has its turn again
     clock.advance(2_000)
     working = consumer_of(sink, "working")
     sink.process_fragment(bench.fragments(6, ("insert", None, row(2)), ("insert", None, row(4)))[0])

@@ -21,7 +21,7 @@ from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes import ShapeSettings
 from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.live_shape import LiveShape
-from tidemill.shapes.log import store as store_module
+from tidemill.shapes.log import log_set
 from tidemill.shapes.log.chunks import split_chunk
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.items import LogItem
@@ -140,7 +140,7 @@ async def test_st4_whenever_a_process_dies_in_a_flush_that_closes_chunks_they_ch
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One transaction of the file for each log. The disk is that of a process that died after any of its writes."""
-    monkeypatch.setattr(store_module, "FLUSH_LOGS", 1)
+    monkeypatch.setattr(log_set, "FLUSH_LOGS", 1)
     path = tmp_path / "db.db"
     store, file = store_of(path, ManualClock())
     store.claim(())
@@ -208,7 +208,7 @@ async def test_st4_whenever_a_process_dies_in_a_flush_that_closes_chunks_they_ch
     base(second, "second", 0, 4)
     for log, name in ((first, "first"), (second, "second")):
         log.seal_base()
-        store.save_record(log, name, b"record", "1:2:")
+        store.logs.save_record(log, name, b"record", "1:2:")
         recorded_logs.add(log)
     await flush_and_die_in_it()
     transaction(first, "first", 10, 9)  # one chunk, all but one item
@@ -336,15 +336,15 @@ async def test_st9_however_often_a_log_is_restored_and_the_stream_brings_all_of_
         sink = ShapeTap(clock, LoopShare(clock))
         logs = []
         for saved in await store.read_saved():
-            logs.append(store.restore_log(saved) if number else store._known[saved.id])
-            sink.add(consumer_of(saved, logs[-1]))
+            logs.append(store.restore_log(saved) if number else store.logs._known[saved.id])
+            sink.router.add(consumer_of(saved, logs[-1]))
         for fragment in fragments:
             sink.process_fragment(fragment)
             while sink.run_slice(ENDLESS):
                 pass
             await store.flush()
         await store._clear_leftovers()
-        found = [await whole(log) for log in logs if log.key in store.live_log_ids]
+        found = [await whole(log) for log in logs if log.key in store.logs]
         if number:
             assert not file.clear_leftovers(2), "nothing is left of the one that ended"
         file.release()

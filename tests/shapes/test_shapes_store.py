@@ -19,6 +19,7 @@ from support.waiting import until
 from tidemill.base.clock import ManualClock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.runtime.tasks import Tasks
+from tidemill.shapes.log import log_set
 from tidemill.shapes.log import store as store_module
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.items import LogItem, mark_last
@@ -46,8 +47,8 @@ class StoreMachine(RuleBasedStateMachine):
     @initialize()
     def begin(self) -> None:
         self.patched = pytest.MonkeyPatch()
-        self.patched.setattr(store_module, "FLUSH_LOGS", 2)
-        self.patched.setattr(store_module, "SORTED_LOGS", 3)
+        self.patched.setattr(log_set, "FLUSH_LOGS", 2)
+        self.patched.setattr(log_set, "SORTED_LOGS", 3)
         self.loop = asyncio.new_event_loop()
         self.directory = tempfile.TemporaryDirectory()
         self.clock, self.rand = ManualClock(), random.Random(3)
@@ -63,7 +64,7 @@ class StoreMachine(RuleBasedStateMachine):
     def open(self) -> None:
         self.lives += 1
         self.store, self.file = store_of(Path(self.directory.name) / "db.db", self.clock, self.lives)
-        self.memory, self.disk = self.store._memory, self.store._disk
+        self.memory, self.disk = self.store._room.memory, self.store._room.disk
         self.store.position = lambda: self.position
         self.store.durable = self.durable
         self.store.name = self.name
@@ -100,7 +101,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def record(self, log: DiskLog) -> None:
         self.shapes[log].recorded = True
-        self.store.save_record(log, self.shapes[log].handle, b"record", "1:2:")
+        self.store.logs.save_record(log, self.shapes[log].handle, b"record", "1:2:")
 
     @rule(sizes=st.lists(st.integers(1, 40), max_size=4), back=st.booleans())
     def transaction(self, sizes: list[int], back: bool) -> None:
@@ -232,7 +233,7 @@ async def test_f119_a_disk_that_fails_for_long_is_given_up_before_anything_is_co
         log = store.create_log()
         log.add_base([b"1"])
         log.seal_base()
-        store.save_record(log, "h", b"record", "1:2:")
+        store.logs.save_record(log, "h", b"record", "1:2:")
         await until(lambda: 1 in confirmed)
         assert saved_under(tmp_path, row) == ["h"]
         file.faults = ["lost", "untold"] * 10_000
@@ -338,8 +339,8 @@ async def test_q3_a_shape_that_was_dropped_before_a_flush_is_not_there_after_it_
 async def test_a_flush_writes_logs_in_the_order_of_their_ids_whoever_changed_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "FLUSH_LOGS", 2)
-    monkeypatch.setattr(store_module, "SORTED_LOGS", 4)
+    monkeypatch.setattr(log_set, "FLUSH_LOGS", 2)
+    monkeypatch.setattr(log_set, "SORTED_LOGS", 4)
     store, file = store_of(tmp_path / "db.db", ManualClock())
     store.claim(())
     logs = [recorded(store, b"1") for _ in range(7)]
@@ -359,7 +360,7 @@ async def test_a_flush_writes_logs_in_the_order_of_their_ids_whoever_changed_fir
 async def test_q3_what_one_part_of_a_flush_wrote_stays_when_a_later_part_of_it_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(store_module, "FLUSH_LOGS", 1)
+    monkeypatch.setattr(log_set, "FLUSH_LOGS", 1)
     store, file = store_of(tmp_path / "db.db", ManualClock())
     store.claim(())
     for row in (b"1", b"2", b"3"):

@@ -40,19 +40,21 @@ from tidemill.shapes.definition.plan_cache import RejectionCache
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.subset import SubsetRequest, SubsetScope, compile_subset
 from tidemill.shapes.log.chunks import ResponseMemory, split_chunk
+from tidemill.shapes.log.disk_log import LogRoom
 from tidemill.shapes.log.items import LogItem
 from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL, OP_INFINITY, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.log.saved_shape import SavedTableShape
-from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, StoredItem, StoredShape
+from tidemill.shapes.log.sqlite_file import FileThreads, Flush, ShapeFile, ShapeWrite, StoredItem, StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare
 from tidemill.shapes.memory_budget import Budget, OverBudgetError, reserve_in_all
 from tidemill.shapes.shards.subsets import SubsetRowReader, _HeldBytes
-from tidemill.shapes.tables import table_shapes
+from tidemill.shapes.tables import table_search
 from tidemill.shapes.tables.backlog import BacklogLimits
-from tidemill.shapes.tables.table_shapes import NotCapturedError, TableShapes
+from tidemill.shapes.tables.table_search import NotCapturedError
+from tidemill.shapes.tables.table_shapes import TableShapes
 from tidemill.shapes.where import Type
 
 DDL = "CREATE TABLE t (id int PRIMARY KEY, v text); INSERT INTO t SELECT n, 'x' FROM generate_series(1, 50) n"
@@ -65,12 +67,13 @@ async def test_what_a_file_is_read_for_is_counted_until_the_last_reader_has_let_
     pool, writer = ThreadPoolExecutor(2), ThreadPoolExecutor(1)
     clock, limits = SystemClock(), LogLimits(chunk_bytes=3_900)
     file = ShapeFile(tmp_path / "s.db")
-    store = ShapeStore(file, pool, writer, clock, Rand(1), StatusTracker(), "disk", limits, memory, disk)
+    threads, room = FileThreads(pool, writer), LogRoom(limits, memory, disk)
+    store = ShapeStore(file, threads, clock, Rand(1), StatusTracker(), "disk", room)
     log = store.create_log()
     for n in range(4):
         log.add_base([b"%04d" % n * 999])
     log.seal_base()
-    store.save_record(log, "h", b"", "1:1:@1")
+    store.logs.save_record(log, "h", b"", "1:1:@1")
     for tx in range(1, 5):
         log.stage(LogItem(LogOffset(tx, 1), b"%04d" % tx * 999))
         log.publish()
@@ -98,7 +101,7 @@ async def test_what_a_file_is_read_for_is_counted_until_the_last_reader_has_let_
     del first, some
     assert memory.used_bytes == held + 3_996, "one reader still has it"
     del again
-    assert (memory.used_bytes, store.lent.used_bytes) == (held, 0)
+    assert (memory.used_bytes, store.reader.lent.used_bytes) == (held, 0)
     await store.aclose()
     pool.shutdown()
 
@@ -139,7 +142,7 @@ async def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_g
     sink.set_carried_relations([TABLE.oid])
     sink.begin_stream(SimpleNamespace(report_flushed=lambda *_: None), items[-1].tx)  # type: ignore[arg-type]
     await until(lambda: not sink.restoring)
-    lent, memory = service._sources.database_stores["main"].lent, service.budget.used_bytes
+    lent, memory = service._sources.database_stores["main"].reader.lent, service.budget.used_bytes
     app = Starlette(routes=list(shape_routes(service)))
     query = b"table=t&where=id+%3D+1&handle=h1&"
     query += {
@@ -307,10 +310,12 @@ def tables_of(*reported: Reported) -> TableShapes:
 
 async def test_a_capture_that_cannot_say_keeps_nobody_waiting_for_a_table_that_another_has() -> None:
     async with asyncio.timeout(DEADLINE_S):
-        assert await tables_of(Reported(None), Reported(True))._wait_for_capture(["c0", "c1"], "public", "t")
-        assert not await tables_of(Reported(False), Reported(False))._wait_for_capture(["c0", "c1"], "public", "t")
+        assert await tables_of(Reported(None), Reported(True)).search._wait_for_capture(["c0", "c1"], "public", "t")
+        assert not await tables_of(Reported(False), Reported(False)).search._wait_for_capture(
+            ["c0", "c1"], "public", "t"
+        )
         with pytest.raises(UnavailableError, match="held"):
-            await tables_of(Reported(UnavailableError("held.")), Reported(False))._wait_for_capture(
+            await tables_of(Reported(UnavailableError("held.")), Reported(False)).search._wait_for_capture(
                 ["c0", "c1"], "public", "t"
             )
 
@@ -342,28 +347,28 @@ async def test_a_table_whose_copy_begins_between_the_capture_s_answer_and_the_lo
     tables = tables_of()
     tables.add("c", "", flips.relations, None, flips)
     async with asyncio.timeout(DEADLINE_S):
-        assert (await tables._wait_for_relation("t", waits=True))[1].oid == 7
+        assert (await tables.search.wait_for_relation("t", waits=True))[1].oid == 7
     none = Reported(False)
     none.knows_tables = True
     with pytest.raises(NotCapturedError):
-        await tables_of(none)._wait_for_relation("t", waits=True)
+        await tables_of(none).search.wait_for_relation("t", waits=True)
 
 
 async def test_requests_for_unknown_tables_leave_others_their_places_while_a_capture_is_down() -> None:
     tables = tables_of(Reported(None))
     asking = [
-        asyncio.ensure_future(tables._wait_for_capture(["c0"], "public", f"t{n}"))
-        for n in range(table_shapes.MAX_TABLE_WAITS)
+        asyncio.ensure_future(tables.search._wait_for_capture(["c0"], "public", f"t{n}"))
+        for n in range(table_search.MAX_TABLE_WAITS)
     ]
     await asyncio.sleep(0)
     with pytest.raises(UnavailableError, match="too many requests wait for new tables"):
-        await tables._wait_for_capture(["c0"], "public", "more")
+        await tables.search._wait_for_capture(["c0"], "public", "more")
     for each in asking:
         each.cancel()
     await asyncio.gather(*asking, return_exceptions=True)
     with pytest.raises((NotCapturedError, UnavailableError)):
-        tables.find_relation("t1")
-    assert tables._seeking == 0
+        tables.search.find_relation("t1")
+    assert tables.search._seeking == 0
 
 
 async def test_a_right_to_a_table_that_is_not_there_yet_is_one_to_each_topic_that_it_may_get() -> None:

@@ -36,7 +36,8 @@ from tidemill.shapes.sources import ShapeSources
 from tidemill.shapes.store_files import StoreFiles
 from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.captured_database import Relations, TableFinder, needs_old_rows
-from tidemill.shapes.tables.table_shapes import NotCapturedError, TablePausedError, TableShapes
+from tidemill.shapes.tables.table_search import NotCapturedError, TablePausedError
+from tidemill.shapes.tables.table_shapes import TableShapes
 
 _log = structlog.get_logger()
 
@@ -141,7 +142,7 @@ class ShapeService:
             "disk_bytes": self.disk.used_bytes,
             "disk_limit_bytes": self.disk.limit_bytes,
             "disk_refused": self.disk.refused,
-            "read_bytes": sum(store.lent.used_bytes for store in self._sources.stores.values()),
+            "read_bytes": sum(store.reader.lent.used_bytes for store in self._sources.stores.values()),
             "kept": sorted(name for name, store in self._sources.stores.items() if store.waited_for),
             "backlog_bytes": sum(tap.held_bytes for tap in taps),
             "fell_behind": sum(tap.fell_behind for tap in taps),
@@ -204,7 +205,7 @@ class ShapeService:
         if shape is not None and self._tables.continues_while_paused(shape):
             return True
         try:
-            return self._tables.find_relation(request.table)[1] == plan.relation
+            return self._tables.search.find_relation(request.table)[1] == plan.relation
         except (NotCapturedError, TablePausedError):
             return False
 

@@ -9,7 +9,8 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import UnavailableError
 from tidemill.base.status.status import StatusTracker
-from tidemill.shapes.log.sqlite_file import ShapeFile
+from tidemill.shapes.log.disk_log import LogRoom
+from tidemill.shapes.log.sqlite_file import FileThreads, ShapeFile
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.memory_budget import Budget
 from tidemill.shapes.settings import ShapeSettings
@@ -48,15 +49,12 @@ class StoreFiles:
             file = ShapeFile(self._settings.directory / f"{stem}.db")
             return ShapeStore(
                 file,
-                self._readers,
-                ThreadPoolExecutor(1, thread_name_prefix="shapes-write"),
+                FileThreads(self._readers, ThreadPoolExecutor(1, thread_name_prefix="shapes-write")),
                 self._clock,
                 self._rand,
                 self._tracker,
                 disk_status_name(name),
-                self._settings.limits,
-                self._budget,
-                self._disk,
+                LogRoom(self._settings.limits, self._budget, self._disk),
             )
         except UnavailableError as error:
             if file is not None:

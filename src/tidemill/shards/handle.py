@@ -72,7 +72,7 @@ class LogShard(ShardReadHandle):
         async with self._appending:
             result = await self._propose_append(Append(batch))
         if isinstance(result, RejectedCommand) and result.reason is not RejectionReason.COMMITTED:
-            raise self._rejection_error(result)
+            raise self._states.rejection_error(result)
         return upper
 
     async def _propose_append(self, command: Append) -> ShardState | RejectedCommand:
@@ -99,7 +99,7 @@ class LogShard(ShardReadHandle):
         if isinstance(result, RejectedCommand):
             if result.reason is RejectionReason.MOVED:
                 return False
-            raise self._rejection_error(result)
+            raise self._states.rejection_error(result)
         return True
 
     async def evolve(self, changes: SchemaChanges) -> ShardSchema:
@@ -112,7 +112,7 @@ class LogShard(ShardReadHandle):
         result = await self._machine.propose(Evolve(changes, self._clock.now_ms()))
         if isinstance(result, RejectedCommand):
             if result.reason is not RejectionReason.COMMITTED:
-                raise self._rejection_error(result)
+                raise self._states.rejection_error(result)
             return self.state.schema
         return result.schema
 
@@ -120,21 +120,21 @@ class LogShard(ShardReadHandle):
         """Reject all further appends. Idempotent."""
         result = await self._machine.propose(Close())
         if isinstance(result, RejectedCommand) and result.reason is not RejectionReason.CLOSED:
-            raise self._rejection_error(result)
+            raise self._states.rejection_error(result)
 
     async def drop(self) -> None:
         """Reject all further reads and writes, of any handle. The caller deletes the objects. Idempotent."""
         result = await self._machine.propose(Drop(self.shard_id))
         if isinstance(result, RejectedCommand) and result.reason is not RejectionReason.DROPPED:
-            raise self._rejection_error(result)
+            raise self._states.rejection_error(result)
 
     async def mark_collected(self, version: int) -> None:
         """Record that the objects of the garbage up to `version` are deleted."""
-        await self._propose(MarkCollected(version))
+        await self._states.propose(MarkCollected(version))
 
     async def advance_sweep(self, before_ms: int) -> ShardState:
         """Reject all parts written before this time from now on: those without a reference are orphans permanently."""
-        return await self._propose(Sweep(before_ms))
+        return await self._states.propose(Sweep(before_ms))
 
     async def rollup(self) -> None:
         """Write the whole state now, so that opening the shard reads little else."""

@@ -36,7 +36,6 @@ async def open_shard(
     name: str,
     schema: ShardSchema | None = None,
     *,
-    writer: str = "",
     cpu: RunCpuWork = run_inline,
 ) -> LogShard:
     """Open a shard. With `schema`, create it if absent, and add the columns and wider types that it lacks.
@@ -59,7 +58,7 @@ async def open_shard(
         except BaseException:
             await machine.aclose()
             raise
-    return LogShard(machine, objects, clock, rand, writer=writer, cpu=cpu)
+    return LogShard(machine, objects, clock, rand, cpu=cpu)
 
 
 async def _evolve(machine: ShardMachine, wanted: ShardSchema, clock: Clock) -> None:

@@ -36,14 +36,15 @@ from tidemill.metastore.catalogue import CaptureRow, Catalogue
 from tidemill.metastore.factory import create_metastore
 from tidemill.shapes.definition.planner import FieldError, ShapeRequest
 from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.log import log_set
 from tidemill.shapes.log import sqlite_file as file_module
 from tidemill.shapes.log import store as store_module
 from tidemill.shapes.log.chunks import split_chunk
-from tidemill.shapes.log.disk_log import DiskLog
+from tidemill.shapes.log.disk_log import DiskLog, LogRoom
 from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.log.log_offset import BEFORE_ALL, LogOffset
 from tidemill.shapes.log.saved_shape import SavedTableShape
-from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, StoredItem, StoredShape
+from tidemill.shapes.log.sqlite_file import FileThreads, Flush, ShapeFile, StoredItem, StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.memory_budget import Budget
 
@@ -117,15 +118,15 @@ class SimFile(ShapeFile):
         return super().items(key, after, upto, size_bytes)
 
 
-class SimStore(ShapeStore):
-    """Real store, whose threads take as long as the disk."""
+class SimThreads(FileThreads):
+    """Threads that take as long as the disk."""
 
     slow_s = 0.0
 
-    async def _run_on_thread(self, threads: Executor, work: Callable[[], T]) -> T:
+    async def _run(self, threads: Executor, work: Callable[[], T]) -> T:
         source = CURRENT.get().source  # type: ignore[union-attr]
         await asyncio.sleep(source.uniform(0, self.slow_s))
-        done = await super()._run_on_thread(threads, work)
+        done = await super()._run(threads, work)
         await asyncio.sleep(source.uniform(0, self.slow_s))
         return done
 
@@ -158,12 +159,10 @@ class Machines:
         file = self._files[name] = SimFile(self._directory / f"{name}.db", self._world, self.disk)
         nobody = ThreadPoolExecutor(1)  # the simulated loop has no threads and uses none
         self._world.trace(f"{actor.life} on {name}")
-        store = SimStore(
-            file, nobody, nobody, actor.clock, self._world.rand(), StatusTracker(), "shapes:sim/disk", self._limits,
-            Budget(BYTES), Budget(BYTES),
-        )  # fmt: skip
-        store.slow_s = self.disk.slow_s
-        return store
+        threads, room = SimThreads(nobody, nobody), LogRoom(self._limits, Budget(BYTES), Budget(BYTES))
+        threads.slow_s = self.disk.slow_s
+        rand, tracker = self._world.rand(), StatusTracker()
+        return ShapeStore(file, threads, actor.clock, rand, tracker, "shapes:sim/disk", room)
 
     def close(self) -> None:
         for file in self._files.values():
@@ -392,7 +391,7 @@ def quickened(world: World, *, harsh: bool, patient: bool) -> Iterator[None]:
         for module, name, value in (
             (file_module, "SYNCHRONOUS", "OFF"),
             (store_module, "FLUSH_S", 0.02 if harsh else source.choice((0.02, 0.3, 1.0))),
-            (store_module, "FLUSH_BYTES", source.choice((1, 1 << 20))),
+            (log_set, "FLUSH_BYTES", source.choice((1, 1 << 20))),
             (store_module, "RETRY_S", RETRY_S),
             (store_module, "ABANDON_AFTER_S", 10.0 if patient else 0.3),
         ):

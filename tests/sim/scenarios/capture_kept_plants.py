@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 from sim.scenarios import capture_kept, capture_shapes
-from sim.scenarios.capture_kept import SimStore
 from sim.world import swapped
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.tasks import Tasks
@@ -19,6 +18,7 @@ from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.disk_log import DiskLog
 from tidemill.shapes.log.saved_shape import SavedTableShape
 from tidemill.shapes.log.sqlite_file import StoredShape
+from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.tables import restore
 from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.tables.table_shapes import TableShapes
@@ -26,7 +26,7 @@ from tidemill.shapes.tables.table_shapes import TableShapes
 LATE_S = 3.0
 
 
-class HastyStore(SimStore):
+class HastyStore(ShapeStore):
     """Planted fault confirm-before-flush: the data of a flush counts as durable before it is."""
 
     async def flush(self) -> None:
@@ -34,7 +34,7 @@ class HastyStore(SimStore):
         await super().flush()
 
 
-class TrustingStore(SimStore):
+class TrustingStore(ShapeStore):
     """Planted fault trusted-file: a file counts as complete although another process captured in between."""
 
     def claim(self, last: Collection[str]) -> bool:
@@ -83,8 +83,8 @@ class UntrimmedConsumer(TableConsumer):
 
 
 PLACES: dict[str, tuple[ModuleType, str, object]] = {
-    "confirm-before-flush": (capture_kept, "SimStore", HastyStore),
-    "trusted-file": (capture_kept, "SimStore", TrustingStore),
+    "confirm-before-flush": (capture_kept, "ShapeStore", HastyStore),
+    "trusted-file": (capture_kept, "ShapeStore", TrustingStore),
     "late-name": (capture, "Session", LateSession),
     "route-before-restore": (capture_shapes, "TableShapes", HastyShapes),
     "untrimmed-restore": (restore, "TableConsumer", UntrimmedConsumer),

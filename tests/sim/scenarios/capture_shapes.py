@@ -117,7 +117,7 @@ class LateShapes(TableShapes):
         consumer = TableConsumer(shape, info.relation, where, writer)
         snapshot = await database.source.load(shape, info, where, writer, frozenset(), True, self._share)
         await asyncio.sleep(LATE_S)
-        database.sink.add(consumer)
+        database.sink.router.add(consumer)
         self._consumers[shape.handle] = RegisteredConsumer(database.sink, consumer, info)
         shape.log.add_base([snapshot_end_item(snapshot.xmin, snapshot.xmax, sorted(snapshot.in_progress))])
         shape.log.seal_base()

@@ -87,19 +87,19 @@ class Node:
 
     async def reopen(self) -> None:
         """Open the handle again after Evolved. Raises UnavailableError, UnknownOutcomeError; then use it again."""
-        self.shard = await open_shard(
-            self.consensus, self.objects, self.actor.clock, self.rand, NAME, writer=self.shard.writer
-        )
+        writer = self.shard.writer
+        self.shard = await open_shard(self.consensus, self.objects, self.actor.clock, self.rand, NAME)
+        self.shard.writer = writer
         self.actor.world.trace(f"{self.actor.life} goes on under version {self.shard.schema.version}")
 
 
 async def build(actor: Actor[Node]) -> Node:
     consensus, objects, rand = actor.consensus(), actor.objects(), actor.world.rand()
-    writer = str(actor.life).replace("#", ".")
     try:
-        shard = await open_shard(consensus, objects, actor.clock, rand, NAME, writer=writer)
+        shard = await open_shard(consensus, objects, actor.clock, rand, NAME)
     except MissingError:
-        shard = await open_shard(consensus, objects, actor.clock, rand, NAME, SCHEMA, writer=writer)
+        shard = await open_shard(consensus, objects, actor.clock, rand, NAME, SCHEMA)
+    shard.writer = str(actor.life).replace("#", ".")
     return Node(actor, shard, rand, objects, consensus)
 
 

@@ -55,9 +55,8 @@ class Cluster:
         with open_stores(self.config, create=True) as opened:
 
             async def run() -> None:
-                shard = await open_shard(
-                    opened.consensus, opened.objects, opened.clock, opened.rand, name, SCHEMA, writer="w1"
-                )
+                shard = await open_shard(opened.consensus, opened.objects, opened.clock, opened.rand, name, SCHEMA)
+                shard.writer = "w1"
                 _, lower = await shard.frontiers()
                 for rows in batches:
                     upper = max(lower, DAY) + 1000

@@ -61,7 +61,7 @@ class Bench:
         compiled = compile_where(where, (), types) if where else None
         writer = RowWriter("public", "t", [c.name for c in COLUMNS], ["id"], ["open"], replica)
         self.consumer = TableConsumer(self.shape, TABLE, compiled, writer, asks=asks)
-        self.sink.add(self.consumer)
+        self.sink.router.add(self.consumer)
         if open_now:
             self.open(NOTHING_SEEN)
         self._lsn = 1000
@@ -81,7 +81,7 @@ class Bench:
         """Answer the pending question as PostgreSQL does for its rows."""
         assert self.consumer.question is not None
         self.consumer.resume_with_verdicts(verdicts)
-        self.sink.resume_consumer(self.consumer)
+        self.sink.turns.resume(self.consumer)
         while self.sink.run_slice(ENDLESS):
             pass
 

@@ -33,7 +33,7 @@ class Crowd:
             shape.log.seal_base()
             writer = RowWriter("public", "t", [c.name for c in COLUMNS], ["id"], ["open"])
             consumer = TableConsumer(shape, TABLE, compile_where(where, (), TYPES) if where else None, writer)
-            self.sink.add(consumer)
+            self.sink.router.add(consumer)
             consumer.set_snapshot(NOTHING_SEEN)
             assert not consumer.publish_waiting(ENDLESS)
             shape.mark_ready()

@@ -14,11 +14,11 @@ from tidemill.shapes.definition.definition import ShapeDefinition, Source
 from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.table_columns import ColumnInfo, TableColumns
 from tidemill.shapes.log.chunks import split_chunk
-from tidemill.shapes.log.disk_log import DiskLog
+from tidemill.shapes.log.disk_log import DiskLog, LogRoom
 from tidemill.shapes.log.log import LogLimits
 from tidemill.shapes.log.log_offset import BEFORE_ALL, LogOffset
 from tidemill.shapes.log.saved_shape import SavedTableShape
-from tidemill.shapes.log.sqlite_file import Flush, ShapeFile, ShapeWrite, StoredShape
+from tidemill.shapes.log.sqlite_file import FileThreads, Flush, ShapeFile, ShapeWrite, StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.memory_budget import Budget
 
@@ -81,8 +81,8 @@ def store_of(
     path: Path, clock: ManualClock, seed: int = 1, limits: LogLimits = LIMITS
 ) -> tuple[ShapeStore, FaultyFile]:
     file = FaultyFile(path)
-    budgets = Budget(1 << 20), Budget(1 << 20)
-    store = ShapeStore(file, Inline(), Inline(), clock, Rand(seed), StatusTracker(), "shapes:db/disk", limits, *budgets)
+    threads, room = FileThreads(Inline(), Inline()), LogRoom(limits, Budget(1 << 20), Budget(1 << 20))
+    store = ShapeStore(file, threads, clock, Rand(seed), StatusTracker(), "shapes:db/disk", room)
     return store, file
 
 
@@ -101,5 +101,5 @@ def recorded(store: ShapeStore, *rows: bytes) -> DiskLog:
     log = store.create_log()
     log.add_base(rows)
     log.seal_base()
-    store.save_record(log, f"h{log.key}", b"record", "1:2:")
+    store.logs.save_record(log, f"h{log.key}", b"record", "1:2:")
     return log

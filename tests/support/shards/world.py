@@ -107,7 +107,9 @@ class World:
         writer: str = "",
     ) -> LogShard:
         backend = consensus or self.consensus()
-        return await open_shard(backend, self.objects, self.wall, self.rand, name, schema, writer=writer)
+        shard = await open_shard(backend, self.objects, self.wall, self.rand, name, schema)
+        shard.writer = writer or shard.writer
+        return shard
 
 
 async def append(shard: LogShard, lower: int, upper: int, rows: Sequence[Row], token: str = "") -> int:

@@ -25,7 +25,8 @@ async def main(consensus_url: str, objects_url: str, name: str, until: int, mode
     objects = await open_objects(objects_url, clock, rand)
     consensus = await open_consensus(consensus_url, clock, rand)
     try:
-        shard = await open_shard(consensus, objects, clock, rand, "t", SCHEMA, writer=name)
+        shard = await open_shard(consensus, objects, clock, rand, "t", SCHEMA)
+        shard.writer = name
         if mode == "hang":
             upper = (await shard.frontiers())[1]
             big = [(1_000_000 + i, f"{name}-{i:0100d}", upper, 1) for i in range(20_000)]

@@ -29,7 +29,7 @@ from tidemill.shapes.http.params import BadRequestError, ShapeParams
 from tidemill.shapes.http.responses import error_response, must_refetch
 from tidemill.shapes.memory_budget import OverBudgetError
 from tidemill.shapes.service import ShapeService
-from tidemill.shapes.tables.table_shapes import NotCapturedError, TablePausedError
+from tidemill.shapes.tables.table_search import NotCapturedError, TablePausedError
 
 _log = structlog.get_logger()
 

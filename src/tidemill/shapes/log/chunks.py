@@ -7,12 +7,17 @@ feed, so `split_chunk` is exact.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from weakref import WeakValueDictionary, finalize
 
 import msgspec
 
 from tidemill.base.errors import InvalidError
 from tidemill.shapes.log.log_offset import LogOffset
+from tidemill.shapes.log.sqlite_file import FileThreads, ShapeFile, StoredItem
 from tidemill.shapes.memory_budget import Budget, reserve_in_all
+
+READ_MEMORY_DIVISOR = 4
+"""Divisor: data read from disk for slow readers may use this fraction of the memory."""
 
 
 class Chunk(msgspec.Struct, frozen=True):
@@ -41,6 +46,46 @@ def split_chunk(items: Iterable[bytes]) -> Iterator[bytes]:
             yield joined[start:end]
             start = end + len(SEPARATOR)
         yield joined[start:]
+
+
+class LogReader:
+    """Reads the file of logs. Bytes read count as memory until their last reader has released them, within a share of
+    the memory that all such readers of a file have together. All readers of one chunk of a base share one copy."""
+
+    def __init__(self, file: ShapeFile, threads: FileThreads, memory: Budget) -> None:
+        self._file = file
+        self._threads = threads
+        self._memory = memory
+        self.lent = Budget(memory.limit_bytes // READ_MEMORY_DIVISOR, whose="all that is read from disk for readers")
+        self._bases: WeakValueDictionary[tuple[int, int], ReadLease] = WeakValueDictionary()
+        """(log, chunk of its base) → the copy that some reader has"""
+
+    async def read_base(self, key: int, chunk: int) -> Sequence[bytes]:
+        """Return a chunk of the base, () if it is deleted. Raises UnavailableError, OverBudgetError."""
+        place = (key, chunk)
+        lent = self._bases.get(place)
+        if lent is None:
+            read = await self._threads.read(lambda: self._file.read_base(key, chunk))
+            lent = self._bases.get(place)  # another reader may have been faster
+            if lent is None and read:
+                lent = self._bases[place] = self.lend_items([read])
+        return lent if lent is not None else ()
+
+    async def items(self, key: int, after: LogOffset, upto: LogOffset, size_bytes: int) -> list[StoredItem]:
+        places = (after.tx, after.op), (upto.tx, upto.op)
+        return await self._threads.read(lambda: self._file.items(key, *places, size_bytes))
+
+    def lend_items(self, items: Sequence[bytes]) -> ReadLease:
+        """Count items as read from disk until their last reader releases them. Raises OverBudgetError."""
+        size = sum(map(len, items))
+        reserve_in_all(size, self.lent, self._memory)
+        lent = ReadLease(items)
+        finalize(lent, self._release_lent, size).atexit = False
+        return lent
+
+    def _release_lent(self, size_bytes: int) -> None:
+        self.lent.release(size_bytes)
+        self._memory.release(size_bytes)
 
 
 class ResponseMemory:

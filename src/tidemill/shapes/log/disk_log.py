@@ -9,17 +9,13 @@
 - Invariant (whole transactions): `unsaved` returns only visible items, so the file has whole transactions only.
 - Invariant (accounted): memory is counted in `budget`, and everything that is or will be in the file in `disk`, both
   before the data is stored.
-- Invariant (bounded reads): data read from the file is counted until its last reader has released it, within a share of
-  the memory that all such reads have together, so that slow readers cannot use more. All readers of one chunk of the
-  base share one copy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
-from tidemill.shapes.log.chunks import Chunk, ReadLease
+from tidemill.shapes.log.chunks import Chunk, LogReader
 from tidemill.shapes.log.log import LogLimits, ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END, LogOffset
 from tidemill.shapes.log.sqlite_file import StoredItem, StoredShape
@@ -29,8 +25,8 @@ MAX_UNWRITTEN_CHUNKS = 2
 """Largest number of unwritten chunks while the base is loaded: with more in memory, the loader waits."""
 
 
-class DiskLogStore(Protocol):
-    """The store that reads and writes the file of a log: ShapeStore."""
+class LogOwner(Protocol):
+    """The writer of the logs of a file: LogSet."""
 
     def mark_changed(self, log: DiskLog, size_bytes: int) -> None:
         """Note that the log has `size_bytes` more to write."""
@@ -44,37 +40,35 @@ class DiskLogStore(Protocol):
         """Wait until the log is not crowded any more."""
         ...
 
-    async def read_base(self, key: int, chunk: int) -> Sequence[bytes]:
-        """Return that chunk as a read lease."""
-        ...
 
-    def lend_items(self, items: Sequence[bytes]) -> ReadLease:
-        """Count items that were read for readers. Raises OverBudgetError."""
-        ...
+class LogRoom(NamedTuple):
+    """The limits of each log of a file, and the memory and disk that all logs have together."""
 
-    async def items(self, key: int, after: LogOffset, upto: LogOffset, size_bytes: int) -> list[StoredItem]: ...
+    limits: LogLimits
+    memory: Budget
+    disk: Budget
 
 
 class DiskLog(ShapeLog):
-    __slots__ = ("_file_only_bytes", "_store", "_written", "_written_chunks", "disk", "key")
+    __slots__ = ("_file_only_bytes", "_owner", "_reader", "_written", "_written_chunks", "disk", "key")
 
     def __init__(
         self,
         key: int,
-        store: DiskLogStore,
-        limits: LogLimits,
-        budget: Budget,
-        disk: Budget,
+        owner: LogOwner,
+        reader: LogReader,
+        room: LogRoom,
         saved: StoredShape | None = None,
     ) -> None:
         """Create an empty log, or one over `saved`: the log that the file has under this key.
 
-        Raises OverBudgetError if `disk` has no room for it.
+        Raises OverBudgetError if the disk has no room for it.
         """
-        super().__init__(limits, budget)
+        super().__init__(room.limits, room.memory)
         self.key = key
-        self.disk = disk
-        self._store = store
+        self.disk = room.disk
+        self._owner = owner
+        self._reader = reader
         self._written_chunks = 0
         self._written = 0
         """Number of items in memory that are also in the file."""
@@ -82,7 +76,7 @@ class DiskLog(ShapeLog):
         """Bytes of the base and the log that are in the file only."""
         if saved is not None:
             size = saved.base_bytes + saved.log_bytes
-            disk.reserve(size)
+            self.disk.reserve(size)
             self._base = [None] * saved.chunks
             self._written_chunks = saved.chunks
             self._sealed = True
@@ -107,18 +101,18 @@ class DiskLog(ShapeLog):
 
     def _close_chunk(self) -> None:
         super()._close_chunk()
-        self._store.mark_changed(self, len(self._base[-1] or b""))
+        self._owner.mark_changed(self, len(self._base[-1] or b""))
 
     def publish(self, *, mark: bool = False) -> bool:
         size = sum(self._charged[self._shown :])
         if not super().publish(mark=mark):
             return False
-        self._store.mark_changed(self, size)
+        self._owner.mark_changed(self, size)
         return True
 
     def drop(self) -> None:
         if not self._dropped:
-            self._store.end(self)
+            self._owner.end(self)
             self.disk.release(self.log_bytes + self.base_bytes)
             super().drop()
             self._written_chunks = self._written = self._file_only_bytes = 0
@@ -172,19 +166,19 @@ class DiskLog(ShapeLog):
 
     async def wait_for_room(self) -> None:
         if self.is_crowded:
-            await self._store.wait_for_room(self)
+            await self._owner.wait_for_room(self)
 
     async def fetch(self, after: LogOffset) -> Chunk:
         index = self._chunk_after(after)
         if index is not None:
             if self._base[index] is not None:
                 return self.read(after)
-            return Chunk(await self._store.read_base(self.key, index), LogOffset(0, index), False)
+            return Chunk(await self._reader.read_base(self.key, index), LogOffset(0, index), False)
         after = max(after, BASE_END)
         if after.read >= self._memory_end:
             return self.read(after)
-        found = await self._store.items(self.key, after.read, self._memory_end, self._limits.chunk_bytes)
+        found = await self._reader.items(self.key, after.read, self._memory_end, self._limits.chunk_bytes)
         if self._dropped or not found:
             return Chunk((), after, False)
         end = LogOffset(found[-1].tx, found[-1].op)
-        return Chunk(self._store.lend_items([item.json for item in found]), end, end == self.end)
+        return Chunk(self._reader.lend_items([item.json for item in found]), end, end == self.end)

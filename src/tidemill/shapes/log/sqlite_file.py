@@ -21,14 +21,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import os
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import apsw
 import crc32c
@@ -36,6 +38,8 @@ import msgspec
 
 from tidemill.base.errors import CorruptError, UnavailableError
 from tidemill.base.runtime.private_directories import make_private_directory
+
+T = TypeVar("T")
 
 LAYOUT = 4
 """4: the checksum of a row depends on each number of its key, not on their sum."""
@@ -383,6 +387,32 @@ class ShapeFile:
             f"the file of shape logs failed: path={self.path} error={error}.",
             fix="Check the space and health of its disk.",
         )
+
+
+class FileThreads:
+    """The threads on which a file is used: `readers` of all files, and `writer`, one thread of this file alone."""
+
+    def __init__(self, readers: Executor, writer: Executor) -> None:
+        self._readers = readers
+        self._writer = writer
+
+    async def read(self, work: Callable[[], T]) -> T:
+        return await self._run(self._readers, work)
+
+    async def write(self, work: Callable[[], T]) -> T:
+        return await self._run(self._writer, work)
+
+    async def _run(self, threads: Executor, work: Callable[[], T]) -> T:
+        """Run `work` on a thread. Raises UnavailableError also if no thread is available."""
+        try:
+            running = asyncio.get_running_loop().run_in_executor(threads, work)
+        except RuntimeError as error:
+            raise UnavailableError(f"no thread for the file of shape logs: error={error}.") from error
+        return await running
+
+    async def aclose(self) -> None:
+        """End the writer."""
+        await asyncio.get_running_loop().run_in_executor(None, self._writer.shutdown)
 
 
 def _crc(data: bytes, *place: int) -> int:

@@ -20,7 +20,7 @@ from tidemill.shapes.log.log_offset import FIRST_OP, LogOffset
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import LoopShare, Turn
 from tidemill.shapes.shards.pg_text import Row, slice_rows, table_slices
-from tidemill.shapes.tables.table_consumer import row_failure_error
+from tidemill.shapes.tables.change_translator import row_failure_error
 from tidemill.shapes.where import EvaluationError, Type, Where
 from tidemill.shards.api import DIFF, TIME, HistoryLostError, Shard, ShardSchema
 from tidemill.shards.parts.schema import canonical_type

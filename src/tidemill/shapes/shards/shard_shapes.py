@@ -240,7 +240,7 @@ class ShardShapes:
                 request, shape.definition, shape.schema_json, cluster, shard.shard_id, shard.schema.version, noted_ms,
                 shape.rows_loaded,
             )  # fmt: skip
-            store.save_record(log, shape.handle, kept.encode(), "")
+            store.logs.save_record(log, shape.handle, kept.encode(), "")
 
         def processed(time_ms: int) -> None:
             if time_ms - noted_ms >= PROGRESS_INTERVAL_MS:

@@ -5,6 +5,7 @@ A fragment is counted when it arrives, and released when the last consumer that 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -63,12 +64,35 @@ class Transaction:
 
 
 class Backlog:
-    """Bytes of one database's fragments that not all shapes have evaluated."""
+    """Fragments of one database that not all shapes have evaluated. `arrivals` are not routed yet."""
 
-    __slots__ = ("held_bytes",)
+    __slots__ = ("_works", "arrivals", "held_bytes")
 
     def __init__(self) -> None:
         self.held_bytes = 0
+        self.arrivals: deque[tuple[Fragment, PendingFragment]] = deque()
+        self._works: deque[PendingFragment] = deque()
+        """Fragments in order of arrival; the first one has not been evaluated by all consumers."""
+
+    def append(self, fragment: Fragment, arrived_s: float, before: int) -> None:
+        """Append an arrival. `before`: as in PendingFragment."""
+        work = PendingFragment(self, len(fragment.changes), memory_bytes(fragment), arrived_s, before)
+        self.arrivals.append((fragment, work))
+        self._works.append(work)
+
+    def drop_evaluated(self) -> None:
+        while self._works and not self._works[0].left:
+            self._works.popleft()
+
+    def evaluated_before(self, routed: int) -> int:
+        """Return the newest transaction that, with all before it, was evaluated. `routed`: the last one routed."""
+        self.drop_evaluated()
+        return self._works[0].before if self._works else routed
+
+    def part_of_relations(self, fragment: Fragment, oids: frozenset[int]) -> Fragment | None:
+        """Return the part of a new fragment that concerns some relations; None if nothing of it does."""
+        ends_arrived = bool(self.arrivals) and self.arrivals[-1][0].commit_lsn == fragment.commit_lsn
+        return part_of_relations(fragment, oids, ends_arrived=ends_arrived)
 
 
 class PendingFragment:

@@ -31,15 +31,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import ChangePosition
-from tidemill.base.runtime.tasks import error_sentence, is_fault, is_own_fault_of_await
+from tidemill.base.runtime.tasks import error_sentence, is_own_fault_of_await
 from tidemill.capture.changes import Fragment
 from tidemill.capture.delivery.consumers import TapSession
-from tidemill.shapes.live_shape import unexpected_failure
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare, Turn
 from tidemill.shapes.tables.backlog import (
@@ -50,16 +49,11 @@ from tidemill.shapes.tables.backlog import (
     PendingFragment,
     Transaction,
     find_largest_relation,
-    memory_bytes,
-    part_of_relations,
 )
 from tidemill.shapes.tables.filter_index import FilterIndex
-from tidemill.shapes.tables.table_consumer import TableConsumer
+from tidemill.shapes.tables.table_consumer import ConsumerTurns, TableConsumer
 
 RECENT_TRANSACTIONS = 4096
-QUANTUM_S = 0.001
-"""Time that one consumer works before the next one's turn."""
-
 ROUTED_PER_TAKE = 2
 """Fragments that `process_fragment` routes per call while the backlog exceeds half of its bound. This way none is left
 when the bound is reached, and no turn of the capture routes them all."""
@@ -67,8 +61,45 @@ when the bound is reached, and no turn of the capture routes them all."""
 LAST_ORDINAL = (1 << 62) - 1
 """Larger than the ordinal of every change of a transaction."""
 
-LATE_DIVISOR = 10
-"""One in this many late shapes is ended per check: the others may catch up without it."""
+
+class OwedCommits:
+    """Commits that may be confirmed to PostgreSQL only after a flush. `stream`: the session, once it streams. `held`:
+    the newest transaction that is durable here; owed commits up to it have been reported as flushed."""
+
+    def __init__(self, store: ShapeStore | None, consumer: str, evaluated_position: Callable[[], int]) -> None:
+        self.stream: TapSession | None = None
+        self.held = 0
+        self._owed = 0
+        self._store = store
+        self._consumer = consumer
+        self._evaluated_position = evaluated_position
+
+    def add(self, commit_lsn: int) -> None:
+        if self._store is not None:
+            self._owed = max(self._owed, commit_lsn)
+
+    def reset(self) -> None:
+        """Forget all commits: they belong to another history."""
+        self._owed = self.held = 0
+
+    def report_if_clean(self) -> None:
+        """Report owed commits as flushed if there is nothing to write."""
+        store = self._store
+        if self._owed > self.held and store is not None and (store.clean or not store.waited_for):
+            self.report_durable(self._evaluated_position())
+
+    def report_flush(self, position: int) -> None:
+        """Report a flush. Commits that arrived in the meantime and changed nothing waited for it, so they may be
+        reported too."""
+        self.report_durable(position)
+        self.report_if_clean()
+
+    def report_durable(self, position: int) -> None:
+        if position <= self.held:
+            return
+        self.held = position
+        if self.stream is not None and self._owed:
+            self.stream.report_flushed(self._consumer, ChangePosition(position, LAST_ORDINAL))
 
 
 class ShapeTap:
@@ -100,31 +131,18 @@ class ShapeTap:
         """Set when the stream begins for the first time."""
         self.consumer = consumer
         self._taking = 0
-        self._stream: TapSession | None = None
-        self._owed = 0
-        self._held = 0
-        """Newest transaction that is durable here; owed commits up to it have been reported as flushed."""
+        self._owed = OwedCommits(store, consumer, self.evaluated_position)
         if store is not None:
-            store.position, store.durable, store.name = self.evaluated_position, self._on_durable, self._write_file_name
-            store.taken = lambda: self.taken
+            store.position, store.durable = self.evaluated_position, self._owed.report_flush
+            store.name, store.taken = self._write_file_name, lambda: self.taken
         self._clock = clock
         self._share = share
         self._limits = limits or BacklogLimits()
-        self._arrivals: deque[tuple[Fragment, PendingFragment]] = deque()
         self._arrived = asyncio.Event()
         self._transaction: Transaction | None = None
         self._touched: dict[TableConsumer, None] = {}
         """Consumers that got fragments of the open transaction, other than its last one."""
-        self._ready: deque[TableConsumer] = deque()
-        self._behind: dict[TableConsumer, None] = {}
-        """Consumers with a non-empty inbox."""
-        self.asking: deque[TableConsumer] = deque()
-        """Consumers with an open question, which `remote_evaluation.answer_requests` sends to the database; `asked` is
-        set when one is added."""
-        self.asked = asyncio.Event()
-        self._tick = 0
-        self._works: deque[PendingFragment] = deque()
-        """Fragments in order of arrival; the first one has not been evaluated by all consumers."""
+        self.turns = ConsumerTurns(clock, self._arrived, self.remove_consumer)
         self._backlog = Backlog()
         self._recent: deque[int] = deque(maxlen=RECENT_TRANSACTIONS)
         self.fell_behind = 0
@@ -163,9 +181,9 @@ class ShapeTap:
 
     def begin_stream(self, stream: TapSession, confirmed_lsn: int, wal_end: int = 0) -> None:
         """Start a session: everything up to `confirmed_lsn` is in the logs, or concerns none."""
-        self._stream = stream
+        self._owed.stream = stream
         self._catch_up_lsn = wal_end
-        if not self._arrivals:
+        if not self._backlog.arrivals:
             self.routed = max(self.routed, confirmed_lsn)
         if self._restored_from is None:
             self._restored_from = self.routed
@@ -176,18 +194,18 @@ class ShapeTap:
         self._taking = fragment.commit_lsn
         if fragment.commit_lsn > self.taken:
             self._enqueue(fragment)
-        owed = fragment.commits and fragment.commit_lsn > self._held and self._must_hold_commit
+        owed = fragment.commits and fragment.commit_lsn > self._owed.held and self._must_hold_commit
         if owed:
-            self._owed = max(self._owed, fragment.commit_lsn)
-        if not self._arrivals:
-            self._report_if_clean()
+            self._owed.add(fragment.commit_lsn)
+        if not self._backlog.arrivals:
+            self._owed.report_if_clean()
         return (self.consumer,) if owed else ()
 
     @property
     def _must_hold_commit(self) -> bool:
         """True if some log would be incomplete after a restart without a commit that arrives now."""
         store = self.store
-        kept = bool(self.router) or bool(self._arrivals) or self.restoring
+        kept = bool(self.router) or bool(self._backlog.arrivals) or self.restoring
         return store is not None and self.name != "" and store.waited_for and (kept or not store.clean)
 
     def _enqueue(self, fragment: Fragment) -> None:
@@ -196,20 +214,22 @@ class ShapeTap:
         before = self.taken
         if fragment.commits:
             self.taken = fragment.commit_lsn
-        if not self.router and not self._arrivals and not self.restoring:
+        if not self.router and not self._backlog.arrivals and not self.restoring:
             self._transaction = None
             if fragment.commits:
                 self.routed = fragment.commit_lsn
             return
-        kept = self._resumable_part(fragment) if self.restoring and self._leaves_out else fragment
+        kept: Fragment | None = fragment
+        if self.restoring and self._leaves_out:
+            kept = self._backlog.part_of_relations(fragment, self.resumable or frozenset())
         if kept is None:
             return
         now_s = self._clock.monotonic_s()
         if fragment.commit_lsn < self._catch_up_lsn:
             self._age.restart(now_s)
-        self._append_arrival(kept, now_s, before)
+        self._backlog.append(kept, now_s, before)
         if 2 * self.held_bytes > self._limits.size_bytes and not self.restoring:
-            for _ in range(min(ROUTED_PER_TAKE, len(self._arrivals))):
+            for _ in range(min(ROUTED_PER_TAKE, len(self._backlog.arrivals))):
                 self._route_next()
         if self.held_bytes > self._limits.size_bytes:
             self._enforce_size_limit()
@@ -220,16 +240,14 @@ class ShapeTap:
         self.resumable = frozenset()
         for consumer in self.router.consumers():
             self._end_shape(consumer, f"the stream of changes was interrupted: {reason}")
-        self._arrivals.clear()
-        self._works.clear()
         self._touched.clear()
         self._transaction = None
         self._backlog = Backlog()
         # The rest of the open transaction does not arrive: it is owed until the shapes' ends are durable.
         self.taken = self.routed = max(self.taken, self._taking)
-        if self.store is not None and self._taking > self._held:
-            self._owed = max(self._owed, self._taking)
-        self._report_if_clean()
+        if self._taking > self._owed.held:
+            self._owed.add(self._taking)
+        self._owed.report_if_clean()
 
     def reset_history(self) -> None:
         """Reset for another history of the database; stored logs belong to an earlier history that the capture's row no
@@ -237,12 +255,11 @@ class ShapeTap:
         self.restoring, self.resumable = False, frozenset()
         for consumer in self.router.consumers():
             self._end_shape(consumer, "the captured database has returned to an earlier state")
-        self._arrivals.clear()
-        self._works.clear()
         self._touched.clear()
         self._recent.clear()
         self._transaction, self._backlog = None, Backlog()
-        self.taken = self.routed = self._taking = self._owed = self._held = 0
+        self.taken = self.routed = self._taking = 0
+        self._owed.reset()
         self._restored_from = None
         if self.store is not None:
             self.store.reset_history()
@@ -253,7 +270,8 @@ class ShapeTap:
         self.parked_oids &= frozenset(oids)
         for oid in self.router.oids:
             if oid not in oids:
-                self._end_shapes_of(oid, "its table is re-snapshotted, or no longer captured")
+                for consumer in self.router.consumers_of(oid):
+                    self._end_shape(consumer, "its table is re-snapshotted, or no longer captured")
 
     def lost(self, oid: int, reason: str, columns: frozenset[str] = frozenset()) -> bool:
         """End the shapes of a relation whose changes the stream omits; return whether some shapes continue.
@@ -276,74 +294,38 @@ class ShapeTap:
 
         While logs are restored, none of them has evaluated anything since its file was written.
         """
-        self._drop_evaluated()
-        if self.restoring:
-            return self._restored_from or 0
-        return self._works[0].before if self._works else self.routed
-
-    def _report_if_clean(self) -> None:
-        """Report owed commits as flushed if there is nothing to write."""
-        store = self.store
-        if self._owed > self._held and store is not None and (store.clean or not store.waited_for):
-            self._report_durable(self.evaluated_position())
-
-    def _on_durable(self, position: int) -> None:
-        """Report a flush. Commits that arrived in the meantime and changed nothing waited for it, so they may be
-        reported too."""
-        self._report_durable(position)
-        self._report_if_clean()
-
-    def _report_durable(self, position: int) -> None:
-        if position <= self._held:
-            return
-        self._held = position
-        if self._stream is not None and self._owed:
-            self._stream.report_flushed(self.consumer, ChangePosition(position, LAST_ORDINAL))
+        return (self._restored_from or 0) if self.restoring else self._backlog.evaluated_before(self.routed)
 
     async def _write_file_name(self, name: str) -> None:
         """Write a new file name into the capture's row. Raises UnavailableError between two streams, or what the
         metastore raises."""
-        if self._stream is None:
+        if self._owed.stream is None:
             raise UnavailableError("the capture does not stream.")
         self.name = name
-        await self._stream.store_tap_names()
+        await self._owed.stream.store_tap_names()
 
     def finish_restore(self) -> None:
         """Start routing: the logs are restored, and the fragments queued since are routed now."""
         self.restoring = False
         self._age.restart(self._clock.monotonic_s())
-        if not self._arrivals:  # omitted fragments concern no consumer
+        if not self._backlog.arrivals:  # omitted fragments concern no consumer
             self.routed = max(self.routed, self.taken)
         self._arrived.set()
-        self._report_if_clean()
+        self._owed.report_if_clean()
 
     # -- consumers ---------------------------------------------------------------------------------------------
-
-    def add(self, consumer: TableConsumer) -> None:
-        """Offer the consumer every fragment that is not routed yet."""
-        self.router.add(consumer)
 
     def remove_consumer(self, consumer: TableConsumer) -> None:
         """Stop offering changes to the consumer. Idempotent."""
         self.router.remove(consumer)
         self._touched.pop(consumer, None)
-        self._behind.pop(consumer, None)
+        self.turns.discard(consumer)
         consumer.clear()
-        self._drop_evaluated()
-
-    def resume_consumer(self, consumer: TableConsumer) -> None:
-        """Continue to evaluate for a consumer whose question is answered."""
-        if consumer in self._behind:
-            self._ready.append(consumer)
-            self._arrived.set()
+        self._backlog.drop_evaluated()
 
     def _end_shape(self, consumer: TableConsumer, reason: str) -> None:
         consumer.shape.drop(reason)
         self.remove_consumer(consumer)
-
-    def _end_shapes_of(self, oid: int, reason: str) -> None:
-        for consumer in self.router.consumers_of(oid):
-            self._end_shape(consumer, reason)
 
     # -- the pump ----------------------------------------------------------------------------------------------
 
@@ -363,33 +345,19 @@ class ShapeTap:
         """Route arrivals for at most half the turn, then evaluate. Return True if there is more to do."""
         now_s = self._clock.monotonic_s()
         first_half = Turn(self._clock, (now_s + turn.until_s) / 2)
-        while self._arrivals:
+        while self._backlog.arrivals:
             self._route_next()
             if first_half.is_over:
                 break
-        now_s, quantum = self._clock.monotonic_s(), Turn(self._clock, turn.until_s)
-        while self._ready:
-            consumer, started_s = self._ready.popleft(), now_s
-            quantum.until_s = min(turn.until_s, now_s + QUANTUM_S)
-            if self._evaluate(consumer, quantum):
-                self._ready.append(consumer)
-            elif consumer.question is not None:
-                self.asking.append(consumer)
-                self.asked.set()
-            else:
-                self._behind.pop(consumer, None)
-            now_s = self._clock.monotonic_s()
-            consumer.add_spent_s(now_s - started_s, self._tick)
-            if now_s >= turn.until_s:
-                break
-        self._drop_evaluated()
-        self._report_if_clean()
-        return bool(self._arrivals or self._ready)
+        self.turns.run(turn)
+        self._backlog.drop_evaluated()
+        self._owed.report_if_clean()
+        return bool(self._backlog.arrivals) or self.turns.has_ready
 
     def _route_next(self) -> None:
-        self._route(*self._arrivals[0])
-        self._arrivals.popleft()
-        if not self._arrivals:
+        self._route(*self._backlog.arrivals[0])
+        self._backlog.arrivals.popleft()
+        if not self._backlog.arrivals:
             self.routed = max(self.routed, self.taken)
 
     def _route(self, fragment: Fragment, work: PendingFragment) -> None:
@@ -406,57 +374,32 @@ class ShapeTap:
                     touched[consumer] = None
                 elif touched:
                     touched.pop(consumer, None)
-                self._deliver(consumer, entry)
+                self.turns.offer(consumer, entry, self.routed)
         if commits:
             for consumer in touched:
-                self._deliver(consumer, InboxEntry(transaction, work, (), True))
+                self.turns.offer(consumer, InboxEntry(transaction, work, (), True), self.routed)
             touched.clear()
             self.routed = fragment.commit_lsn
         work.shrink(handed_bytes)
         work.release()
 
-    def _deliver(self, consumer: TableConsumer, entry: InboxEntry) -> None:
-        consumer.offer(entry, self.routed)
-        if consumer not in self._behind:
-            self._behind[consumer] = None
-            self._ready.append(consumer)
-
-    def _evaluate(self, consumer: TableConsumer, turn: Turn) -> bool:
-        """Evaluate for one consumer. Every exception is caught here, and ends only its shape."""
-        try:
-            more = consumer.evaluate(turn)
-        except BaseException as error:
-            if not is_fault(error) and not isinstance(error, asyncio.CancelledError):
-                raise
-            consumer.shape.fail(unexpected_failure(error), broken=True)
-            more = False
-        if consumer.shape.has_ended:
-            self.remove_consumer(consumer)
-            more = False
-        return more
-
     # -- bounds ------------------------------------------------------------------------------------------------
-
-    def _drop_evaluated(self) -> None:
-        while self._works and not self._works[0].left:
-            self._works.popleft()
 
     def _enforce_size_limit(self) -> None:
         """Route all arrivals, then end the shapes that hold most of the backlog, until the rest fits."""
-        while self.held_bytes > self._limits.size_bytes and self._arrivals:
+        while self.held_bytes > self._limits.size_bytes and self._backlog.arrivals:
             if self.restoring:
                 self._shrink_while_restoring()
             else:
                 self._route_next()
         while self.held_bytes > self._limits.size_bytes:
-            most_bytes = max((each.inbox_bytes for each in self._behind), default=0)
-            if not most_bytes:
+            holders = self.turns.find_largest()
+            if not holders:
                 break
-            holders = [each for each in self._behind if 2 * each.inbox_bytes >= most_bytes]
             self.fell_behind += len(holders)
             for consumer in holders:
                 self._end_shape(consumer, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
-        self._drop_evaluated()
+        self._backlog.drop_evaluated()
 
     def _shrink_while_restoring(self) -> None:
         """Shrink the backlog while logs are restored and nothing can be routed.
@@ -466,35 +409,21 @@ class ShapeTap:
         """
         resumable = self.resumable or frozenset()
         if self._leaves_out:
-            over = find_largest_relation(self._arrivals, resumable)
+            over = find_largest_relation(self._backlog.arrivals, resumable)
             self.resumable = resumable - {over}
-            self.fell_behind += len(self.router.consumers_of(over))
-            self._end_shapes_of(over, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
+            for consumer in self.router.consumers_of(over):
+                self.fell_behind += 1
+                self._end_shape(consumer, f"it fell behind: backlog_bytes={self._limits.size_bytes}")
         self._leaves_out = True
-        arrived, self._arrivals, self._works, self._backlog = self._arrivals, deque(), deque(), Backlog()
+        arrived, self._backlog = self._backlog.arrivals, Backlog()
         for fragment, work in arrived:
-            found = self._resumable_part(fragment)
+            found = self._backlog.part_of_relations(fragment, self.resumable or frozenset())
             if found is not None:
-                self._append_arrival(found, work.arrived_s, work.before)
-
-    def _resumable_part(self, fragment: Fragment) -> Fragment | None:
-        ends_arrived = bool(self._arrivals) and self._arrivals[-1][0].commit_lsn == fragment.commit_lsn
-        return part_of_relations(fragment, self.resumable or frozenset(), ends_arrived=ends_arrived)
-
-    def _append_arrival(self, fragment: Fragment, arrived_s: float, before: int) -> None:
-        work = PendingFragment(self._backlog, len(fragment.changes), memory_bytes(fragment), arrived_s, before)
-        self._arrivals.append((fragment, work))
-        self._works.append(work)
+                self._backlog.append(found, work.arrived_s, work.before)
 
     def end_late_shapes(self) -> None:
         """End the most expensive of the shapes whose oldest change waits for too long; called once a second."""
-        before_s, tick = self._age.find_late_before_s(self._clock.monotonic_s()), self._tick
-        late: list[TableConsumer] = []
-        if before_s is not None:
-            late = [each for each in self._behind if each.inbox[0].work.arrived_s < before_s]
-        late.sort(key=lambda consumer: consumer.recent_spent_s(tick), reverse=True)
-        ending = late[: -(-len(late) // LATE_DIVISOR)]
+        ending = self.turns.end_tick(self._age.find_late_before_s(self._clock.monotonic_s()))
         self.fell_behind += len(ending)
         for consumer in ending:
             self._end_shape(consumer, f"it fell behind: age_s={self._limits.age_s}")
-        self._tick += 1

@@ -26,8 +26,8 @@ from tidemill.shapes.definition.table_columns import TableColumns
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.tables.capture_tap import ShapeTap
+from tidemill.shapes.tables.change_translator import has_same_layout
 from tidemill.shapes.tables.initial_snapshot import PostgresSource, TableReplacedError, describe_relation
-from tidemill.shapes.tables.table_consumer import has_same_layout
 
 if TYPE_CHECKING:
     from tidemill.shapes.tables.remote_evaluation import Connection

@@ -80,19 +80,19 @@ async def answer_requests(sink: ShapeTap, source: PostgresSource, look: BeforeRe
     One connection is reused while questions arrive. `look` is called before each question, and may end the shape.
     """
     while True:
-        await sink.asked.wait()
-        while sink.asking:
+        await sink.turns.asked.wait()
+        while sink.turns.asking:
             try:
                 async with source.evaluation_connection() as connection:
                     while await _wait_for_request(sink):
                         await _answer_first(sink, connection, look)
             except UnavailableError as error:
-                handle = sink.asking[0].shape.handle if sink.asking else ""
+                handle = sink.turns.asking[0].shape.handle if sink.turns.asking else ""
                 _log.warning("the database cannot evaluate a row", handle=handle, why=str(error))
-                sink.asking.rotate(-1)  # questions behind a slow one go first
+                sink.turns.asking.rotate(-1)  # questions behind a slow one go first
                 await asyncio.sleep(RETRY_S)
             except InvalidError as error:
-                question = sink.asking[0].question
+                question = sink.turns.asking[0].question
                 _deliver_verdicts(
                     sink, question, [EvaluationError(error.message)] * len(question.rows if question else ())
                 )
@@ -100,11 +100,11 @@ async def answer_requests(sink: ShapeTap, source: PostgresSource, look: BeforeRe
 
 async def _wait_for_request(sink: ShapeTap) -> bool:
     """Return whether there is a question, or one arrives within CONNECTION_IDLE_S."""
-    sink.asked.clear()
-    if not sink.asking:
+    sink.turns.asked.clear()
+    if not sink.turns.asking:
         try:
             async with asyncio.timeout(CONNECTION_IDLE_S):
-                await sink.asked.wait()
+                await sink.turns.asked.wait()
         except TimeoutError:
             return False
     return True
@@ -112,22 +112,22 @@ async def _wait_for_request(sink: ShapeTap) -> bool:
 
 async def _answer_first(sink: ShapeTap, connection: Connection, look: BeforeRequest) -> None:
     """Answer the first question. It remains the first until it is answered, so that errors can be assigned to it."""
-    consumer = sink.asking[0]
+    consumer = sink.turns.asking[0]
     question = consumer.question
     if question is not None and not consumer.shape.has_ended:
         await look(connection, consumer, question)
     if question is None or consumer.shape.has_ended:
-        sink.asking.popleft()
+        sink.turns.asking.popleft()
         return
     _deliver_verdicts(sink, question, await evaluate_rows(connection, question))
 
 
 def _deliver_verdicts(sink: ShapeTap, question: EvaluationRequest | None, verdicts: Sequence[Verdict]) -> None:
     """Deliver the verdicts to the first waiting consumer, unless its question is void."""
-    consumer = sink.asking.popleft()
+    consumer = sink.turns.asking.popleft()
     if question is not None and consumer.question is question:
         consumer.resume_with_verdicts(verdicts)
-        sink.resume_consumer(consumer)
+        sink.turns.resume(consumer)
 
 
 async def evaluate_rows(connection: Connection, question: EvaluationRequest) -> list[Verdict]:

@@ -31,8 +31,9 @@ from tidemill.shapes.log.sqlite_file import StoredShape
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.captured_database import CapturedDatabase
+from tidemill.shapes.tables.change_translator import needed_columns
 from tidemill.shapes.tables.initial_snapshot import TransientTableError
-from tidemill.shapes.tables.table_consumer import TableConsumer, needed_columns
+from tidemill.shapes.tables.table_consumer import TableConsumer
 from tidemill.shapes.where import Type, Where
 
 _log = structlog.get_logger()
@@ -104,7 +105,7 @@ class ShapeRestorer:
             saved = []
         for first in range(0, len(saved), RESTORE_BATCH):
             some = saved[first : first + RESTORE_BATCH]
-            some = [each for each in some if each.id not in store.live_log_ids and not store.is_deleted(each)]
+            some = [each for each in some if each.id not in store.logs and not store.is_deleted(each)]
             if some and sink.restoring:
                 await self._restore_some(store, some, start, deadline_s)
         sink.finish_restore()
@@ -204,7 +205,7 @@ class ShapeRestorer:
         consumer = TableConsumer(shape, relation, where, shown.writer, has_lsn=shape.log.end.tx, asks=True)
         consumer.set_snapshot(snapshot)
         consumer.follow_immediately()
-        sink.add(consumer)
+        sink.router.add(consumer)
         self._consumers[shape.handle] = RegisteredConsumer(sink, consumer, info)
         shape.rows_loaded = kept.rows_loaded
         shape.mark_ready()

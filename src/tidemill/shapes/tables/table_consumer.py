@@ -6,13 +6,9 @@ rest.
 
 - Invariant (whole transactions): items are staged in the log immediately, and become visible together at their commit.
   A delivery that begins the same transaction again discards what an interrupted one left.
-- Invariant (filter transitions): a row that enters the filter is an insert, a row that leaves it is a delete, an update
-  without effect makes no item.
-- Invariant (end if not followable): a shape ends at the commit that the stream does not allow to follow row by row, and
-  its clients refetch: a truncate; a change of a column that the shape needs; an incomplete old row with a filter or
-  replica=full; a changed key with a value that the stream does not carry. A filter that fails on a row also ends the
-  shape, and its clients get 400. If PostgreSQL can be queried, the filter fails only if PostgreSQL also fails
-  (remote_evaluation.py).
+- Invariant (end if not followable): a shape ends at the commit of a change that cannot be followed
+  (change_translator.py), and its clients refetch. A filter that fails on a row also ends the shape, and its clients get
+  400. If PostgreSQL can be queried, the filter fails only if PostgreSQL also fails (remote_evaluation.py).
 - Invariant (monotonic progress): `floor` never decreases, and never passes a transaction whose effect is not in the
   log.
 - Invariant (restored logs): a log from disk has whole transactions up to its end, and repeated ones are skipped. It
@@ -21,23 +17,31 @@ rest.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError
+from tidemill.base.runtime.tasks import is_fault
 from tidemill.capture.changes import Change, Relation, Row
-from tidemill.capture.decode.transaction_builder import is_key_changed
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
-from tidemill.shapes.live_shape import LiveShape
+from tidemill.shapes.live_shape import LiveShape, unexpected_failure
 from tidemill.shapes.log.items import LogItem
-from tidemill.shapes.log.log_offset import FIRST_OP, LogOffset
-from tidemill.shapes.log.row_writer import Headers, RowWriter
+from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import Turn
 from tidemill.shapes.memory_budget import OverBudgetError
 from tidemill.shapes.tables.backlog import InboxEntry, Transaction
+from tidemill.shapes.tables.change_translator import ChangeTranslator, row_failure_error
 from tidemill.shapes.tables.initial_snapshot import SnapshotFilter
-from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, Verdict, WhereWithVerdicts
+from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, Verdict
 from tidemill.shapes.where import Equality, EvaluationError, Where
+
+QUANTUM_S = 0.001
+"""Time that one consumer works before the next one's turn."""
+
+LATE_DIVISOR = 10
+"""One in this many late shapes is ended per check: the others may catch up without it."""
 
 
 class _Delivery:
@@ -65,8 +69,8 @@ class TableConsumer:
 
     __slots__ = (
         "_asks", "_at", "_current", "_filter", "_following", "_has_lsn", "_spent_at", "_spent_s", "_staged",
-        "_verdicts", "_waiting", "_where", "_writer", "floor", "inbox", "inbox_bytes", "needed", "pending_bytes",
-        "question", "relation", "shape",
+        "_translator", "_verdicts", "_waiting", "floor", "inbox", "inbox_bytes", "needed", "oid", "pending_bytes",
+        "question", "shape",
     )  # fmt: skip
 
     def __init__(
@@ -85,20 +89,20 @@ class TableConsumer:
         PostgreSQL as a `question`.
         """
         self.shape = shape
-        self.relation = relation
-        self.needed = needed_columns(relation, shape.definition.columns, where)
+        self.oid = relation.oid
+        self._translator = ChangeTranslator(relation, shape.definition.columns, where, writer)
+        self.needed = self._translator.needed
+        """Columns that the shape must know; None = all."""
         self.inbox: deque[InboxEntry] = deque()
         self.inbox_bytes = 0
         self.floor = 0
         """Newest transaction before the first entry of the inbox; valid while there is one."""
         self._spent_s, self._spent_at = 0.0, 0
-        self._where: Where | WhereWithVerdicts | None = where
         self._asks = asks
         self.question: EvaluationRequest | None = None
         """Rows that PostgreSQL must evaluate before work continues; cleared by `resume_with_verdicts`."""
         self._verdicts: list[tuple[Row, Verdict]] = []
         """PostgreSQL's verdicts on rows of the current change."""
-        self._writer = writer
         self._at = 0
         """Number of processed changes of the first entry."""
         self._has_lsn = has_lsn
@@ -113,12 +117,13 @@ class TableConsumer:
         """Bytes of the items that wait for the snapshot."""
 
     @property
-    def oid(self) -> int:
-        return self.relation.oid
+    def relation(self) -> Relation:
+        """The table as the last change had it."""
+        return self._translator.relation
 
     @property
     def equality(self) -> Equality | None:
-        return self._where.equality if isinstance(self._where, Where) else None
+        return self._translator.equality
 
     def add_spent_s(self, seconds: float, tick: int) -> None:
         if tick != self._spent_at:
@@ -274,18 +279,15 @@ class TableConsumer:
             return
         if self._following and not self._admits(current):
             return
-        current.failure = self._unfollowable_reason(change)
+        current.failure = self._translator.unfollowable_reason(change)
         if current.failure:
             return
         made: list[LogItem] = []
         try:
-            if verdicts:
-                self._convert_with_verdicts(verdicts, change, current.transaction.headers, made)
-            else:
-                self._make_items(change, current.transaction.headers, made)
+            self._translator.translate(change, current.transaction.headers, made, verdicts)
         except EvaluationError as error:
             if self._asks and not verdicts:
-                self._ask_postgres(change)
+                self.question = self._translator.request_evaluation(change)
                 return
             current.failure = f"the where clause failed on a row: {error}"
             current.error = row_failure_error(self.shape.definition.where, error)
@@ -296,29 +298,6 @@ class TableConsumer:
                 self.shape.stage(item)
             else:
                 self._add_waiting_item(current, item)
-
-    def _ask_postgres(self, change: Change) -> None:
-        """Ask PostgreSQL about each row of the change on which the filter fails."""
-        where, failing = self._where, list[Row]()
-        assert isinstance(where, Where)
-        for row in (change.old, change.new, change.stays, change.over):
-            if row is not None:
-                try:
-                    where.matches(row)
-                except EvaluationError:
-                    failing.append(row)
-        self.question = EvaluationRequest(change.relation, where, tuple(failing))
-
-    def _convert_with_verdicts(
-        self, verdicts: Sequence[tuple[Row, Verdict]], change: Change, headers: Headers, items: list[LogItem]
-    ) -> None:
-        where = self._where
-        assert isinstance(where, Where)
-        self._where = WhereWithVerdicts(where, verdicts)
-        try:
-            self._make_items(change, headers, items)
-        finally:
-            self._where = where
 
     def _add_waiting_item(self, current: _Delivery, item: LogItem) -> None:
         while True:
@@ -336,128 +315,89 @@ class TableConsumer:
         if self.pending_bytes > limit:
             self.shape.drop(f"changes during the initial snapshot outgrew the log: log_bytes={limit}")
 
-    def _unfollowable_reason(self, change: Change) -> str:
-        if change.op == "truncate":
-            return "the table was truncated"
-        known, seen = self.relation, change.relation
-        if seen is not known and not has_same_layout(seen, known, self.needed):
-            return "the table's definition changed"
-        self.relation = seen
-        return "" if seen.old_rows == "whole" else self._missing_values_reason(change)
 
-    def _missing_values_reason(self, change: Change) -> str:
-        """Return why the shape cannot follow this change without FULL identity, "" if it can: the stream omits
-        something that the shape needs."""
-        old = change.old
-        asked = (self._where is not None or self._writer.full) and change.op != "insert"
-        if asked and (old is None or len(old) < len(change.relation.columns)):
-            return "the table's REPLICA IDENTITY is no longer FULL"
-        if is_key_changed(change) and self._writer.shows_any(change.unchanged):
-            return "the key of a row changed, and the stream does not carry all its values"
-        return ""
+class ConsumerTurns:
+    """The consumers of one database whose inbox is not empty, evaluated in turns of QUANTUM_S.
 
-    def _make_items(self, change: Change, headers: Headers, items: list[LogItem]) -> None:
-        offset = LogOffset(change.position.commit_lsn, FIRST_OP + change.position.ordinal)
-        writer, where = self._writer, self._where
-        new, old = change.new, change.old
-        if change.over is not None or change.stays is not None or change.replaced:
-            self._make_rival_items(change, offset, headers, items)
-        elif change.op == "insert":
-            assert new is not None
-            if where is None or where.matches(new):
-                items.append(writer.insert_item(offset, new, headers))
-        elif change.op == "delete":
-            assert old is not None
-            if where is None or where.matches(old):
-                items.append(writer.delete(offset, old, headers))
-        else:
-            assert new is not None
-            self._make_update_items(offset, old, new, headers, items)
+    `asking`: consumers with an open question, which `remote_evaluation.answer_requests` sends to the database; `asked`
+    is set when one is added. `remove` is called with a consumer whose shape has ended.
+    """
 
-    def _make_rival_items(self, change: Change, offset: LogOffset, headers: Headers, items: list[LogItem]) -> None:
-        """Emit items for a change where two rows briefly have the same key (capture/delivery/deferrable_keys.py).
+    def __init__(self, clock: Clock, wake: asyncio.Event, remove: Callable[[TableConsumer], None]) -> None:
+        self.asking: deque[TableConsumer] = deque()
+        self.asked = asyncio.Event()
+        self._clock = clock
+        self._wake = wake
+        self._remove = remove
+        self._ready: deque[TableConsumer] = deque()
+        self._behind: dict[TableConsumer, None] = {}
+        """Consumers with a non-empty inbox."""
+        self._tick = 0
 
-        Clients store one row per key, so the row with that key is updated.
-        """
-        writer, matches = self._writer, self._matches
-        old, new, stays = change.old, change.new, change.stays
-        after = LogOffset(offset.tx, offset.op + 1)
-        if old is not None and not change.replaced:
-            if stays is not None and matches(stays):
-                items += _as_list(writer.update_item(offset, None, stays, headers))
-            elif matches(old):
-                items.append(writer.delete(offset, old, headers))
-        if new is None:
-            return
-        over = change.over if change.over is not None and matches(change.over) else None
-        if over is None:
-            items += [writer.insert_item(after, new, headers)] if matches(new) else []
-        elif matches(new):
-            items += _as_list(writer.update_item(after, over, new, headers))
-        else:
-            items.append(writer.delete(after, over, headers))
+    @property
+    def has_ready(self) -> bool:
+        return bool(self._ready)
 
-    def _matches(self, row: Row) -> bool:
-        return self._where is None or self._where.matches(row)
+    def offer(self, consumer: TableConsumer, entry: InboxEntry, before: int) -> None:
+        """Offer an entry to a consumer. `before`: as in TableConsumer.offer."""
+        consumer.offer(entry, before)
+        if consumer not in self._behind:
+            self._behind[consumer] = None
+            self._ready.append(consumer)
 
-    def _make_update_items(
-        self, offset: LogOffset, old: Row | None, new: Row, headers: Headers, items: list[LogItem]
-    ) -> None:
-        """Emit the items of an update. Without the old row (and so without a filter) every column counts as changed,
-        except those that the stream omits."""
-        writer, where = self._writer, self._where
-        after = where is None or where.matches(new)
-        before = where is None or (old is not None and where.matches(old))
-        if before and after:
-            if old is not None and writer.key(old) != writer.key(new):
-                moved_to, moved_from = {"key_change_to": writer.key(new)}, {"key_change_from": writer.key(old)}
-                items.append(writer.delete(offset, old, {**headers, **moved_to}))
-                items.append(writer.insert_item(LogOffset(offset.tx, offset.op + 1), new, {**headers, **moved_from}))
-                return
-            item = writer.update_item(offset, old, new, headers)
-            if item is not None:
-                items.append(item)
-        elif after:
-            items.append(writer.insert_item(offset, new, headers))
-        elif before:
-            assert old is not None
-            items.append(writer.delete(offset, old, headers))
+    def discard(self, consumer: TableConsumer) -> None:
+        self._behind.pop(consumer, None)
 
+    def resume(self, consumer: TableConsumer) -> None:
+        """Continue to evaluate for a consumer whose question is answered."""
+        if consumer in self._behind:
+            self._ready.append(consumer)
+            self._wake.set()
 
-def _as_list(item: LogItem | None) -> list[LogItem]:
-    return [] if item is None else [item]
+    def run(self, turn: Turn) -> None:
+        """Evaluate until the turn ends or no consumer is ready."""
+        now_s, quantum = self._clock.monotonic_s(), Turn(self._clock, turn.until_s)
+        while self._ready:
+            consumer, started_s = self._ready.popleft(), now_s
+            quantum.until_s = min(turn.until_s, now_s + QUANTUM_S)
+            if self._evaluate(consumer, quantum):
+                self._ready.append(consumer)
+            elif consumer.question is not None:
+                self.asking.append(consumer)
+                self.asked.set()
+            else:
+                self._behind.pop(consumer, None)
+            now_s = self._clock.monotonic_s()
+            consumer.add_spent_s(now_s - started_s, self._tick)
+            if now_s >= turn.until_s:
+                break
 
+    def _evaluate(self, consumer: TableConsumer, turn: Turn) -> bool:
+        """Evaluate for one consumer. Every exception is caught here, and ends only its shape."""
+        try:
+            more = consumer.evaluate(turn)
+        except BaseException as error:
+            if not is_fault(error) and not isinstance(error, asyncio.CancelledError):
+                raise
+            consumer.shape.fail(unexpected_failure(error), broken=True)
+            more = False
+        if consumer.shape.has_ended:
+            self._remove(consumer)
+            more = False
+        return more
 
-def row_failure_error(where: str, error: EvaluationError) -> InvalidError:
-    shown = where if len(where) <= MAX_CLAUSE_CHARS_SHOWN else where[:MAX_CLAUSE_CHARS_SHOWN] + "…"
-    return InvalidError(
-        f"the where clause failed on a row: {error} where={shown!r}.", fix="Write a clause that holds for every row."
-    )
+    def find_largest(self) -> list[TableConsumer]:
+        """Return the consumers that hold at least half as many bytes as the one that holds most; none if none holds
+        any."""
+        most_bytes = max((each.inbox_bytes for each in self._behind), default=0)
+        return [each for each in self._behind if 2 * each.inbox_bytes >= most_bytes] if most_bytes else []
 
-
-MAX_CLAUSE_CHARS_SHOWN = 200
-
-
-def needed_columns(relation: Relation, shown: Sequence[str], where: Where | None) -> frozenset[str] | None:
-    """Return the columns that a shape must know if its client selected the `shown` ones; None = all."""
-    if not shown:
-        return None
-    key = [column.name for column in relation.key_columns]
-    return frozenset((*shown, *key, *(where.columns if where is not None else ())))
-
-
-def has_same_layout(one: Relation, other: Relation, needed: frozenset[str] | None = None) -> bool:
-    """Return whether rows of both relations look alike to a client of these columns (None = all)."""
-    return (one.schema, one.table, _visible_layout(one, needed)) == (
-        other.schema,
-        other.table,
-        _visible_layout(other, needed),
-    )
-
-
-def _visible_layout(relation: Relation, needed: frozenset[str] | None) -> list[tuple[str, int, int]]:
-    return [
-        (column.name, column.type_oid, column.key_index)
-        for column in relation.columns
-        if needed is None or column.name in needed or column.key_index >= 0
-    ]
+    def end_tick(self, before_s: float | None) -> list[TableConsumer]:
+        """Return the most expensive of the consumers whose oldest entry arrived before that time; called once a
+        second."""
+        late: list[TableConsumer] = []
+        if before_s is not None:
+            late = [each for each in self._behind if each.inbox[0].work.arrived_s < before_s]
+        late.sort(key=lambda consumer: consumer.recent_spent_s(self._tick), reverse=True)
+        self._tick += 1
+        return late[: -(-len(late) // LATE_DIVISOR)]

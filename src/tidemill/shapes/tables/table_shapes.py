@@ -1,4 +1,4 @@
-"""Shapes over captured tables: finds the table of a request, plans it, and builds or restores its shape.
+"""Shapes over captured tables: plans a request for the table that it names, and builds or restores its shape.
 
 Owns the captured databases, and the consumer of each table shape.
 
@@ -8,15 +8,11 @@ transaction that was streamed before that (see `initial_snapshot`).
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import TidemillError, UnavailableError
-from tidemill.base.runtime.tasks import Tasks, error_sentence
 from tidemill.capture.changes import Relation
 from tidemill.shapes.definition.compiler_thread import CompilerThread
 from tidemill.shapes.definition.planner import (
@@ -26,7 +22,6 @@ from tidemill.shapes.definition.planner import (
     build_definition,
     check_columns,
     check_queryable_columns,
-    parse_table_name,
 )
 from tidemill.shapes.definition.subset import SubsetMetadata, SubsetRequest
 from tidemill.shapes.definition.table_columns import TableColumns
@@ -42,53 +37,18 @@ from tidemill.shapes.memory_budget import Budget
 from tidemill.shapes.tables.backlog import BacklogLimits
 from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.captured_database import CapturedDatabase, Relations, TableFinder, needs_old_rows
+from tidemill.shapes.tables.change_translator import has_same_layout
 from tidemill.shapes.tables.initial_snapshot import SubsetBounds, TransientTableError, subset_reader
 from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, answer_requests
 from tidemill.shapes.tables.restore import RegisteredConsumer, ShapeRestorer, ShapeStart, table_source
-from tidemill.shapes.tables.table_consumer import TableConsumer, has_same_layout
+from tidemill.shapes.tables.table_consumer import TableConsumer
+from tidemill.shapes.tables.table_search import TableSearch
 from tidemill.shapes.where import Where
 
 if TYPE_CHECKING:
     from tidemill.shapes.tables.remote_evaluation import Connection
 
 _log = structlog.get_logger()
-
-MAX_TABLE_WAITS = 50
-"""Largest number of requests that wait for new tables; a part of `max_initial`."""
-
-TABLE_WAIT_S = 20.0
-"""Time that a request waits for a table to be captured."""
-STARTING_WAIT_S = 5.0
-"""Time that a request waits for a capture that has not reported its tables yet."""
-
-
-class CaptureStartingError(UnavailableError):
-    """The capture has not reported its tables yet."""
-
-
-class TablePausedError(UnavailableError):
-    """The table is captured, but carries no changes until it is copied. `retry_after_s`: when to retry."""
-
-    def __init__(self, message: str, retry_after_s: int) -> None:
-        super().__init__(message)
-        self.retry_after_s = retry_after_s
-
-
-def _log_failed_search(name: str, error: BaseException) -> None:
-    """Log an unexpected error. Its request gets it only if no other capture answered first."""
-    if not isinstance(error, TidemillError):
-        _log.error("a search for a table failed", part=name, error=error_sentence(error), exc_info=error)
-
-
-class NotCapturedError(FieldError):
-    """No captured table has that name."""
-
-    def __init__(self, schema: str, table: str) -> None:
-        super().__init__(
-            "table",
-            f'table "{schema}"."{table}" is not captured.',
-            fix="Check the name (quote it if it has capitals) and its state in `tidemill capture list`.",
-        )
 
 
 class TableShapes:
@@ -100,7 +60,7 @@ class TableShapes:
         self._backlog = backlog
         self._compiler = compiler
         self._databases: dict[str, CapturedDatabase] = {}
-        self._seeking = 0
+        self.search = TableSearch(self._databases)
         self._consumers: dict[str, RegisteredConsumer] = {}
 
     def add(
@@ -181,87 +141,6 @@ class TableShapes:
         registered = self._consumers.get(shape.handle)
         return 0 if registered is None else registered.consumer.pending_bytes
 
-    def find_relation(self, table: str) -> tuple[str, Relation]:
-        """Return the database and the captured relation that a table parameter names.
-
-        Raises FieldError (NotCapturedError if no capture has it), TablePausedError, or UnavailableError while a capture
-        starts.
-        """
-        asked, schema, name = self._parse_table(table)
-        for database in asked:
-            if self._databases[database].sink.restoring and not self._databases[database].suspended:
-                raise UnavailableError(f"shapes are still being restored after a restart: database={database}.")
-        return self._find_captured(table, asked, schema, name)
-
-    def _parse_table(self, table: str) -> tuple[list[str], str, str]:
-        """Return the databases that may have the table, its schema and its name. Raises FieldError."""
-        prefix, separator, rest = table.partition(":")
-        chosen = bool(separator) and prefix in self._databases
-        schema, name = parse_table_name(rest if chosen else table)
-        return [prefix] if chosen else list(self._databases), schema, name
-
-    async def _wait_for_relation(self, table: str, *, waits: bool) -> tuple[str, Relation]:
-        """Find a table as `find_relation` does, and wait for a capture between two sessions (STARTING_WAIT_S). With
-        `waits`, also wait for a table that was created a moment ago (TABLE_WAIT_S)."""
-        sought = True
-        while sought:  # a paused table may begin to be copied again between the captures' answer and `find_relation`
-            try:
-                return self.find_relation(table)
-            except NotCapturedError:
-                if not waits:
-                    raise
-                sought = await self._wait_for_capture(*self._parse_table(table))
-            except CaptureStartingError:
-                sought = await self._wait_for_capture(*self._parse_table(table), STARTING_WAIT_S)
-        return self.find_relation(table)
-
-    async def _wait_for_capture(
-        self, asked: Sequence[str], schema: str, name: str, within_s: float = TABLE_WAIT_S
-    ) -> bool:
-        """Return whether one of these captures has the table, or has paused it; the first such answer ends the wait.
-
-        Raises UnavailableError if none has it and one does not know, or if too many requests wait already. The limit
-        keeps requests for missing tables from using up all places while a capture is down.
-        """
-        if self._seeking >= MAX_TABLE_WAITS:
-            raise UnavailableError(f"too many requests wait for new tables: limit={MAX_TABLE_WAITS}.")
-        seekers = [each.seeker for each in map(self._databases.__getitem__, asked) if each.seeker is not None]
-        unsaid: TidemillError | None = None
-        self._seeking += 1
-        try:
-            async with Tasks(_log_failed_search) as tasks:
-                looks = [
-                    tasks.spawn(each.wait_for_table(schema, name, within_s), name=f"seek {name}") for each in seekers
-                ]
-                for look in asyncio.as_completed(looks):
-                    try:
-                        if await look:
-                            return True
-                    except TidemillError as error:
-                        unsaid = error
-        finally:
-            self._seeking -= 1
-        if unsaid is not None:
-            raise unsaid
-        return False
-
-    def _find_captured(self, table: str, asked: Sequence[str], schema: str, name: str) -> tuple[str, Relation]:
-        known = {database: self._databases[database].captured_by_name() for database in asked}
-        found = [(database, named[schema, name]) for database, named in known.items() if (schema, name) in named]
-        if not found:
-            for database in asked:
-                standing = self._databases[database].unavailability(schema, name)
-                if standing is not None and not standing.passing:
-                    raise TablePausedError(standing.reason, standing.retry_after_s)
-            starting = [database for database in asked if self._databases[database].is_starting]
-            if starting:
-                raise CaptureStartingError(f"the capture is starting: database={starting[0]}.")
-            raise NotCapturedError(schema, name)
-        if len(found) > 1:
-            names = ", ".join(f"{database}:{schema}.{name}" for database, _ in found)
-            raise FieldError("table", f"the table is in several databases: tables={names}.", fix="Use one of these.")
-        return found[0]
-
     async def plan_request(self, request: ShapeRequest, *, waits: bool = True) -> Plan:
         """Check a request and return its plan. `waits`: wait for a table that is not captured yet.
 
@@ -270,7 +149,7 @@ class TableShapes:
         """
         plan = await self._plan_on_paused(request)
         return plan or await self._plan_on_relation(
-            request, *(await self._wait_for_relation(request.table, waits=waits))
+            request, *(await self.search.wait_for_relation(request.table, waits=waits))
         )
 
     async def _plan_on_paused(self, request: ShapeRequest) -> Plan | None:
@@ -280,7 +159,7 @@ class TableShapes:
         """
         if not any(each.sink.parked_oids for each in self._databases.values()):
             return None
-        asked, schema, name = self._parse_table(request.table)
+        asked, schema, name = self.search.parse_table(request.table)
         infos: dict[int, tuple[str, TableColumns]] = {}
         for database_name in asked:
             database = self._databases[database_name]
@@ -383,7 +262,7 @@ class TableShapes:
         if database.find_unchanged(relation) is None:
             raise TransientTableError(f"the table is not captured now, or was redefined: table={relation.name}.")
         must_see = database.sink.recent
-        database.sink.add(consumer)
+        database.sink.router.add(consumer)
         self._consumers[shape.handle] = RegisteredConsumer(database.sink, consumer, info)
         with_rows = definition.log_mode == "full"
         snapshot = await database.source.load(shape, info, where, writer, must_see, with_rows, self._share)
@@ -396,7 +275,7 @@ class TableShapes:
         shape.mark_ready()
         if database.store is not None and isinstance(shape.log, DiskLog):
             kept = SavedTableShape(request, definition, shape.schema_json, consumer.relation, shape.rows_loaded)
-            database.store.save_record(shape.log, shape.handle, kept.encode(), str(snapshot))
+            database.store.logs.save_record(shape.log, shape.handle, kept.encode(), str(snapshot))
 
     async def answer_requests(self, name: str) -> None:
         """Send the questions of the database's shapes to the database, forever.

@@ -1,6 +1,7 @@
 """Readers of shards.
 
     time ─► holds (lease) ─► read_handle ─► part_reader ─► snapshot, batches, listeners
+                                  ├─► state_reader: the state, and waits for it
                                   └─► read_plan ─► engines that read Parquet themselves: verified_file, part_reader
     hash_ranges: contents by range, or counted
 

@@ -13,23 +13,21 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pyarrow as pa
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import ClosedError, CorruptError, MissingError, TidemillError, UnavailableError
+from tidemill.base.errors import CorruptError, MissingError, TidemillError
 from tidemill.base.limits import MIB
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.shards.api import HASH, Batch, Delta, HistoryLostError, Part, RunCpuWork, ShardSchema, run_inline
 from tidemill.shards.parts.consolidate import sum_contents
 from tidemill.shards.read.holds import HOLD_ABOVE_BYTES, hold_during
 from tidemill.shards.read.part_reader import CACHE_BYTES, PartReader, read_part_bytes
-from tidemill.shards.state.apply import RejectedCommand, RejectionReason
-from tidemill.shards.state.commands import Command, DowngradeSince, ReleaseHold, SetHold
+from tidemill.shards.read.state_reader import WAIT_SLICE_S, StateReader
+from tidemill.shards.state.commands import DowngradeSince, ReleaseHold, SetHold
 from tidemill.shards.state.state import ShardState
-from tidemill.shards.state.state_machine import ShardMachine, rejection_error
+from tidemill.shards.state.state_machine import ShardMachine
 
 LISTEN_AHEAD_BYTES = 32 * MIB
 LISTEN_AHEAD_BATCHES = 32
 """Limits of what a listener that catches up fetches at a time."""
-
-WAIT_SLICE_S = 30.0
 
 
 class ShardReadHandle:
@@ -42,16 +40,17 @@ class ShardReadHandle:
         clock: Clock,
         rand: Rand,
         *,
-        writer: str = "",
         cpu: RunCpuWork = run_inline,
         cache_bytes: int = CACHE_BYTES,
     ) -> None:
         self.name = machine.state.name
         self.shard_id = machine.state.shard_id
         self.schema = machine.state.schema
-        self.writer = writer or f"w{rand.nonce()[:12]}"
+        self.writer = f"w{rand.nonce()[:12]}"
+        """Name of this handle as a writer, unique among all handles."""
         self.reader = PartReader(objects, self.schema, cache_bytes=cache_bytes, cpu=cpu)
         self._machine = machine
+        self._states = StateReader(machine)
         self._objects = objects
         self._clock = clock
         self._rand = rand
@@ -60,7 +59,7 @@ class ShardReadHandle:
     @property
     def state(self) -> ShardState:
         """The state as last seen; it may be old, but never contradicts the log."""
-        return self._machine.state
+        return self._states.state
 
     def reader_under(self, schema: ShardSchema) -> PartReader:
         """Return a reader of parts under any version of the shard's schema."""
@@ -74,28 +73,22 @@ class ShardReadHandle:
         Raises HistoryLostError below since.
         """
         now_ms = self._clock.now_ms()
-        await self._propose(SetHold(reader, since, now_ms + ttl_ms, now_ms))
+        await self._states.propose(SetHold(reader, since, now_ms + ttl_ms, now_ms))
 
     async def release_hold(self, reader: str) -> None:
-        await self._propose(ReleaseHold(reader, self._clock.now_ms()))
+        await self._states.propose(ReleaseHold(reader, self._clock.now_ms()))
 
     async def downgrade_since(self, owner: str, epoch: int, since: int) -> int:
         """Advance critical hold `owner` to `since`; return the shard's since, the minimum of all holds.
 
         Raises FencedError if a newer epoch owns the hold.
         """
-        return (await self._propose(DowngradeSince(owner, epoch, since, self._clock.now_ms()))).since
-
-    async def _propose(self, command: Command) -> ShardState:
-        result = await self._machine.propose(command)
-        if isinstance(result, RejectedCommand):
-            raise self._rejection_error(result)
-        return result
+        return (await self._states.propose(DowngradeSince(owner, epoch, since, self._clock.now_ms()))).since
 
     # reading ----------------------------------------------------------------------------------------
 
     async def frontiers(self, *, fresh: bool = True) -> tuple[int, int]:
-        state = await self._refresh() if fresh else self._machine.state
+        state = await self._states.refresh() if fresh else self.state
         return state.since, state.upper
 
     async def snapshot(self, as_of: int, timeout_s: float | None = None) -> pa.Table:
@@ -141,7 +134,7 @@ class ShardReadHandle:
         """Explain a missing object of the chosen batches: it was deleted since (read again), or is lost
         (CorruptError).
         """
-        state = await self._refresh()
+        state = await self._states.refresh()
         named = {part.object_key for batch in state.batches for part in batch.parts}
         chosen = {part.object_key for batch in batches for part in batch.parts if part.object_key}
         if chosen <= named:
@@ -161,14 +154,14 @@ class ShardReadHandle:
         return f"{what}/{self.writer}-{self._rand.nonce()[:8]}"
 
     async def batches_until(self, as_of: int, timeout_s: float | None = None) -> list[Batch]:
-        state = await self._wait_readable(as_of, timeout_s)
+        state = await self._states.wait_readable(as_of, timeout_s)
         return [b for b in state.batches if b.lower <= as_of]
 
     async def batches(self, lower: int) -> list[Batch]:
         # Choice and check use one state: since may move, and compaction with it, before the caller's next call.
-        state = await self._refresh()
-        self._check_history(state, lower)
-        return self._batches_from(state, lower)
+        state = await self._states.refresh()
+        self._states.check_history(state, lower)
+        return _batches_from(state, lower)
 
     async def read_batch(self, batch: Batch, lower: int, upper: int) -> pa.Table:
         """Read a batch (see `api.Shard`). The rows include `_hash`, and each part's rows are sorted by it."""
@@ -187,10 +180,10 @@ class ShardReadHandle:
         since reaches its frontier; everything else is filtered by time.
         """
         frontier = lower
-        state = await self._refresh()
+        state = await self._states.refresh()
         while True:
-            self._check_history(state, frontier)
-            async with self._batches_to_listen(self._batches_from(state, frontier), frontier) as ready:
+            self._states.check_history(state, frontier)
+            async with self._batches_to_listen(_batches_from(state, frontier), frontier) as ready:
                 for group in _fetch_groups(ready):
                     tables = await asyncio.gather(*(self.read_batch(b, frontier, b.upper) for b in group))
                     for batch, rows in zip(group, tables, strict=True):
@@ -198,7 +191,7 @@ class ShardReadHandle:
                         yield Delta(start, batch.upper, rows.drop_columns([HASH]))
             if state.closed and frontier >= state.upper:
                 return
-            state = await self._wait_beyond(frontier, WAIT_SLICE_S)
+            state = await self._states.wait_beyond(frontier, WAIT_SLICE_S)
 
     @asynccontextmanager
     async def _batches_to_listen(self, ready: list[Batch], frontier: int) -> AsyncIterator[list[Batch]]:
@@ -210,71 +203,17 @@ class ShardReadHandle:
             yield ready
             return
         async with self.hold_during("listen", max(0, frontier - 1)):
-            state = await self._refresh()
-            self._check_history(state, frontier)
-            yield self._batches_from(state, frontier)
+            state = await self._states.refresh()
+            self._states.check_history(state, frontier)
+            yield _batches_from(state, frontier)
 
     async def wait_upper(self, beyond: int, timeout_s: float) -> int:
-        return (await self._wait_beyond(beyond, timeout_s)).upper
+        return (await self._states.wait_beyond(beyond, timeout_s)).upper
 
-    # ------------------------------------------------------------------------------------------------
 
-    async def _wait_beyond(self, frontier: int, timeout_s: float) -> ShardState:
-        """Return the state once its upper is > frontier or the shard is closed, or after the timeout."""
-        until_s = asyncio.get_running_loop().time() + timeout_s
-        state = await self._refresh()
-        while state.upper <= frontier and not state.closed:
-            left_s = until_s - asyncio.get_running_loop().time()
-            if left_s <= 0:
-                break
-            state = self._check_not_dropped(await self._machine.wait_changed(state, left_s))
-        return state
-
-    async def _refresh(self) -> ShardState:
-        return self._check_not_dropped(await self._machine.refresh())
-
-    def _check_not_dropped(self, state: ShardState) -> ShardState:
-        if state.dropped:
-            raise self._rejection_error(RejectedCommand(RejectionReason.DROPPED))
-        return state
-
-    async def _wait_readable(self, as_of: int, timeout_s: float | None) -> ShardState:
-        state = await self._refresh()
-        until_s = None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s
-        while state.upper <= as_of:
-            if state.closed:
-                raise ClosedError(
-                    f"table was closed before this time: table={self.name} as_of={as_of} upper={state.upper}."
-                )
-            left_s = WAIT_SLICE_S if until_s is None else until_s - asyncio.get_running_loop().time()
-            if left_s <= 0:
-                raise UnavailableError(
-                    f"time is not final yet: table={self.name} as_of={as_of} upper={state.upper}.",
-                    fix="Use a time below upper, or wait longer.",
-                )
-            state = self._check_not_dropped(await self._machine.wait_changed(state, left_s))
-        if as_of < state.since:
-            raise self._history_lost(state, as_of)
-        return state
-
-    @staticmethod
-    def _batches_from(state: ShardState, lower: int) -> list[Batch]:
-        at = bisect_right(state.batches, lower, key=lambda b: b.upper)
-        return list(state.batches[at:])
-
-    def _check_history(self, state: ShardState, frontier: int) -> None:
-        """Raise HistoryLostError unless updates from `frontier` on are still distinguishable from those before it."""
-        if state.since > 0 and state.since >= frontier:
-            raise self._history_lost(state, frontier)
-
-    def _history_lost(self, state: ShardState, wanted: int) -> HistoryLostError:
-        return HistoryLostError(
-            f"history is lost: table={self.name} wanted={wanted} since={state.since}.",
-            fix="Read at a time from since to upper - 1, then listen from there.",
-        )
-
-    def _rejection_error(self, rejected: RejectedCommand) -> TidemillError:
-        return rejection_error(rejected, self._machine.state)
+def _batches_from(state: ShardState, lower: int) -> list[Batch]:
+    at = bisect_right(state.batches, lower, key=lambda b: b.upper)
+    return list(state.batches[at:])
 
 
 def _size(batches: Sequence[Batch]) -> int:
