@@ -65,9 +65,9 @@ class Stores:
         """Return a shard's handle; with `schema` it is created if absent, and evolved. Raises as `open_shard`."""
         from tidemill.shards.registry import open_shard
 
-        return await open_shard(
-            self.consensus, self.objects, self.clock, self.rand, name, schema, writer=writer, cpu=self.cpu
-        )
+        opened = await open_shard(self.consensus, self.objects, self.clock, self.rand, name, schema, cpu=self.cpu)
+        opened.writer = writer or opened.writer
+        return opened
 
     async def remap(self, name: str) -> Remap:
         from tidemill.shards.registry import open_remap
