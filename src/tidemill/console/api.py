@@ -105,7 +105,7 @@ class _Api:
             return refusal
         table = _required(request, "table")
         found = await self._reader.dead_letters(table, _number(request, "limit", 20, LETTERS_LIMIT))
-        records = [letter | {"bytes": _shown(letter.get("bytes"))} for letter in found.letters]
+        records = [letter | {"bytes": _letter_text(letter.get("bytes"))} for letter in found.letters]
         answer = {"total": found.total, "examined": found.examined, "reasons": found.reasons, "records": records}
         return _json(answer)
 
@@ -170,7 +170,7 @@ def _name(text: str) -> str:
     return text
 
 
-def _shown(data: object) -> str | None:
+def _letter_text(data: object) -> str | None:
     """Return the bytes of a record as text; bytes that are not UTF-8 are replaced."""
     if not isinstance(data, bytes):
         return None

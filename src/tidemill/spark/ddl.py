@@ -143,16 +143,16 @@ class _Reader:
         if self.take_keyword("COMMENT"):
             self._require(self.peek().kind == "text")
             while self.peek().kind == "text":
-                self._take()
+                self._next_token()
         return Column(name, kind)
 
     def name(self) -> str:
         token = self.peek()
         if token.kind == "quoted":
-            return self._take().text[1:-1].replace("``", "`")
+            return self._next_token().text[1:-1].replace("``", "`")
         if token.kind != "word" or _NUMBER.fullmatch(token.text):
             self.fail()
-        return self._take().text
+        return self._next_token().text
 
     def type(self, other: Callable[[str], str] | None = None) -> str:
         """Return our type. `other`: translates a name that is not Spark's."""
@@ -165,7 +165,7 @@ class _Reader:
             raise InvalidError(
                 f"no such type: type={token.text!r}.", fix=f"Use one of {', '.join(TYPES).lower()}, decimal(p,s)."
             )
-        self._take()
+        self._next_token()
         given = self._parameters()
         if name not in TYPES and other is not None:
             return other(f"{token.text.lower()}({','.join(map(str, given))})" if given else token.text.lower())
@@ -188,7 +188,7 @@ class _Reader:
 
     def _zone(self, name: str) -> str:
         """Read WITHOUT TIME ZONE or WITH LOCAL TIME ZONE."""
-        local = self._take().keyword == "WITH"
+        local = self._next_token().keyword == "WITH"
         self._require(not local or self.take_keyword("LOCAL"))
         self._require(self.take_keyword("TIME") and self.take_keyword("ZONE"))
         return TYPES["TIMESTAMP_LTZ" if local else "TIMESTAMP_NTZ"]
@@ -206,7 +206,7 @@ class _Reader:
     def _number(self) -> int:
         text = self.peek().text
         self._require(text.isascii() and text.isdecimal() and int(text) <= PARAMETER_MAX)
-        return int(self._take().text)
+        return int(self._next_token().text)
 
     def _refuse_type(self, name: str) -> NoReturn:
         nested = name.upper() in NESTED
@@ -219,7 +219,7 @@ class _Reader:
     def has_colon(self) -> bool:
         """Return whether a colon follows here; reads to the end."""
         while self.peek().kind:
-            if self._take().text == ":":
+            if self._next_token().text == ":":
                 return True
         return False
 
@@ -247,10 +247,10 @@ class _Reader:
 
     def _take_if(self, found: bool) -> bool:
         if found:
-            self._take()
+            self._next_token()
         return found
 
-    def _take(self) -> Token:
+    def _next_token(self) -> Token:
         token = self.peek()
         self._next = None
         return token

@@ -215,7 +215,7 @@ class Membership:
 
         From here on this node leads nothing, and directs clients to the new leaders.
         """
-        lease = self._lease.give_up()
+        lease = self._lease.surrender_lease()
         if lease is None or self.superseded is not None:
             return
         self._left = True

@@ -69,7 +69,7 @@ class NodeLease:
             self._lapses += 2  # One more than while it had run out.
         self._renewed_s = asked_s
 
-    def give_up(self) -> Lease | None:
+    def surrender_lease(self) -> Lease | None:
         """Return the lease to be released; None if it is not held. From here on it does not lapse."""
         lease, self._lease = self._lease, None
         return lease

@@ -82,7 +82,7 @@ def status(
         reports = read_reports(opened)
         marks = derive_statuses(reports, opened.clock.now_ms())
         while watch:
-            show_again(partial(show_status, marks, reports, every))
+            redraw_screen(partial(show_status, marks, reports, every))
             reports = read_reports(opened)
             marks = derive_statuses(reports, opened.clock.now_ms())
     if memory:
@@ -173,7 +173,7 @@ def group_stages(marks: Mapping[str, DerivedStatus]) -> dict[str, tuple[dict[str
     return found
 
 
-def show_again(show: Callable[[], object]) -> None:
+def redraw_screen(show: Callable[[], object]) -> None:
     """Clear the terminal, show something, and wait for a moment."""
     if sys.stdout.isatty():
         print("\x1b[H\x1b[2J", end="")

@@ -15,7 +15,7 @@ from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.freshness import Verdict, resolve_status_name, verdict_of
 from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of
 from tidemill.cli.captured_tables import maintain_line, matching_tables
-from tidemill.cli.cluster.status import Watch, read_stage_statuses, show_again
+from tidemill.cli.cluster.status import Watch, read_stage_statuses, redraw_screen
 from tidemill.cli.context import (
     EXIT_STUCK,
     OPEN_TIMEOUT_S,
@@ -39,7 +39,7 @@ def why(name: Name = "", config: ConfigOption = None, watch: Watch = False, as_j
     """Show how fresh a table is and what blocks it. Exit 0 fresh, 1 lagging, 3 stuck: the worst up to its source."""
     with open_consensus_only(config, OPEN_TIMEOUT_S) as opened:
         while watch:
-            show_again(lambda: _explain(name, config, opened, as_json))
+            redraw_screen(lambda: _explain(name, config, opened, as_json))
         raise SystemExit(_explain(name, config, opened, as_json))
 
 

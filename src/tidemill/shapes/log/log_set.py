@@ -130,7 +130,7 @@ class LogSet:
 
     # -- the flush ---------------------------------------------------------------------------------------------
 
-    def take(self) -> FlushQueue:
+    def take_unflushed(self) -> FlushQueue:
         """Hand over everything that the file lacks."""
         self.much.clear()
         self._waiting_bytes = 0

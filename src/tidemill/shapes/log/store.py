@@ -189,7 +189,7 @@ class ShapeStore:
         """Write all changes. Raises UnavailableError; what is not known to be durable is written again by the next
         flush."""
         position, era = self.position(), self._era
-        taken = self.logs.take()
+        taken = self.logs.take_unflushed()
         owner, ended, anew = self.owner, taken.ended, self._anew
         self._flushing = True
         try:

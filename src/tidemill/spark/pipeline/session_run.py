@@ -164,7 +164,7 @@ class PipelineRun:
         self.stop()
 
     # threads --------------------------------------------------------------------------------------
-    def begin(self, ended: Callable[[], object]) -> None:
+    def start_threads(self, ended: Callable[[], object]) -> None:
         """Start the threads; `ended` is called once nothing of the run is left."""
         settings = self._runner.settings
         threading.Thread(target=self._body, args=(ended,), name=f"pipeline-{settings.name}", daemon=True).start()
@@ -307,7 +307,7 @@ def run(
             lease.close()
             raise
         _running[key] = found
-        found.begin(partial(_running.pop, key, None))
+        found.start_threads(partial(_running.pop, key, None))
     return found
 
 
