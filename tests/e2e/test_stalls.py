@@ -6,6 +6,7 @@ mended in turn. The limit is the freshness budget and five seconds; figures are 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -27,6 +28,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 BUDGET_S = 5.0
 LIMIT_S = BUDGET_S + 5.0
+PAGE_S = 15.0
 PIPELINE = """
 from pathlib import Path
 
@@ -75,6 +77,19 @@ class Stalls:
                 return seconds
             time.sleep(0.2)
         raise AssertionError(f"{what} is not named: {reported}")
+
+    def problems(self) -> list[dict[str, Any]]:
+        status, body = self.made.get("/api/overview")
+        return json.loads(body)["problems"] if status == 200 else [{"error": body}]
+
+    def shown(self, what: str, expected: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until the page of the node has a problem as expected. Fails after PAGE_S, with what it has instead."""
+
+        def is_shown() -> bool:
+            return any("error" not in problem and expected(problem) for problem in self.problems())
+
+        seconds = until(is_shown, self.problems, PAGE_S)
+        print(f"| {what}, on the page | {seconds:.1f} s | |")
 
     asking_s = 2.0
     """A `why` is a process of its own: what Python takes to start, import and ask, which `measured` finds out."""
@@ -130,9 +145,21 @@ def test_f605_a_stopped_driver_is_named(stalls: Stalls) -> None:
     pid = stalls.made.children()["pipeline"]
     stalls.made.signal("pipeline", signal.SIGSTOP)
     stalls.insert()
-    stalls.named("driver stopped", lambda reported: reported.get("root") == f"pid {pid} on {socket.gethostname()}")
+    holder = f"pid {pid} on {socket.gethostname()}"
+    stalls.named("driver stopped", lambda reported: reported.get("root") == holder)
+    stalls.shown("driver stopped", lambda problem: problem["holder"] == holder and problem["affected_tables"] == 2)
     stalls.made.signal("pipeline", signal.SIGCONT)
     stalls.fresh()
+
+
+def test_a_killed_driver_is_a_problem_on_the_page_until_its_successor_works(stalls: Stalls) -> None:
+    """The supervisor restarts it. Until then its tables wait for the pipeline or for the dead process."""
+    stalls.fresh()
+    stalls.made.signal("pipeline", signal.SIGKILL)
+    stalls.insert()
+    stalls.shown("driver killed", lambda problem: "pipeline" in problem["name"] + problem["process"])
+    stalls.fresh()
+    until(lambda: stalls.problems() == [], stalls.problems)
 
 
 def test_f606_a_stopped_node_is_named(stalls: Stalls) -> None:
