@@ -23,6 +23,7 @@ import pytest
 
 from support.faults.cluster import Cluster, cluster, until
 from support.postgres import EmbeddedPostgres
+from tidemill.cli.context import EXIT_STUCK
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 
@@ -70,7 +71,7 @@ class Stalls:
         began_s, reported = time.monotonic(), (0, {})
         while time.monotonic() - began_s < 60:
             reported = self.made.why(table)
-            if reported[0] == 2 and holder(reported[1]):
+            if reported[0] == EXIT_STUCK and holder(reported[1]):
                 seconds = time.monotonic() - began_s
                 print(f"| {what} | {seconds:.1f} s | {reported[1].get('root', reported[1].get('error', ''))[:120]} |")
                 assert seconds <= LIMIT_S + self.asking_s, f"{what}: {seconds:.1f} s"
