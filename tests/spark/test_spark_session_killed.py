@@ -20,6 +20,7 @@ from support.spark.programs import session_job
 from support.spark.running import pipeline
 from support.waiting import eventually
 from tidemill.base.errors import MissingError
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.spark.pipeline import session_run
 from tidemill.spark.session.java import ensure_spark_home, find_java
 
@@ -101,5 +102,7 @@ def test_f335_a_killed_job_leaves_its_tables_exact_beside_another_driver(
         eventually(exact)
         (root / "finish").touch()
         told, _ = second.communicate(timeout=120)
-    assert second.returncode == 0 and "ended True stopped" in told, told
+        assert second.returncode == 0 and "ended True stopped" in told, told
+        reports = harbour.portal.call(StatusBoard(harbour.stores.consensus, harbour.stores.rand).reports())
+        assert [report.process for report in reports] == ["pipeline:p"], "the run that ended in order is forgotten"
     assert exact(), "and it stays so"
