@@ -15,6 +15,7 @@ refused, and a run that lost its lease ends.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -64,6 +65,8 @@ log = structlog.get_logger()
 
 _running: dict[tuple[str, str, StoreUrls], PipelineRun] = {}
 _starting = threading.Lock()
+_exit_hook = threading.Event()
+"""Set once `stop_all` is called at the end of the interpreter."""
 
 
 class TableStatus(NamedTuple):
@@ -326,9 +329,22 @@ def run(
         except BaseException:
             lease.close()
             raise
+        if not _exit_hook.is_set():
+            # Before Python ends its pools of threads, which a run needs to stop; hooks of `atexit` are called later.
+            getattr(threading, "_register_atexit", atexit.register)(stop_all)
+            _exit_hook.set()
         _running[key] = found
         found.begin(partial(_running.pop, key, None))
     return found
+
+
+def stop_all() -> None:
+    """Stop all runs of this process, as the end of a program without `stop` does."""
+    for found in list(_running.values()):
+        try:
+            found.stop()
+        except TimeoutError as error:
+            log.warning("run not stopped", error=str(error))
 
 
 def check_session(spark: SparkSession) -> None:
