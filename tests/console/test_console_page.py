@@ -11,12 +11,10 @@ import pytest
 from support.console.browser import NARROW, WIDE, ScriptClock, Watched, chromium, watched
 from support.console.reports import large, large_rows, shop
 from support.console.world import Console, Rows, console
-from support.waiting import DEADLINE_S, eventually
+from support.waiting import eventually
 
 pytestmark = pytest.mark.browser
 
-WAIT_MS = DEADLINE_S * 1000
-BLIND_S = 3.0
 SCRIPT_S = 0.2
 """Processor time that scripts may use to draw the first overview, or a list, of a large cluster."""
 
@@ -54,7 +52,7 @@ def served() -> Iterator[Console]:
 def shows(seen: Watched, text: str) -> None:
     from playwright.sync_api import expect
 
-    expect(seen.page.locator("#page")).to_contain_text(text, timeout=WAIT_MS)
+    expect(seen.page.locator("#page")).to_contain_text(text)
 
 
 @pytest.mark.parametrize(
@@ -169,14 +167,14 @@ def test_a_page_without_an_answer_for_three_seconds_dims_and_says_so_and_recover
         shows(seen, "Every stage advances")
         expect(seen.page.locator("[role=alert]")).to_have_count(0)
         served.node.silent = True
-        expect(seen.page.locator("[role=alert]")).to_contain_text("has not answered for", timeout=WAIT_MS)
+        expect(seen.page.locator("[role=alert]")).to_contain_text("has not answered for")
         assert seen.page.locator("main").get_attribute("class") == "blind-page"
         shows(seen, "consensus does not answer")
         shows(seen, "Every stage advances")  # what it last knew
         first = seen.page.locator(".heard").inner_text()
         eventually(lambda: seen.page.locator(".heard").inner_text() != first, "the age ticks")
         served.node.silent = False
-        expect(seen.page.locator("[role=alert]")).to_have_count(0, timeout=WAIT_MS)
+        expect(seen.page.locator("[role=alert]")).to_have_count(0)
 
 
 def test_a_node_that_is_gone_is_blindness_too(browser: Any) -> None:
@@ -187,9 +185,9 @@ def test_a_node_that_is_gone_is_blindness_too(browser: Any) -> None:
         shows(seen, "Every stage advances")
         port = served.server.port
         served.call(served.server.aclose())
-        expect(seen.page.locator("[role=alert]")).to_contain_text("has not answered for", timeout=WAIT_MS)
+        expect(seen.page.locator("[role=alert]")).to_contain_text("has not answered for")
         served.call(served.serve(port))
-        expect(seen.page.locator("[role=alert]")).to_have_count(0, timeout=WAIT_MS)
+        expect(seen.page.locator("[role=alert]")).to_have_count(0)
 
 
 def test_a_page_that_nobody_sees_asks_nothing(browser: Any) -> None:

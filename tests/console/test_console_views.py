@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+import msgspec
 import pytest
 
 from support.console.reports import by_name, captured_tables, large, large_rows, pipelines, shop
@@ -42,6 +43,14 @@ def test_a_killed_driver_is_one_problem_with_its_pid_and_the_tables_that_it_hold
     assert (found["holder"], found["blocked_by"]) == ("pid 4712 on quay", "pid 4712 on quay")
     assert (found["state"], found["affected_tables"]) == ("blind", 9)
     assert found["affected_count"] == 10  # the pipeline's own stage, too
+
+
+def test_what_a_silent_process_saw_of_its_stores_is_not_held_up_by_it() -> None:
+    reports = shop(NOW_MS, killed_s=12)
+    silent = reports[1]
+    reports[1] = msgspec.structs.replace(silent, marks=(*silent.marks, StageStatus("objects", 1, 1)))
+    [found] = problems(reports)
+    assert found["affected_count"] == 10
 
 
 def test_a_late_table_is_told_at_the_topic_that_causes_its_delay_with_the_outside_blocker() -> None:

@@ -6,6 +6,7 @@ mended in turn. The limit is the freshness budget and five seconds; figures are 
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -22,11 +23,13 @@ import pytest
 
 from support.faults.cluster import Cluster, cluster, until
 from support.postgres import EmbeddedPostgres
+from tidemill.cli.context import EXIT_STUCK
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 BUDGET_S = 5.0
 LIMIT_S = BUDGET_S + 5.0
+PAGE_S = 15.0
 PIPELINE = """
 from pathlib import Path
 
@@ -68,13 +71,26 @@ class Stalls:
         began_s, reported = time.monotonic(), (0, {})
         while time.monotonic() - began_s < 60:
             reported = self.made.why(table)
-            if reported[0] == 2 and holder(reported[1]):
+            if reported[0] == EXIT_STUCK and holder(reported[1]):
                 seconds = time.monotonic() - began_s
                 print(f"| {what} | {seconds:.1f} s | {reported[1].get('root', reported[1].get('error', ''))[:120]} |")
                 assert seconds <= LIMIT_S + self.asking_s, f"{what}: {seconds:.1f} s"
                 return seconds
             time.sleep(0.2)
         raise AssertionError(f"{what} is not named: {reported}")
+
+    def problems(self) -> list[dict[str, Any]]:
+        status, body = self.made.get("/api/overview")
+        return json.loads(body)["problems"] if status == 200 else [{"error": body}]
+
+    def shown(self, what: str, expected: Callable[[dict[str, Any]], bool]) -> None:
+        """Wait until the page of the node has a problem as expected. Fails after PAGE_S, with what it has instead."""
+
+        def is_shown() -> bool:
+            return any("error" not in problem and expected(problem) for problem in self.problems())
+
+        seconds = until(is_shown, self.problems, PAGE_S)
+        print(f"| {what}, on the page | {seconds:.1f} s | |")
 
     asking_s = 2.0
     """A `why` is a process of its own: what Python takes to start, import and ask, which `measured` finds out."""
@@ -130,9 +146,21 @@ def test_f605_a_stopped_driver_is_named(stalls: Stalls) -> None:
     pid = stalls.made.children()["pipeline"]
     stalls.made.signal("pipeline", signal.SIGSTOP)
     stalls.insert()
-    stalls.named("driver stopped", lambda reported: reported.get("root") == f"pid {pid} on {socket.gethostname()}")
+    holder = f"pid {pid} on {socket.gethostname()}"
+    stalls.named("driver stopped", lambda reported: reported.get("root") == holder)
+    stalls.shown("driver stopped", lambda problem: problem["holder"] == holder and problem["affected_tables"] == 2)
     stalls.made.signal("pipeline", signal.SIGCONT)
     stalls.fresh()
+
+
+def test_a_killed_driver_is_a_problem_on_the_page_until_its_successor_works(stalls: Stalls) -> None:
+    """The supervisor restarts it. Until then its tables wait for the pipeline or for the dead process."""
+    stalls.fresh()
+    stalls.made.signal("pipeline", signal.SIGKILL)
+    stalls.insert()
+    stalls.shown("driver killed", lambda problem: "pipeline" in problem["name"] + problem["process"])
+    stalls.fresh()
+    until(lambda: stalls.problems() == [], stalls.problems)
 
 
 def test_f606_a_stopped_node_is_named(stalls: Stalls) -> None:

@@ -62,7 +62,8 @@ def test_a_pipeline_runs_in_a_session_and_leaves_it_as_it_was(harbour: Any, spar
         with run(spark, shop, **given) as again:
             produce(harbour, topic, {"d": 3})
             eventually(lambda: len(harbour.contents("clicks")) == 4)
-        assert again.wait(0)
+            session_run.stop_all()  # as at the end of a program
+            assert again.wait(0)
     finally:
         zone = spark.conf.get(ZONE)
         spark.conf.set(ZONE, "UTC")

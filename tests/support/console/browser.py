@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from support.waiting import DEADLINE_S
+
+WAIT_MS = DEADLINE_S * 1000
 WIDE, NARROW = (1400, 900), (400, 800)
 
 CONTRAST = """() => {
@@ -71,8 +74,9 @@ def chromium() -> Iterator[Any]:
     binary = next((p for p in ("/usr/bin/chromium", "/usr/bin/chromium-browser") if Path(p).exists()), None)
     if binary is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
-    from playwright.sync_api import sync_playwright
+    from playwright.sync_api import expect, sync_playwright
 
+    expect.set_options(timeout=WAIT_MS)
     arguments = ["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"]
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=binary, args=arguments)
@@ -88,8 +92,13 @@ def watched(
 ) -> Iterator[Watched]:
     width, height = size
     page = browser.new_page(viewport={"width": width, "height": height}, color_scheme=scheme, **options)
+    page.set_default_timeout(WAIT_MS)
+    seen = Watched(page, url)
     try:
-        yield Watched(page, url)
+        yield seen
+    except BaseException as error:
+        error.add_note(f"{page.url} {seen.faults}\n{page.locator('body').inner_text()[:2000]}")
+        raise
     finally:
         page.close()
 

@@ -12,6 +12,7 @@ import msgspec
 import pyarrow as pa
 
 from support.console import reports as made
+from support.waiting import DEADLINE_S
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config, parse
 from tidemill.base.errors import UnavailableError
@@ -154,6 +155,16 @@ def schema_names(schema: ShardSchema) -> list[str]:
     return [column.name for column in schema.columns]
 
 
+async def end_tasks() -> None:
+    """End what still runs on this loop, so that nothing outlives it."""
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        await asyncio.wait(tasks, timeout=DEADLINE_S)
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
 @contextmanager
 def console(
     reports: Callable[[int], list[StatusReport]] = made.shop, rows: Rows | None = None, **sections: Any
@@ -166,8 +177,9 @@ def console(
     try:
         served.call(served.serve())
         yield served
-        served.call(served.close())
     finally:
+        served.call(served.close())
+        served.call(end_tasks())
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

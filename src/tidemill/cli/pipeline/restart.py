@@ -77,7 +77,8 @@ def restart_driver(opened: OpenStores, report: StatusReport, others: Collection[
         )
     if not is_driver(report.pid):
         raise InvalidError(
-            f"the driver is gone: process={report.process} pid={report.pid}.", fix="Start it: tidemill pipeline run."
+            f"the driver is gone: process={report.process} pid={report.pid}.",
+            fix="Start it: tidemill pipeline run. Restart a run in the session of another program there.",
         )
     os.kill(report.pid, signal.SIGKILL if _is_stopped(report.pid) else signal.SIGTERM)
     board, portal = StatusBoard(opened.consensus, opened.rand), opened.portal

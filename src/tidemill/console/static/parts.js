@@ -56,7 +56,7 @@ export class Age extends Component {
 // States ------------------------------------------------------------------------------------------
 const LATE = new Set(["waiting", "stuck", "blind"]);
 export const isLate = (state) => LATE.has(state);
-export const State = ({ state }) => html`<span class="state ${state || "unknown"}">${state || "unknown"}</span>`;
+export const State = ({ state }) => html`<span class="state ${state || "unknown"}">${state || "no report"}</span>`;
 /** How far something is behind: it grows until the next answer if nothing moves. */
 export const Behind = ({ row, at }) => html`<${Age} ms=${row.behind_ms} at=${at} grows=${isLate(row.state)} />`;
 

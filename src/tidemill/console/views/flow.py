@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tidemill.base.status.freshness import SHARD
 from tidemill.base.status.status import DerivedStatus, StageState, StatusReport, lag_of, severity_of
@@ -89,8 +89,10 @@ class _Flow:
     def __init__(self, marks: Mapping[str, DerivedStatus], catalogued: Catalogued) -> None:
         self._marks = marks
         self._catalogued = catalogued
-        self._nodes: dict[str, dict[str, dict[str, Any]]] = {column: {} for column in COLUMNS}
-        self._edges: dict[tuple[str, str], DerivedStatus | None] = {}
+        self._nodes: dict[str, dict[str, _Node]] = {column: {} for column in COLUMNS}
+        self._edges: dict[tuple[str, str], _Delay] = {}
+        self._delays: dict[str, _Delay] = {}
+        """Delay of each status that was looked up."""
 
     def build(self, reports: Iterable[StatusReport]) -> dict[str, Any]:
         self._add_captures()
@@ -101,12 +103,13 @@ class _Flow:
         for column in COLUMNS:
             shown, more = _fold(self._nodes[column])
             stands_for |= {name: f"more:{column}" for name in self._nodes[column] if name not in shown}
-            columns.append({"name": column, "nodes": [node for _, node in shown.items()], "more": more})
-        edges: dict[tuple[str, str], DerivedStatus | None] = {}
-        for (begin, end), derived in self._edges.items():
+            columns.append({"name": column, "nodes": [node.row() for node in shown.values()], "more": more})
+        edges: dict[tuple[str, str], _Delay] = {}
+        for (begin, end), delay in self._edges.items():
             key = stands_for.get(begin, begin), stands_for.get(end, end)
-            edges[key] = _worse(edges.get(key), derived)
-        return {"columns": columns, "edges": [_edge_row(*key, derived) for key, derived in edges.items()]}
+            edges[key] = max(edges.get(key, delay), delay)
+        rows = [{"from": begin, "to": end, **delay.row()} for (begin, end), delay in edges.items()]
+        return {"columns": columns, "edges": rows}
 
     def _add_captures(self) -> None:
         reported = {
@@ -159,50 +162,75 @@ class _Flow:
                 self._connect(table, "clients", SHAPES_OF_TABLES)
 
     def _add(self, column: str, name: str, title: str, note: str, status: str | None = None) -> None:
-        derived = self._marks.get(name if status is None else status)
-        self._nodes[column][name] = {
-            "name": name,
-            "title": title,
-            "note": note,
-            "state": "idle" if status == "" else str(derived.state) if derived is not None else "",
-            "behind_ms": behind_ms(derived) if derived is not None else None,
-            "sentence": describe_state(derived) if derived is not None else "",
-            "severity": severity_of(derived) if derived is not None else (0, 0),
-        }
+        delay = self._delay(name if status is None else status)
+        self._nodes[column][name] = _Node(name, title, note, delay, has_status=status != "")
 
     def _connect(self, begin: str, end: str, status: str) -> None:
-        derived = self._marks.get(status)
-        self._edges[begin, end] = _worse(self._edges.get((begin, end)), derived)
+        delay = self._delay(status)
+        self._edges[begin, end] = max(self._edges.get((begin, end), delay), delay)
+
+    def _delay(self, status: str) -> _Delay:
+        found = self._delays.get(status)
+        if found is None:
+            found = self._delays[status] = _Delay.of(self._marks.get(status))
+        return found
 
 
-def _fold(nodes: Mapping[str, dict[str, Any]]) -> tuple[dict[str, dict[str, Any]], dict[str, Any] | None]:
+class _Delay(NamedTuple):
+    """Delay of one status, ordered from none to the worst. `behind_ms` None: unknown, which sorts like 0."""
+
+    severity: int
+    late_ms: int
+    order: int
+    behind_ms: int | None
+    derived: DerivedStatus | None
+
+    @classmethod
+    def of(cls, derived: DerivedStatus | None) -> _Delay:
+        if derived is None:
+            return cls(-1, 0, -1, None, None)
+        late_ms = behind_ms(derived)
+        return cls(severity_of(derived)[0], late_ms or 0, id(derived), late_ms, derived)
+
+    @property
+    def state(self) -> str:
+        return "" if self.derived is None else str(self.derived.state)
+
+    def row(self) -> dict[str, Any]:
+        return {"state": self.state, "behind_ms": self.behind_ms}
+
+
+class _Node(NamedTuple):
+    """Box of the graph. Without a status it stands for something outside, which nobody reports."""
+
+    name: str
+    title: str
+    note: str
+    delay: _Delay
+    has_status: bool
+
+    def row(self) -> dict[str, Any]:
+        derived = self.delay.derived
+        return {
+            "name": self.name,
+            "title": self.title,
+            "note": self.note,
+            "state": self.delay.state if self.has_status else "idle",
+            "behind_ms": self.delay.behind_ms,
+            "sentence": describe_state(derived) if derived is not None else "",
+        }
+
+
+def _fold(nodes: Mapping[str, _Node]) -> tuple[dict[str, _Node], dict[str, Any] | None]:
     """Return the shown nodes in their order, and the row that stands for the others."""
-    chosen = set(nodes)
-    if len(nodes) > COLUMN_MAX:
-        by_severity = sorted(nodes, key=lambda name: nodes[name]["severity"], reverse=True)
-        chosen = set(by_severity[: COLUMN_MAX - 1])
-    shown = {name: {k: v for k, v in nodes[name].items() if k != "severity"} for name in nodes if name in chosen}
-    others = [node for name, node in nodes.items() if name not in chosen]
-    if not others:
-        return shown, None
-    worst = max(others, key=lambda node: node["severity"])
-    late = max((node["behind_ms"] or 0 for node in others), default=0)
-    return shown, {"count": len(others), "state": worst["state"], "behind_ms": late}
-
-
-def _worse(one: DerivedStatus | None, other: DerivedStatus | None) -> DerivedStatus | None:
-    if one is None or other is None:
-        return one or other
-    return max(one, other, key=lambda derived: (severity_of(derived)[0], behind_ms(derived) or 0))
-
-
-def _edge_row(begin: str, end: str, derived: DerivedStatus | None) -> dict[str, Any]:
-    return {
-        "from": begin,
-        "to": end,
-        "state": str(derived.state) if derived is not None else "",
-        "behind_ms": behind_ms(derived) if derived is not None else None,
-    }
+    if len(nodes) <= COLUMN_MAX:
+        return dict(nodes), None
+    worst_first = sorted(nodes, key=lambda name: nodes[name].delay[:2], reverse=True)
+    chosen = set(worst_first[: COLUMN_MAX - 1])
+    others = [nodes[name].delay for name in worst_first[COLUMN_MAX - 1 :]]
+    late_ms = max(delay.late_ms for delay in others)
+    shown = {name: node for name, node in nodes.items() if name in chosen}
+    return shown, {"count": len(others), "state": others[0].state, "behind_ms": late_ms}
 
 
 def _topic_node(fed_by: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tidemill.base.status.freshness import SHARD, verdict_of
-from tidemill.base.status.status import PROCESS, DerivedStatus, StageState, severity_of
+from tidemill.base.status.status import FOUNDATIONS, PROCESS, DerivedStatus, StageState, severity_of
 from tidemill.console.views.sentences import describe_name, describe_state
 
 PROBLEMS_MAX = 20
@@ -58,7 +58,10 @@ def _problem_row(worst: DerivedStatus, root: str) -> dict[str, Any]:
 
 def _add_affected(row: dict[str, Any], names: list[str]) -> None:
     tables = [name for name in names if name.startswith(SHARD)]
-    listed = [*tables, *(name for name in names if not name.startswith((SHARD, PROCESS)))]
+    others = [
+        name for name in names if not name.startswith((SHARD, PROCESS)) and name.partition("@")[0] not in FOUNDATIONS
+    ]
+    listed = [*tables, *others]
     row["affected"] = [*row["affected"], *(describe_name(name) for name in listed)][:AFFECTED_MAX]
     row["affected_count"] += len(listed)
     row["affected_tables"] += len(tables)

@@ -15,6 +15,7 @@ refused, and a run that lost its lease ends.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import threading
@@ -31,13 +32,14 @@ import structlog
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.sections import NAME, NOT_A_NAME
 from tidemill.base.errors import ConflictError, InvalidError, TidemillError
-from tidemill.base.limits import LEASE_TTL_MS
+from tidemill.base.limits import LEASE_TTL_MS, STATUS_BLIND_AFTER_MS
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.base.status.logging import configure_logs
 from tidemill.base.status.status import derive_status, lag_of, this_process
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.factory import open_consensus
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.spark.definition import Pipeline
 from tidemill.spark.ingest.pipeline_context import is_context_stopped
 from tidemill.spark.pipeline.runner import PipelineRunner
@@ -63,6 +65,8 @@ log = structlog.get_logger()
 
 _running: dict[tuple[str, str, StoreUrls], PipelineRun] = {}
 _starting = threading.Lock()
+_exit_hook = threading.Event()
+"""Set once `stop_all` is called at the end of the interpreter."""
 
 
 class TableStatus(NamedTuple):
@@ -179,6 +183,8 @@ class PipelineRun:
                 log.error("pipeline failed", pipeline=self.name, error=error_sentence(error))
         finally:
             self._stopping.set()
+            if self._failure is None:
+                self._lease.drop_report(self.name, self._runner.settings.process)
             self._lease.close()
             ended()
             self._ended.set()
@@ -241,6 +247,23 @@ class RunLease:
         except (TidemillError, CancelledError) as error:  # cancelled: the run ends
             log.warning("lease not renewed", lease=self._name, error=str(error))
         return None
+
+    def drop_report(self, pipeline: str, process: str) -> None:
+        """Drop the report of a run that ended in order, if another driver of the pipeline reports. Otherwise `status`
+        shows the run as silent, because nothing maintains its tables."""
+
+        async def drop() -> None:
+            board = StatusBoard(self._consensus, self._rand)
+            oldest_ms = self._clock.now_ms() - STATUS_BLIND_AFTER_MS
+            for report in await board.reports():
+                other = report.process != process and f"{report.process}:".startswith(f"pipeline:{pipeline}:")
+                if other and report.at_ms >= oldest_ms:
+                    return await board.drop_report(process)
+
+        try:
+            self._portal.call(drop())
+        except TidemillError as error:
+            log.info("report not dropped", process=process, cause=str(error))
 
     def close(self) -> None:
         try:
@@ -306,9 +329,22 @@ def run(
         except BaseException:
             lease.close()
             raise
+        if not _exit_hook.is_set():
+            # Before Python ends its pools of threads, which a run needs to stop; hooks of `atexit` are called later.
+            getattr(threading, "_register_atexit", atexit.register)(stop_all)
+            _exit_hook.set()
         _running[key] = found
         found.start_threads(partial(_running.pop, key, None))
     return found
+
+
+def stop_all() -> None:
+    """Stop all runs of this process, as the end of a program without `stop` does."""
+    for found in list(_running.values()):
+        try:
+            found.stop()
+        except TimeoutError as error:
+            log.warning("run not stopped", error=str(error))
 
 
 def check_session(spark: SparkSession) -> None:

@@ -26,10 +26,9 @@ def main(root: Path) -> None:
     spark = SparkSession.builder.appName("job").config("spark.ui.enabled", "false").getOrCreate()
     spark.sparkContext.setLogLevel("ERROR")
     running = tidemill.spark.run(spark, job, name="p", scratch=root / "scratch")
-    arriving = spark.readStream.schema("id bigint, n bigint").option("maxFilesPerTrigger", 1)
+    arriving = spark.readStream.schema("id bigint, n bigint").json(str(root / "incoming"))
     query = (
-        arriving.json(str(root / "incoming"))
-        .writeStream.format("tidemill")
+        arriving.writeStream.format("tidemill")
         .option("key", "id")
         .option("checkpointLocation", str(root / "checkpoint"))
         .start("stock")

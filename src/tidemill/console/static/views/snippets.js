@@ -11,7 +11,7 @@ function snippetsOf({ shard: name, key, columns }) {
   const first = key[0] ?? Object.keys(columns)[0];
   const variable = /^[a-z_][a-z0-9_]*$/i.test(name) ? name : "table";
   return [
-    ["curl", `curl -i '${origin}/v1/shape?table=shard:${name}&offset=-1'`,
+    ["curl", `curl -i '${origin}/v1/shape?table=tidemill.${name}&offset=-1'`,
       "Repeat with electric-handle and electric-offset of the response, and &live=true: it returns when the table changes."],
     ["Python", `import tidemill
 
@@ -25,7 +25,7 @@ ${variable}.show()`, "In any Spark session that has tidemill; append with df.wri
 
 const stream = new ShapeStream({
   url: "${origin}/v1/shape",
-  params: { table: "shard:${name}" },
+  params: { table: "tidemill.${name}" },
 });
 new Shape(stream).subscribe(({ rows }) => console.log(rows));`, "The unmodified Electric client: all rows, then every change."],
   ];
