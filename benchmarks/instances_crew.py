@@ -16,9 +16,10 @@ import msgspec
 from hostile import Attacked
 from tidemill.base.errors import ClosedError, MissingError, UnavailableError
 from tidemill.base.limits import STATUS_BLIND_AFTER_MS
+from tidemill.base.status.drivers import pipeline_of
 from tidemill.base.status.status import PROCESS, StatusReport
 from tidemill.consensus.status.board import StatusBoard
-from tidemill.node.supervise.driver_instances import is_driver, pipeline_of
+from tidemill.node.supervise.driver_instances import is_driver
 
 FROZEN_S = (15.0, 35.0)
 """Longer than any lease, and than the age at which a report is blind."""

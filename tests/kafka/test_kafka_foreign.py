@@ -39,7 +39,7 @@ def test_what_goes_in_comes_out_in_order_under_every_codec(
 def test_a_topic_that_is_not_there_is_made_for_its_first_record(connected: Callable[[str], Driver], name: str) -> None:
     client = connected(name)
     assert client.produce(f"new.{name}_1", [[0, "k", "v"]]) == [0]
-    assert client("describe", topic=f"new.{name}_1") == SETTINGS.default_partitions
+    assert client("describe", topic=f"new.{name}_1") == SETTINGS.section.default_partitions
 
 
 @pytest.mark.parametrize(

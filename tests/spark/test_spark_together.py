@@ -15,9 +15,9 @@ import pytest
 from support.waiting import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.base.config.config import parse
+from tidemill.base.status.drivers import processes_sharing_driver
 from tidemill.base.status.status import StatusReport
 from tidemill.consensus.status.board import StatusBoard
-from tidemill.node.supervise.driver_instances import processes_sharing_driver
 from tidemill.node.supervise.processes import driver_spec
 
 CLICKS = """

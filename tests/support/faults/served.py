@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -154,7 +155,7 @@ def named(
     places: dict[str, Callable[[], str]] = {
         "/readyz": readyz,
         "why": lambda: asked(why, mark, config),
-        "status": lambda: asked(status, config, False, False, False, True),
+        "status": lambda: asked(partial(status, config, as_json=True)),
     }
     began_s = time.monotonic() if since_s is None else since_s
     last: dict[str, str] = {}
