@@ -36,23 +36,23 @@ def test_a_table_whose_whole_way_is_well_is_fresh() -> None:
 
 def test_a_table_at_its_target_is_as_sick_as_its_source() -> None:
     down = StageStatus("capture:shop", 9, 10, "PostgreSQL at db:5432", "it does not answer", since_ms=0)
-    assert reported(cluster(capture=down)) == (2, "capture:shop", "PostgreSQL at db:5432")
+    assert reported(cluster(capture=down)) == (3, "capture:shop", "PostgreSQL at db:5432")
 
 
 def test_the_holder_nearest_to_the_source_is_named_when_several_stand() -> None:
     shard = StageStatus("shard:orders", 8, 9, upstream="capture:shop/topics", since_ms=0)
     down = StageStatus("capture:shop", 9, 10, "pid 4711 holds the slot", since_ms=0)
-    assert reported(cluster(shard=shard, capture=down)) == (2, "capture:shop", "pid 4711 holds the slot")
+    assert reported(cluster(shard=shard, capture=down)) == (3, "capture:shop", "pid 4711 holds the slot")
 
 
 def test_a_frozen_driver_is_named_with_its_pid() -> None:
     exit_code, worst, root = reported(cluster(driver_age=STATUS_BLIND_AFTER_MS + 1))
-    assert (exit_code, worst, root) == (2, "process:pipeline:p", "pid 7 on h")
+    assert (exit_code, worst, root) == (3, "process:pipeline:p", "pid 7 on h")
 
 
 def test_what_the_process_of_a_stage_stands_on_is_on_the_way() -> None:
     full = StageStatus("objects", 0, 1, "bucket s3://b", "it is read-only", since_ms=0)
-    assert reported(cluster(objects=full)) == (2, "objects@node:n", "bucket s3://b")
+    assert reported(cluster(objects=full)) == (3, "objects@node:n", "bucket s3://b")
 
 
 def test_a_cycle_of_holders_ends() -> None:
@@ -76,13 +76,13 @@ def test_a_captured_table_that_flows_is_where_its_capture_is_and_a_parked_one_sa
     shard = StageStatus("shard:orders", 9, 9, upstream="table:shop/public.orders")
     down = StageStatus("capture:shop", 9, 10, "PostgreSQL at db:5432", "it does not answer", since_ms=0)
     assert reported(cluster(shard=shard))[0] == 0
-    assert reported(cluster(shard=shard, capture=down)) == (2, "capture:shop", "PostgreSQL at db:5432")
+    assert reported(cluster(shard=shard, capture=down)) == (3, "capture:shop", "PostgreSQL at db:5432")
     paused = StageStatus(
         "table:shop/public.orders", 5, 6, "operator", "column 'x' is new", error="column 'x' is new", parked=True,
         failing_since_ms=NOW_MS - 10, upstream="capture:shop/topics",
     )  # fmt: skip
     marks = cluster(shard=shard, parked=paused)
-    assert reported(marks) == (2, "table:shop/public.orders", "operator")
+    assert reported(marks) == (3, "table:shop/public.orders", "operator")
     for name in ("table:shop/public.orders", "shop/public.orders"):
         assert resolve_status_name(marks, name) == "table:shop/public.orders"
     alone = {name: mark for name, mark in marks.items() if not name.startswith("shard:")}
@@ -97,7 +97,7 @@ def test_a_binding_that_is_parked_is_on_the_way_of_a_stream_table() -> None:
     paused = StageStatus("binding:topic/x", 0, 1, error="it cannot be read", failing_since_ms=1, parked=True)
     marks = (StageStatus("shard:t", 9, 9, upstream="topic:x"), StageStatus("topic:x", 9, 9), paused)
     found = verdict_of(derive_statuses([StatusReport("p", NOW_MS, marks)], NOW_MS), "shard:t")
-    assert (found.exit_code, found.worst.mark.name) == (2, "binding:topic/x")
+    assert (found.exit_code, found.worst.mark.name) == (3, "binding:topic/x")
 
 
 def test_a_driver_that_dies_again_and_again_is_told_by_who_restarts_it() -> None:
@@ -105,7 +105,7 @@ def test_a_driver_that_dies_again_and_again_is_told_by_who_restarts_it() -> None
     again = StageStatus("pipeline:s", 0, 1, error="killed by SIGKILL", failing_since_ms=1)
     parent = StatusReport("up:n", NOW_MS, (again,))
     found = verdict_of(derive_statuses([driver, parent], NOW_MS), "shard:t")
-    assert (found.exit_code, found.worst.mark.reason) == (2, "")
+    assert (found.exit_code, found.worst.mark.reason) == (3, "")
     assert found.worst.mark.name.startswith("pipeline:s")
 
 
@@ -120,6 +120,6 @@ def test_a_table_that_its_pipeline_may_not_keep_is_told_by_that_where_nobody_kee
     )
     for name in ("clicks", "by_page"):
         found = verdict_of(marks, resolve_status_name(marks, name))
-        assert (found.exit_code, found.worst.mark.name, found.root) == (2, "pipeline:p:table/clicks", "operator")
+        assert (found.exit_code, found.worst.mark.name, found.root) == (3, "pipeline:p:table/clicks", "operator")
     kept = derive_statuses([StatusReport("pipeline:q", NOW_MS, (refused, StageStatus("shard:clicks", 9, 9)))], NOW_MS)
     assert verdict_of(kept, resolve_status_name(kept, "clicks")).exit_code == 0, "who keeps it tells how it is"

@@ -41,15 +41,18 @@ def rows() -> list[tuple[str, list[str]]]:
     return found
 
 
+FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
+
+
 @cache
 def defined(path: Path) -> set[str]:
     """Names of tests in a file: functions, Class::method, and test cases that are assigned."""
     names = set()
     for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        if isinstance(node, FUNCTIONS):
             names.add(node.name)
         elif isinstance(node, ast.ClassDef):
-            names |= {f"{node.name}::{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
+            names |= {f"{node.name}::{inner.name}" for inner in node.body if isinstance(inner, FUNCTIONS)}
         elif isinstance(node, ast.Assign):
             names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
     return {name for name in names if name.split("::")[-1].startswith(("test", "Test"))}
@@ -69,7 +72,7 @@ def test_every_scenario_names_tests_that_exist(table: str, cells: list[str]) -> 
 @cache
 def arguments(path: Path) -> dict[str, set[str]]:
     """Of the functions in a file."""
-    functions = (node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
+    functions = (node for node in ast.parse(path.read_text()).body if isinstance(node, FUNCTIONS))
     return {node.name: {argument.arg for argument in node.args.args} for node in functions}
 
 

@@ -14,7 +14,7 @@ COUNTS = {"41": 12, "43": 6, "44": 5, "45": 6}
 """Rows of each section: a scenario is not dropped by accident."""
 
 ROW = re.compile(r"^\| (M4\d{3}) \|(.*)\|$", re.MULTILINE)
-TEST = re.compile(r"^def (test_((?:m4\d{3}_)+)\w+)", re.MULTILINE)
+TEST = re.compile(r"^(?:async )?def (test_((?:m4\d{3}_)+)\w+)", re.MULTILINE)
 NAMED = re.compile(r"`(tests/[^`]+)`")
 
 

@@ -58,7 +58,7 @@ class Watched:
         self.page.goto(f"{self.url}/#/{view}")
 
     def check(self) -> None:
-        """Nothing was wrong until now, nothing is wider than the window, and every text can be read."""
+        """Check that nothing failed, that nothing is wider than the window, and that every text is readable."""
         assert self.faults == []
         width, seen = self.page.evaluate("() => [innerWidth, document.documentElement.scrollWidth]")
         assert seen <= width, f"the page is {seen} px wide in a window of {width} px"

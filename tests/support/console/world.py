@@ -33,7 +33,7 @@ ORDERS = ShardSchema((Column("id", "int64"), Column("status", "string"), Column(
 
 
 class Rows(msgspec.Struct):
-    """What a catalogue returns."""
+    """Rows of a catalogue."""
 
     pipelines: Sequence[PipelineRow] = ()
     topics: Sequence[TopicRow] = ()
@@ -169,7 +169,7 @@ async def end_tasks() -> None:
 def console(
     reports: Callable[[int], list[StatusReport]] = made.shop, rows: Rows | None = None, **sections: Any
 ) -> Iterator[Console]:
-    """Serve a console on a thread of its own."""
+    """Serve a console on a separate thread."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -150,6 +150,6 @@ class Rest:
 
     def close(self) -> None:
         self._portal.call(self._server.aclose())
-        self._portal.call(self.cluster.aclose())
+        self._portal.call(self.cluster.__aexit__())
         self._portal.close()
         assert not self.failures

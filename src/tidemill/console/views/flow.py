@@ -201,7 +201,7 @@ class _Delay(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """Box of the graph. Without a status it stands for something outside, which nobody reports."""
+    """Box of the graph. Without a status it stands for something outside, which no process reports."""
 
     name: str
     title: str
