@@ -23,6 +23,7 @@ import pytest
 
 from support.faults.cluster import Cluster, cluster, until
 from support.postgres import EmbeddedPostgres
+from support.waiting import slowness
 from tidemill.cli.context import EXIT_STUCK
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
@@ -89,7 +90,7 @@ class Stalls:
         def is_shown() -> bool:
             return any("error" not in problem and expected(problem) for problem in self.problems())
 
-        seconds = until(is_shown, self.problems, PAGE_S)
+        seconds = until(is_shown, self.problems, PAGE_S * slowness())
         print(f"| {what}, on the page | {seconds:.1f} s | |")
 
     asking_s = 2.0
