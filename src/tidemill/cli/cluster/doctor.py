@@ -274,6 +274,8 @@ def _check_capture(config: Config, name: str) -> str:
 async def _store_prior_identities(config: Config, capture: str, asked: dict[str, dict[int, tuple[str, str]]]) -> None:
     """Store the replica identities that tables have before an administrator sets FULL, for `capture list` and `capture
     drop`. If the stores do not answer, the identities are only printed."""
+    if not asked:
+        return  # only what has to be remembered creates the stores of a cluster that was never started
     from tidemill.capture.setup.publication import with_asked_identities
     from tidemill.consensus.factory import open_consensus
     from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
@@ -283,7 +285,7 @@ async def _store_prior_identities(config: Config, capture: str, asked: dict[str,
     clock, rand = SystemClock(), Rand()
     with contextlib.suppress(TidemillError):
         async with contextlib.AsyncExitStack() as opened:
-            consensus = await open_consensus(config.consensus_url, clock, rand, create=False)
+            consensus = await open_consensus(config.consensus_url, clock, rand)
             opened.push_async_callback(consensus.aclose)
             objects = await open_objects(config.objects_url, clock, rand)
             opened.push_async_callback(objects.aclose)
