@@ -1,4 +1,4 @@
-"""The table of stalls: for each, how long until `why TABLE` exits 2 with the true holder, and that it heals by itself.
+"""The table of stalls: for each, how long until `why TABLE` exits 3 with the true holder, and that it heals by itself.
 
 One cluster for most of them (a captured table, a derived one, the bucket on a file system of its own), broken and
 mended in turn. The limit is the freshness budget and five seconds; figures are printed as a table at the end.
@@ -67,7 +67,7 @@ class Stalls:
         until(lambda: self.made.why(table)[0] == 0, lambda: self.made.why(table))
 
     def named(self, what: str, holder: Callable[[dict[str, Any]], bool], table: str = "orders") -> float:
-        """Seconds until `why` exits 2 and names the holder; fails past the limit, with what it said instead."""
+        """Seconds until `why` exits 3 and names the holder; fails past the limit, with what it said instead."""
         began_s, reported = time.monotonic(), (0, {})
         while time.monotonic() - began_s < 60:
             reported = self.made.why(table)

@@ -93,6 +93,16 @@ def test_an_empty_shard_has_an_empty_base() -> None:
     assert loaded(Bench()).base == []
 
 
+def test_changes_of_a_keyed_shard_are_followed_without_reading_its_contents(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = Bench()
+    run(bench.shard.append(10, (5, 1, {"id": 1, "v": "a"})))
+    monkeypatch.setattr(bench.shard, "snapshot", None)  # a call would fail
+    feed = ShardFeed(bench.shard, None, (), "default", "changes_only", LoopShare(SystemClock()))
+    run(feed.load(bench.shape))
+    assert bench.shape.last_seen == 9
+    assert bench.shape.rows_loaded == 0
+
+
 def test_a_retraction_and_an_insertion_of_one_key_at_one_time_are_one_update() -> None:
     bench = loaded(Bench(), 100, (5, 1, 1, "a"))
     bench.apply(200, (150, 1, 1, "b"), (150, -1, 1, "a"), (150, 1, 2, "x"), (160, -1, 2, "x"))
