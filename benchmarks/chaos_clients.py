@@ -121,8 +121,8 @@ class Clients:
     def judged_stalls(self) -> set[str]:
         """Return the producers whose stalls are judged.
 
-        Excluded are those that wait for a silent node, and those with one request in flight: requests queued
-        behind an abandoned one are late by a time limit.
+        A producer that waits for a silent node is excluded. So is a producer with one request in flight: requests
+        queued behind an abandoned one are late by a time limit.
         """
         return {ANYBODY, *(sender.name for sender in self.senders if sender.gives_up and sender.once)}
 

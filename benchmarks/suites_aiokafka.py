@@ -55,7 +55,7 @@ INI: Final = "[pytest]\nmarkers = ssl: needs certificates\n"
 
 
 def aiokafka(scratch: Path, only: str = "") -> list[Outcome]:
-    """Run every test, and repeat those that failed, alone. `only` as pytest's -k."""
+    """Run every test, and repeat each failed test alone. `only` as pytest's -k."""
     root = _laid_out(scratch)
     path = f"{root / 'stand-ins'}{os.pathsep}{Path(__file__).parent}{os.pathsep}{root}"
     environment = {**os.environ, "PYTHONPATH": path, "SUITE_SCRATCH": str(scratch)}

@@ -1,8 +1,8 @@
 """librdkafka's own tests in C and C++, from npm's node-rdkafka (tests/clients), built here, in its quick mode. Tests
 that need no broker, or that their authors expect to fail, are left out.
 
-A failed test ends its thread; one that hangs or asserts ends the whole process, and the tests without a verdict are run
-again. Tests that failed while others ran are repeated alone.
+A failed test ends its thread. A test that hangs or asserts ends the whole process, and the tests without a verdict are
+run again. Tests that failed while others ran are repeated alone.
 """
 
 from __future__ import annotations

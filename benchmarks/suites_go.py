@@ -35,7 +35,7 @@ _VERDICTS: Final = {"PASS": "passed", "FAIL": "failed", "SKIP": "skipped"}
 
 
 def franz_go(scratch: Path, only: str = "") -> list[Outcome]:
-    """Run every test, and repeat those that failed, alone. `only` as go test's -run."""
+    """Run every test, and repeat each failed test alone. `only` as go test's -run."""
     binary = _built()
     with node(scratch / "node") as address:
         environment = {"KGO_TEST_RECORDS": RECORDS, **os.environ}

@@ -31,7 +31,7 @@ class SpawnedService: ...
 
 
 def kafka_python(scratch: Path, only: str = "") -> list[Outcome]:
-    """Run every test, and repeat those that failed, alone. `only` as pytest's -k."""
+    """Run every test, and repeat each failed test alone. `only` as pytest's -k."""
     root = _fetched(scratch)
     with node(scratch / "node") as address:
         environment = {**os.environ, "KAFKA_VERSION": AS_KAFKA, "KAFKA_URI": f"kafka://{address}", "PYTHONPATH": "."}

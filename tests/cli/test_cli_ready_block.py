@@ -53,6 +53,11 @@ def test_a_captured_table_is_announced_when_its_first_copy_is_done() -> None:
     assert 'Authorization: Bearer $TOKEN" "http' in lines_of(text)["curl"]
 
 
+def test_a_wildcard_address_is_shown_as_one_that_a_client_can_connect_to() -> None:
+    text = block({"node": {"http": "0.0.0.0:8600", "kafka": "[::]:9092"}}, report(NODE))
+    assert "http://127.0.0.1:8600/" in text and "bootstrap.servers=[::1]:9092" in text
+
+
 @pytest.mark.parametrize("state", ["stuck", "ready"])
 def test_a_cluster_of_topics_alone_is_announced_when_its_node_works(state: str) -> None:
     node = StageStatus("node:node-1", 0, 1, error="no port", parked=True) if state == "stuck" else NODE

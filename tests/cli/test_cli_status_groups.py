@@ -37,6 +37,15 @@ def test_a_group_of_any_size_is_short_with_the_troubled_first() -> None:
     assert next(iter(shown)) == "shard:z" and len(shown) == ROWS_MAX and more == 101 - ROWS_MAX
 
 
+def test_omitted_stages_do_not_count_as_working() -> None:
+    many = [stuck(f"shard:t{number:03}") for number in range(100)]
+    reports = [StatusReport("node:n1", NOW_MS, tuple(many))]
+    out = io.StringIO()
+    with redirect_stdout(out):
+        show_status(derive_statuses(reports, NOW_MS), reports, every=False)
+    assert f"and {100 - ROWS_MAX} more" in out.getvalue() and "; 1 other stages work" in out.getvalue()
+
+
 def test_live_clients_are_counted_by_node() -> None:
     facts: dict[str, object] = {"shapes": {"shapes": 1200}}
     reports = [StatusReport("node:n1", NOW_MS, (StageStatus("node:n1", 0, 0),), facts)]

@@ -100,5 +100,8 @@ def test_a_captured_table_without_a_pipeline_shows_its_capture_and_the_line_to_w
         code, verified = made.command("verify", "orders")
         assert code == 2 and "no pipeline maintains this table: table=orders" in verified["error"], verified
         assert line in verified["error"]
+        for name in ("a.b.c", '"a'):
+            code, unknown = made.why(name)
+            assert code == 2 and "no such stage or table" in unknown["error"]
         code, unknown = made.why("ordres")
         assert code == 2 and "no such stage or table" in unknown["error"]

@@ -44,6 +44,12 @@ class Address(NamedTuple):
             return False
 
     @property
+    def reachable(self) -> Address:
+        """Return an address to which a client on this machine can connect: loopback for a wildcard."""
+        loopback = "::1" if self.family == socket.AF_INET6 else "127.0.0.1"
+        return Address(loopback, self.port) if self.is_wildcard else self
+
+    @property
     def is_loopback(self) -> bool:
         try:
             return ip_address(self.host).is_loopback

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from tidemill.base.errors import InvalidError
 from tidemill.metastore.catalogue import CaptureTableRow
 
 
 def matching_tables(rows: Iterable[CaptureTableRow], name: str, capture: str = "") -> list[CaptureTableRow]:
-    """Return the captured tables of this name, with or without its schema, in any capture or in one."""
+    """Return the captured tables of this name, with or without its schema, in any capture or in one.
+
+    Raises InvalidError for text that is not a table's name.
+    """
     from tidemill.capture.naming import split_name, table_name
 
     full = table_name(*split_name(name))
     return [row for row in rows if row.table in (full, name) and capture in ("", row.capture)]
+
+
+def tables_of_any_name(rows: Iterable[CaptureTableRow], name: str) -> list[CaptureTableRow]:
+    """Return the captured tables of this name; none for text that is not a table's name, such as a stage's."""
+    try:
+        return matching_tables(rows, name)
+    except InvalidError:
+        return []
 
 
 def maintain_line(row: CaptureTableRow) -> str:

@@ -16,7 +16,7 @@ import typer
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config
-from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
+from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.logging import configure_logs
@@ -116,7 +116,7 @@ def run_supervised(
 
 def _log_to_file(path: Path) -> None:
     """Keep the terminal for sentences: log lines of this process go to a file, as those of its children do."""
-    with contextlib.suppress(OSError, TidemillError):  # the node reports a directory that cannot be used
+    with contextlib.suppress(OSError):  # the node reports a directory that cannot be used
         make_private_directory(path.parent)
         configure_logs(file=path)
 

@@ -12,6 +12,7 @@ from urllib.request import Request, urlopen
 
 import typer
 
+from tidemill.base.address import Address
 from tidemill.base.config.config import Config, load
 from tidemill.base.config.listeners import SigningSection
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
@@ -161,7 +162,7 @@ def _get_from_configured_node(config: ConfigOption, path: str, parameters: dict[
 
 
 def _request_node(config: Config, path: str, parameters: dict[str, str]) -> tuple[Any, bytes]:
-    address = config.node.http
+    address = Address.parse(config.node.http).reachable
     url = f"http{'s' if config.http.tls else ''}://{address}{path}"
     token = os.environ.get(TOKEN_VARIABLE, "")
     request = Request(

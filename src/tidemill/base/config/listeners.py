@@ -184,7 +184,7 @@ class KafkaSection(Section):
     fetch_sessions_max: int = Field(1_000, ge=0)
     """Maximum number of fetch sessions (Kafka's max.incremental.fetch.session.cache.slots)."""
     groups_max: int = Field(10_000, ge=1)
-    """Maximum number of consumer groups in memory: those with members and those that were requested recently."""
+    """Maximum number of consumer groups in memory: groups with members, and groups that were requested recently."""
     group_members_max: int = Field(1_000, ge=1)
     """Maximum number of members of one group (Kafka's group.max.size)."""
     group_initial_rebalance_delay_ms: int = Field(3_000, ge=0)

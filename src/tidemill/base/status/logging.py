@@ -13,8 +13,8 @@ from pathlib import Path
 
 import structlog
 
-FILE_BYTES = 32 << 20
-"""Size at which a log file is rotated; one older file is retained."""
+LOG_BYTES = 32 << 20
+"""Size at which NAME.log becomes NAME.log.1, replacing an older one."""
 
 
 class _Stderr:
@@ -35,7 +35,7 @@ class _File(_Stderr):
 
     def msg(self, message: str) -> None:
         with contextlib.suppress(OSError):
-            if self._path.exists() and self._path.stat().st_size > FILE_BYTES:
+            if self._path.exists() and self._path.stat().st_size > LOG_BYTES:
                 self._path.replace(self._path.with_suffix(".log.1"))
             with self._path.open("a") as file:
                 print(message, file=file)

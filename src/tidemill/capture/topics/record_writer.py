@@ -1,5 +1,5 @@
-"""Write the changes and copied rows of captured tables as records: encode them, assign offsets, and queue those that
-still have to be sent. Synchronous.
+"""Write the changes and copied rows of captured tables as records: encode them, assign offsets, and queue every
+record that is not sent yet. Synchronous.
 
     key      JSON object of the primary key's columns; null for truncate
     value    JSON object of all columns but the unchanged ones; null for delete and truncate
@@ -190,7 +190,7 @@ class RecordWriter:
         self, table: CapturedTable, relation: Relation, encoded: EncodedBlock, start: int, end: int, rows: SegmentRows,
         fragment: Fragment,
     ) -> ChangePosition | None:  # fmt: skip
-        """Assign offsets to the rows' records, and queue those that still have to be sent. Return the position of the
+        """Assign offsets to the rows' records, and queue the unsent ones. Return the position of the
         last.
         """
         written: ChangePosition | None = None

@@ -200,7 +200,9 @@ def own_node_pid(config: Config) -> int:
     """Return the pid of the running node of this configuration, as its own HTTP address reports it; 0 when it does not
     answer."""
     try:
-        with urlopen(f"http://{_reachable_address(config.node.http)}/api/status", timeout=PROBE_TIMEOUT_S) as answer:
+        with urlopen(
+            f"http://{Address.parse(config.node.http).reachable}/api/status", timeout=PROBE_TIMEOUT_S
+        ) as answer:
             processes = msgspec.json.decode(answer.read(), type=StatusReply).processes
     except (OSError, ValueError, msgspec.MsgspecError):
         return 0
@@ -211,12 +213,6 @@ class StatusReply(msgspec.Struct):
     """Part of the response of `/api/status`: pid by process."""
 
     processes: dict[str, int] = {}
-
-
-def _reachable_address(address: str) -> str:
-    found = Address.parse(address)
-    loopback = "::1" if found.family == socket.AF_INET6 else "127.0.0.1"
-    return str(Address(loopback, found.port) if found.is_wildcard else found)
 
 
 def _check_exposure(config: Config) -> str:

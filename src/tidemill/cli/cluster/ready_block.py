@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tidemill.base.address import Address
 from tidemill.base.config.config import Config
 from tidemill.base.status.freshness import SHARD
 from tidemill.base.status.status import StageState, StatusReport, derive_statuses
@@ -23,7 +24,7 @@ def ready_block(config: Config, path: str, reports: Sequence[StatusReport], now_
     if node is None or node.state not in READABLE:
         return ""
     named = f" -c {path}" if path else ""
-    base = f"{'https' if config.http.tls else 'http'}://{config.node.http}"
+    base = f"{'https' if config.http.tls else 'http'}://{Address.parse(config.node.http).reachable}"
     token = ' -H "Authorization: Bearer $TOKEN"' if config.http.authenticate else ""
     lines = [("page", f"{base}/")]
     if config.pipeline:
@@ -47,11 +48,11 @@ def ready_block(config: Config, path: str, reports: Sequence[StatusReport], now_
         lines += [
             ("curl", f'curl{token} "{base}/v1/shape?table={first}&offset=-1"'),
             ("shell", f"tidemill{named} shape get {first}"),
-            ("Kafka", f"bootstrap.servers={config.node.kafka}"),
+            ("Kafka", f"bootstrap.servers={Address.parse(config.node.kafka).reachable}"),
         ]
         what = f"table {first} is readable"
     else:
-        lines.append(("Kafka", f"bootstrap.servers={config.node.kafka}"))
+        lines.append(("Kafka", f"bootstrap.servers={Address.parse(config.node.kafka).reachable}"))
         what = "the node accepts clients"
     shown = "\n".join(f"  {name:8} {text}" for name, text in lines)
     return f"ready after {waited_s:.0f} s: {what}\n{shown}"

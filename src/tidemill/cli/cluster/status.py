@@ -33,6 +33,7 @@ from tidemill.base.status.status import (
     severity_of,
 )
 from tidemill.cli.context import (
+    EXIT_GOOD,
     OPEN_TIMEOUT_S,
     ConfigOption,
     JsonOption,
@@ -76,29 +77,31 @@ def status(
 ) -> None:
     """Show each source and table: its state, its delay, and what blocks it.
 
-    Exit 0 fresh, 1 lagging, 3 stuck: the worst of all stages, including those that are not shown.
+    Exit 0 fresh, 1 lagging, 3 stuck: the worst of all stages, including hidden ones.
     """
-    with open_consensus_only(config, OPEN_TIMEOUT_S) as opened:
+
+    def show(opened: OpenConsensus) -> int:
+        """Print the requested view, and return the exit code."""
         reports = read_reports(opened)
-        marks = derive_statuses(reports, opened.clock.now_ms())
-        while watch:
-            redraw_screen(partial(show_status, marks, reports, every))
-            reports = read_reports(opened)
+        if memory:
+            show_memory(reports, as_json)
+        elif latency:
+            show_latency(reports, as_json)
+        elif facts:
+            print_json(facts_by_process(reports))
+        else:
             marks = derive_statuses(reports, opened.clock.now_ms())
-    if memory:
-        show_memory(reports, as_json)
-        return
-    if latency:
-        show_latency(reports, as_json)
-        return
-    if facts:
-        print_json(facts_by_process(reports))
-        return
-    if as_json:
-        print_json(stage_rows(marks))
-    else:
-        show_status(marks, reports, every)
-    raise SystemExit(max((EXIT_BY_STATE.get(d.state, 0) for d in marks.values()), default=0))
+            if as_json:
+                print_json(stage_rows(marks))
+            else:
+                show_status(marks, reports, every)
+            return max((EXIT_BY_STATE.get(derived.state, 0) for derived in marks.values()), default=0)
+        return EXIT_GOOD
+
+    with open_consensus_only(config, OPEN_TIMEOUT_S) as opened:
+        while watch:
+            redraw_screen(partial(show, opened))
+        raise SystemExit(show(opened))
 
 
 def read_reports(opened: OpenConsensus) -> list[StatusReport]:
@@ -152,7 +155,7 @@ def show_status(marks: Mapping[str, DerivedStatus], reports: Sequence[StatusRepo
     counts = {report.process: report.facts.get("shapes") for report in reports}
     shapes = {process: facts["shapes"] for process, facts in counts.items() if isinstance(facts, dict)}
     listed = ", ".join(f"{count:,} shapes on {process.removeprefix(NODE)}" for process, count in sorted(shapes.items()))
-    hidden = len(marks) - sum(len(shown) for shown, _ in groups.values())
+    hidden = len(marks) - sum(len(shown) + more for shown, more in groups.values())
     print(f"live clients: {listed or 'none'}; {hidden:,} other stages work: tidemill status --all")
 
 

@@ -14,7 +14,7 @@ from tidemill.base.errors import MissingError, nearest_name
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.freshness import Verdict, resolve_status_name, verdict_of
 from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of
-from tidemill.cli.captured_tables import maintain_line, matching_tables
+from tidemill.cli.captured_tables import maintain_line, tables_of_any_name
 from tidemill.cli.cluster.status import Watch, read_stage_statuses, redraw_screen
 from tidemill.cli.context import (
     EXIT_STUCK,
@@ -70,7 +70,7 @@ def find_captured_table(config: Path | None, name: str, marks: Mapping[str, Deri
     Raises MissingError: the table is not captured, with the reason, or nothing has that name.
     """
     with open_stores(config) as opened:
-        rows = matching_tables(opened.portal.call(opened.catalogue.all_tables()), name)
+        rows = tables_of_any_name(opened.portal.call(opened.catalogue.all_tables()), name)
     for row in rows:
         stage = f"capture:{row.capture}/topics"
         if row.state != "captured":

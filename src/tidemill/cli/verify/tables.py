@@ -15,7 +15,7 @@ import msgspec
 import pyarrow.compute as pc
 
 from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
-from tidemill.cli.captured_tables import maintain_line, matching_tables
+from tidemill.cli.captured_tables import maintain_line, tables_of_any_name
 from tidemill.cli.context import OpenStores
 from tidemill.cli.verify.canonical_values import canonical_column, float_canonicalizer, ordered_columns
 from tidemill.cli.verify.compare import Row
@@ -90,7 +90,7 @@ class Verifier:
         return plan
 
     async def _not_maintained(self, name: str, maintained: Collection[str]) -> MissingError:
-        for row in matching_tables(await self._catalogue.all_tables(), name):
+        for row in tables_of_any_name(await self._catalogue.all_tables(), name):
             return MissingError(
                 f"no pipeline maintains this table: table={name}; it is {shown_state(row)} by {row.capture}.",
                 fix=f"To maintain it, add to a pipeline: {maintain_line(row)}",

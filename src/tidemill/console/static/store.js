@@ -1,6 +1,6 @@
 // What the page knows: answers of the node by path, when each arrived, and what is shown (the part of the URL after #).
 //
-// A path is polled only while a view uses it and the page is visible: while nobody looks, the node computes nothing.
+// A path is polled only while a view uses it and the page is visible: without a viewer the node computes nothing.
 // The page is blind when no answer to the overview arrived for BLIND_MS; it then keeps what it last knew, and says so.
 
 export const BLIND_MS = 3000;

@@ -126,7 +126,7 @@ class _Flow:
             self._add("sources", PRODUCERS, "producers", "Kafka", status="")
         for topic, partitions in self._catalogued.topics.items():
             name = f"topic:{topic}"
-            # A node with many topics has one status for those that are at their target.
+            # A node with many topics has one status for all topics that are at their target.
             status = name if name in self._marks else "topics"
             self._add("topics", name, topic, _count(partitions, "partition"), status=status)
             self._connect(PRODUCERS, name, status)

@@ -27,6 +27,7 @@ from tidemill.base.clock import Clock
 from tidemill.base.errors import ClusterReplacedError, InvalidError
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.runtime.tasks import Tasks, error_sentence
+from tidemill.base.status.logging import LOG_BYTES
 from tidemill.base.status.status import StatusTracker
 from tidemill.node.supervise import child_launch
 
@@ -40,8 +41,6 @@ POLL_INTERVAL_S = 0.5
 BUDGET_MS = 30_000
 """Time after which a child that does not run steadily counts as stuck: more than STABLE_AFTER_S, so that one crash
 is never reported as stuck."""
-LOG_BYTES = 32 << 20
-"""Size at which a child's log becomes NAME.log.1, replacing an older one."""
 LAST_WORDS_BYTES = 16 << 10
 
 log = structlog.get_logger()

@@ -195,7 +195,7 @@ class BatchIntake:
         self.live.fail(pending, error)
 
     def fail_all(self, error: TidemillError, committing: AppendPlan | None) -> None:
-        """Fail the batches that cannot be in the log, which are those that no append in flight contains."""
+        """Fail the batches that cannot be in the log: no append in flight contains them."""
         members = set(committing.members) if committing is not None else set()
         for pending in list(self.live):
             if pending not in members and pending in self.live:

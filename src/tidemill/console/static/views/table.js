@@ -72,7 +72,7 @@ function Figures({ table }) {
   </dl>`;
 }
 
-/** Rows at one time. The slider covers the readable times; the newest time is read anew on request. */
+/** Rows at one time. The slider covers the readable times; the newest time is read again on request. */
 class TableRows extends Component {
   componentDidMount() { this.read(null); }
 
