@@ -38,6 +38,10 @@ def demo(
     objects: Annotated[str, typer.Option(help="Bucket URL, instead of a local directory.")] = "",
     consensus: Annotated[str, typer.Option(help="Consensus URL, instead of SQLite.")] = "",
     nodes: Annotated[int, typer.Option(help="Number of nodes; further nodes use the next ports.", min=1, max=9)] = 1,
+    stuck_after: Annotated[
+        float,
+        typer.Option(help="Seconds for which a stage may be stuck without a report; more on a slow machine.", min=0),
+    ] = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Run the Harbour Shop demo: Postgres, a Kafka click stream, a PySpark pipeline and a live page, verified at the
@@ -61,7 +65,7 @@ def demo(
         _print_progress(f"the shop: http://{http}/demo/   its cluster: http://{http}/")
         _print_progress(f"Kafka: {kafka}   Postgres: {environment.dsn}")
         _print_progress(f"also: tidemill status --config {environment.config_path}")
-        runner = Runner(environment, rate=rate, click_rate=clicks, crash=crash, nodes=nodes)
+        runner = Runner(environment, rate=rate, click_rate=clicks, crash=crash, nodes=nodes, stuck_after_s=stuck_after)
         report = asyncio.run(_run(runner, seconds))
     finally:
         environment.postgres.stop()

@@ -58,7 +58,14 @@ VERIFIED = ("rows", "missing", "extra", "different", "poisoned")
 
 class Runner:
     def __init__(
-        self, environment: Environment, *, rate: float, click_rate: float, crash: bool, nodes: int = 1
+        self,
+        environment: Environment,
+        *,
+        rate: float,
+        click_rate: float,
+        crash: bool,
+        nodes: int = 1,
+        stuck_after_s: float = 0,
     ) -> None:
         self.environment = environment
         self.report = Report()
@@ -73,6 +80,7 @@ class Runner:
         self._click_rate = click_rate
         self._crash = crash
         self._nodes = nodes
+        self._stuck_after_s = stuck_after_s
         self._clock: Clock = SystemClock()
         self._rand = Rand()
         self._ready_ms = self._clock.now_ms()
@@ -201,11 +209,12 @@ class Runner:
             await asyncio.sleep(1)
 
     def _record_stuck_stages(self) -> None:
-        """Record each stage that is stuck at any moment of the run, except in the grace time after a kill."""
+        """Record each stage that is stuck for longer than the limit, except in the grace time after a kill."""
         if self._clock.monotonic_s() < self._graced_until_s:
             return
         for name, derived in self.marks.items():
-            if derived.state is StageState.STUCK and name not in self._stuck:
+            long = derived.standing_ms >= self._stuck_after_s * 1000
+            if derived.state is StageState.STUCK and long and name not in self._stuck:
                 mark = derived.mark
                 held = f" held by {mark.held_by}" if mark.held_by else ""
                 self._stuck[name] = f"{name} stuck for {derived.standing_ms / 1000:.1f} s: {mark.reason}{held}"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.waiting import run
+from support.waiting import run, slowness
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import PAGE_BYTES, PAGE_ENTRY_BYTES
@@ -218,10 +218,10 @@ def test_cutting_a_report_of_many_marks_does_not_hold_the_loop_up() -> None:
     for turn in range(5):
         for n in range(100):
             all_marks[n] = StageStatus(all_marks[n].name, turn, 9)
-        started_s = time.perf_counter()
+        started_s = time.thread_time()
         pager.split(StatusReport("node", 2, tuple(all_marks), {}))
-        fastest_s = min(fastest_s, time.perf_counter() - started_s)
-    assert fastest_s < 0.04
+        fastest_s = min(fastest_s, time.thread_time() - started_s)
+    assert fastest_s < 0.04 * slowness()
 
 
 class Action(NamedTuple):

@@ -20,12 +20,14 @@ import pytest
 
 from support.e2e.demo import TABLES, ports, wait_until_ready
 from support.postgres import EmbeddedPostgres
-from support.waiting import DEADLINE_S
+from support.waiting import DEADLINE_S, slowness
 
 pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 LIGHT = ["--rate", "40", "--clicks", "200"]
+STUCK_AFTER_S = 15.0
+"""Seconds for which a stage may be stuck on an idle machine: its start loads Spark beside everything else."""
 
 
 @contextmanager
@@ -33,6 +35,7 @@ def demo(directory: Path, *options: str, nodes: int = 1, environ: dict[str, str]
     http, kafka = ports(nodes)
     command = [sys.executable, "-m", "demo", "--json", "--data", str(directory), "--http", http]
     command += ["--kafka", kafka, "--nodes", str(nodes), *LIGHT, *options]
+    command += ["--stuck-after", f"{STUCK_AFTER_S * slowness():.0f}"]
     path = directory.parent / "demo.log"
     with path.open("w") as log:
         process = subprocess.Popen(
@@ -54,7 +57,7 @@ def report_of(process: subprocess.Popen[str], directory: Path) -> dict[str, Any]
     log = (directory.parent / "demo.log").read_text()[-4000:]
     assert output.strip(), log
     report = json.loads(output.strip().splitlines()[-1])
-    assert process.returncode == 0, (report, log)
+    assert process.returncode == 0, (report["stuck"], report, log)
     return report
 
 

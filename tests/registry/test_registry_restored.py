@@ -39,8 +39,7 @@ async def test_a_bucket_alone_brings_schemas_versions_and_configuration_back() -
         consensus = MemoryConsensus(cluster.clock, state)
         done = await Restorer(consensus, cluster.objects, cluster.clock, cluster.rand).run()
         assert done.findings.clean, done.findings.broken
-        again = Cluster(state, cluster.objects)
-        try:
+        async with Cluster(state, cluster.objects) as again:
             after = again.node()
             for schema_id in (1, 2, 3):
                 assert await after.book.schema(schema_id) == await before.book.schema(schema_id)
@@ -49,8 +48,6 @@ async def test_a_bucket_alone_brings_schemas_versions_and_configuration_back() -
             assert (await after.register("outer", OUTER)).version.id == 2
             found = await after.register("new", SubmittedSchema("AVRO", '"long"'))
             assert found.version.id == 4 + SCHEMA_IDS_SKIPPED, "lost ids may stand in records, and mean nothing else"
-        finally:
-            await again.aclose()
 
 
 @pytest.mark.parametrize(
