@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from support.console.browser import NARROW, WIDE, ScriptClock, Watched, chromium, watched
+from support.console.browser import NARROW, WIDE, ScriptClock, Watched, chromium, processor_slowness, watched
 from support.console.reports import large, large_rows, shop
 from support.console.world import Console, Rows, console
 from support.waiting import eventually
@@ -19,14 +20,18 @@ SCRIPT_S = 0.2
 """Processor time that scripts may use to draw the first overview, or a list, of a large cluster."""
 
 VIEWS = {
-    "": "Flow",
+    "": "no records yet",
     "tables": "Tables",
     "tables/orders": "137 rows, the first 100, by id",
     "tables/orders/live": "Following.",
     "tables/orders/schema": "decimal(12,2)",
     "tables/orders/latency": "From the commit to this table",
     "tables/orders/use": "PySpark",
-    "tables/unknown": "no such table",
+    "tables/payment": "Not created yet",
+    "tables/public.note": 'p.table("note", p.capture("shop").table("public.note"))',
+    "tables/public.note/use": "/v1/shape?table=public.note&offset=-1",
+    "tables/public.orders": "Maintained as orders",
+    "tables/unknown": "There is no table unknown.",
     "captures": "WAL kept by the slot",
     "captures/shop": "Its tables",
     "dead-letters": "shop.dead_letters",
@@ -49,7 +54,7 @@ def served() -> Iterator[Console]:
         yield found
 
 
-def shows(seen: Watched, text: str) -> None:
+def shows(seen: Watched, text: str | re.Pattern[str]) -> None:
     from playwright.sync_api import expect
 
     expect(seen.page.locator("#page")).to_contain_text(text)
@@ -65,10 +70,6 @@ def test_every_view_is_readable_and_without_an_error(
         for view, text in VIEWS.items():
             seen.open(view)
             shows(seen, text)
-            if view == "tables/unknown":  # the one view whose requests are refused
-                assert seen.faults
-                assert all("404" in fault for fault in seen.faults)
-                seen.faults.clear()
             seen.check()
             seen.shoot(tmp_path, view.replace("/", "-") or "overview")
 
@@ -92,6 +93,23 @@ def test_a_killed_driver_is_shown_with_its_sentence_its_holder_and_what_it_holds
         shows(seen, "process:pipeline:shop")
 
 
+def test_a_driver_that_is_back_after_a_kill_is_shown_as_restarted(browser: Any) -> None:
+    restarts = {"killed_s": 5.0, "restarted_s": 6.0}
+    with console(lambda now_ms: shop(now_ms, **restarts)) as served, watched(browser, served.url) as seen:
+        seen.open("")
+        restarts["restarted_s"] = 4.0  # the last report of the driver is older than its end
+        ended = (
+            r"The driver of pipeline shop ended \d+\.\d s ago and is being restarted: pipeline-shop killed by SIGKILL;"
+        )
+        shows(seen, re.compile(ended))
+        restarts["killed_s"] = 0.0
+        shows(
+            seen,
+            re.compile(r"The driver of pipeline shop was restarted \d+\.\d s ago: pipeline-shop killed by SIGKILL"),
+        )
+        seen.check()
+
+
 def test_changes_arrive_in_the_live_view_and_stop_with_pause(browser: Any, served: Console) -> None:
     from playwright.sync_api import expect
 
@@ -102,6 +120,20 @@ def test_changes_arrive_in_the_live_view_and_stop_with_pause(browser: Any, serve
         seen.page.get_by_role("button", name="Pause").click()
         shows(seen, "Paused.")
         expect(seen.page.get_by_role("button", name="Follow")).to_be_visible()
+        seen.check()
+
+
+def test_of_very_many_changes_only_the_newest_are_shown_and_the_view_says_so(browser: Any, served: Console) -> None:
+    from playwright.sync_api import expect
+
+    with watched(browser, served.url) as seen, seen.page.expect_response(lambda got: "live=true" in got.url):
+        seen.open("tables/orders/live")
+        shows(seen, "Following. 0 changes")
+        eventually(lambda: appended_and_shown(seen, served), "a change is shown")
+        served.call(served.append_orders(5_000_000, 5_000))
+        shows(seen, re.compile(r"5,\d\d\d changes since this view was opened: the newest 100 are shown"))
+        expect(seen.page.locator("table[aria-label=Changes] tbody tr")).to_have_count(100)
+        expect(seen.page.locator("table[aria-label=Changes] tbody tr").first).to_contain_text("5004999")
         seen.check()
 
 
@@ -211,7 +243,7 @@ def test_a_thousand_tables_and_2600_partitions_need_little_of_the_browser(browse
         seen.open(view)
         shows(seen, "1,000 tables" if view else "989 others")
         seen.page.wait_for_timeout(1_000)
-        assert clock.read_s() < SCRIPT_S
+        assert clock.read_s() < SCRIPT_S * processor_slowness()
         seen.check()
 
 
@@ -220,7 +252,10 @@ def test_rows_behind_a_secret_ask_for_it(browser: Any) -> None:
         served.call(served.append_orders(1, 3))
         seen.open("tables/orders")
         shows(seen, "Rows of tables need the secret of shapes")
-        seen.faults.clear()
+        seen.open("dead-letters/shop.dead_letters")
+        shows(seen, "Rows of tables need the secret of shapes")
+        seen.open("tables/orders")
+        seen.check()
         seen.page.locator("input[name=secret]").fill("quay-side")
         seen.page.get_by_role("button", name="Use it").click()
         shows(seen, "3 rows, by id")

@@ -91,7 +91,7 @@ class Console:
         """Requests so far."""
 
     def call(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE_S)
 
     async def serve(self, port: int = 0) -> None:
         node = self.node

@@ -50,7 +50,7 @@ function CapturedTables({ name }) {
   return html`<section aria-labelledby="captured-title"><h2 id="captured-title">Its tables ${rows && html`<small>${plural(rows.length, "table")}</small>`}</h2>
     <${Failure} error=${status === 200 ? "" : error} />
     ${rows && html`<${Paged} items=${rows}>${(shown) => html`<${Rows} label="Captured tables" rows=${shown} keyOf=${(row) => row.table} empty="This capture has no table." columns=${[
-      { title: "table", cell: (row) => row.table },
+      { title: "table", cell: (row) => html`<a href=${linkTo("tables", row.table)}>${row.table}</a>` },
       { title: "state", cell: (row) => (row.copied || row.state !== "captured" ? row.state : "copying") },
       { title: "topic", wide: true, cell: (row) => row.topic },
       { title: "rows copied", number: true, cell: (row) => number(row.rows_copied) },
