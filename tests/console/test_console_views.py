@@ -206,7 +206,7 @@ def test_a_capture_has_its_slot_its_tables_by_state_and_its_copies() -> None:
     reports = shop(NOW_MS)
     [found] = capture_rows(captured_tables(), derive_statuses(reports, NOW_MS), reports)
     assert found["tables"] == {"captured": 8, "copying": 1, "refused": 1}
-    assert found["slot"]["slot_retained_bytes"] == 48_000_000
+    assert (found["slot"]["slot"], found["slot"]["slot_retained_bytes"]) == ("tidemill_shop", 48_000_000)
     [copy] = found["copies"]
     assert (copy["rows"], copy["rows_expected"], copy["chunks_done"], copy["chunks"]) == (7_100_000, 9_600_000, 71, 96)
     [troubled] = found["troubled"]

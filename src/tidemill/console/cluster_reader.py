@@ -19,7 +19,7 @@ from tidemill.base.errors import MissingError, UnavailableError
 from tidemill.base.status.freshness import SHARD, resolve_status_name, verdict_of
 from tidemill.base.status.status import DerivedStatus, StatusReport, derive_statuses, severity_of
 from tidemill.consensus.api import Consensus
-from tidemill.console.captured_names import captured_table_stage, maintaining_tables, tables_of_any_name
+from tidemill.console.captured_names import captured_table_stage, maintain_line, maintaining_tables, tables_of_any_name
 from tidemill.console.dead_letter_read import LettersRead, read_letters
 from tidemill.console.row_sample import RowSample, sample_rows
 from tidemill.console.views.captures import captured_table_row
@@ -123,7 +123,8 @@ class ClusterReader:
     async def place(self, name: str) -> dict[str, Any]:
         """Return what the page shows about one table. A part that does not exist (yet) is None.
 
-        `captured` has the captured tables of this name, and `maintained_as` the tables that pipelines make of them.
+        `captured` has the captured tables of this name, and `maintained_as` the tables that pipelines make of them;
+        `maintain` is the line of a pipeline that would make one.
         """
         stores, marks = self._stores(), await self._marks()
         pipelines = await stores.catalogue.list(PipelineRow, fresh=False)
@@ -141,6 +142,7 @@ class ClusterReader:
             "note": why.get("note", ""),
             "captured": [captured_table_row(row) for row in captured],
             "maintained_as": sorted({table for row in captured for table in maintaining_tables(row, pipelines)}),
+            "maintain": maintain_line(captured[0]) if captured else "",
         }
 
     async def why(self, name: str) -> dict[str, object]:

@@ -69,7 +69,8 @@ def shop(now_ms: int, *, killed_s: float = 0, waits: bool = False, restarted_s: 
         "memory": {"resident": [312_000_000, 2_000_000_000]},
         "latency": {"capture/shop": latency.to_plain()},
         "shapes": {"shapes": 3},
-        "capture:shop": {"slot_retained_bytes": 48_000_000, "slot_grows_bytes_per_s": 81_234.5,
+        "capture:shop": {"slot": "tidemill_shop", "slot_wal_status": "reserved", "confirmed_lsn": "0/5A3F1C08",
+                         "slot_retained_bytes": 48_000_000, "slot_grows_bytes_per_s": 81_234.5,
                          "slot_headroom_bytes": 976_000_000, "slot_full_in_s": 12_015, "backlog_bytes": 120_000},
     }  # fmt: skip
     then_ms = now_ms - int(killed_s * 1000)

@@ -57,7 +57,7 @@ export class Age extends Component {
 const LATE = new Set(["waiting", "stuck", "blind"]);
 export const isLate = (state) => LATE.has(state);
 const WORDS = { "": "no report", empty: "no records yet", unused: "not in use" };
-export const State = ({ state }) => html`<span class="state ${state || "unknown"}">${WORDS[state ?? ""] ?? state}</span>`;
+export const State = ({ state, word }) => html`<span class="state ${state || "unknown"}">${word ?? WORDS[state ?? ""] ?? state}</span>`;
 /** How far something is behind: it grows until the next answer if nothing moves. */
 export const Behind = ({ row, at }) => html`<${Age} ms=${row.behind_ms} at=${at} grows=${isLate(row.state)} />`;
 

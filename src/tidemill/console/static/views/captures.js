@@ -20,6 +20,9 @@ function Capture({ capture, at }) {
     <h2><a href=${linkTo("captures", capture.capture)}>${capture.capture}</a> <${State} state=${capture.state} /></h2>
     <p>${capture.sentence}${capture.held_by ? ` Blocked by ${capture.held_by}.` : ""}</p>
     <dl class="figures">
+      ${slot.slot && html`<div><dt>slot</dt><dd>${slot.slot}</dd></div>`}
+      ${slot.slot_wal_status && html`<div><dt>WAL status</dt><dd>${slot.slot_wal_status}</dd></div>`}
+      ${slot.confirmed_lsn && html`<div><dt>confirmed to</dt><dd>${slot.confirmed_lsn}</dd></div>`}
       <div><dt>WAL kept by the slot</dt><dd>${bytes(slot.slot_retained_bytes)}</dd></div>
       <div><dt>growth</dt><dd>${grows === null || grows === undefined ? "–" : `${bytes(Math.round(grows))}/s`}</dd></div>
       <div><dt>headroom</dt><dd>${slot.slot_headroom_bytes === null || slot.slot_headroom_bytes === undefined ? "no limit" : bytes(slot.slot_headroom_bytes)}</dd></div>

@@ -2,9 +2,14 @@
 import { Component } from "../vendor/preact.mjs";
 import { html } from "../parts.js";
 
-/** Without `table`, only a shape exists: a captured table that no pipeline maintains. */
-export function Snippets({ table, shape }) {
-  return html`<div class="snippets">${[...shapeSnippets(shape), ...(table ? tableSnippets(table) : [])].map(([title, text, note]) => html`<${Snippet} key=${title} title=${title} text=${text} note=${note} />`)}</div>`;
+/** Without `table`, only a shape exists: a captured table, and the line of a pipeline that would maintain it. */
+export function Snippets({ table, shape, maintain }) {
+  const [curl, javaScript] = shapeSnippets(shape);
+  const shown = [
+    ...(maintain ? [["Pipeline", maintain, "In the build function of a pipeline: the table becomes an exact, versioned one."]] : []),
+    curl, ...(table ? tableSnippets(table) : []), javaScript,
+  ];
+  return html`<div class="snippets">${shown.map(([title, text, note]) => html`<${Snippet} key=${title} title=${title} text=${text} note=${note} />`)}</div>`;
 }
 
 function shapeSnippets(shape) {

@@ -15,7 +15,7 @@ const HOUR_MS = 3_600_000;
 export function Table({ name, tab, overview }) {
   const { value, at, error, status } = answer(`/api/place?${new URLSearchParams({ name })}`);
   if (!value) return error ? html`<section><h2 class="name">${name}</h2><${Failure} error=${error} /></section>` : html`<p class="quiet">Reading…</p>`;
-  const { place, table, why, captured: [captured], maintained_as: maintained } = value;
+  const { place, table, why, captured: [captured], maintained_as: maintained, maintain } = value;
   const state = place?.state ?? captured?.state;
   return html`<section aria-labelledby="table-title">
     <h2 id="table-title" class="name">${name} ${state !== undefined && html`<${State} state=${state} />`}</h2>
@@ -24,7 +24,7 @@ export function Table({ name, tab, overview }) {
     <${Chain} verdict=${why} at=${at} />
     ${place && !why && html`<p class="quiet">No process reports this table: its pipeline does not run.</p>`}
     ${place && !table && html`<p>Not created yet: its pipeline creates the table when it first runs.</p>`}
-    ${!place && captured && html`<${Captured} captured=${captured} maintained=${maintained} note=${value.note} />`}
+    ${!place && captured && html`<${Captured} captured=${captured} maintained=${maintained} />`}
     ${!place && !table && !captured && html`<p>There is no table ${name}. <span class="quiet">${value.note}</span></p>`}
     ${table ? html`<${Figures} table=${table} />
       <${Tabs} name=${name} tab=${tab} names=${Object.keys(TABS)} panels=${{
@@ -37,16 +37,17 @@ export function Table({ name, tab, overview }) {
       : !place && captured?.copied && html`<${Tabs} name=${name} tab=${tab} names=${SHAPE_TABS} panels=${{
         live: () => html`<${Live} key=${captured.generation} shape=${captured.table} columns=${Object.fromEntries(captured.columns)} />`,
         schema: () => html`<${CapturedColumns} columns=${captured.columns} />`,
-        use: () => html`<${Snippets} shape=${captured.table} />`,
+        use: () => html`<${Snippets} shape=${captured.table} maintain=${maintain} />`,
       }} />`}
   </section>`;
 }
 
-/** A captured table: its state, and the tables that pipelines make of it, or the line that would make one. */
-function Captured({ captured, maintained, note }) {
-  return html`<p class="quiet">captured by <a href=${linkTo("captures", captured.capture)}>${captured.capture}</a>${captured.topic ? ` into topic ${captured.topic}` : ""}</p>
-    ${maintained.length > 0 ? html`<p>Maintained as ${maintained.map((table, index) => html`${index > 0 && ", "}<a href=${linkTo("tables", table)}>${table}</a>`)}.</p>`
-      : html`<p>${note}</p>`}`;
+/** A captured table: where its changes go, and the tables that pipelines make of it. */
+function Captured({ captured, maintained }) {
+  const links = maintained.map((table, index) => html`${index > 0 && ", "}<a href=${linkTo("tables", table)}>${table}</a>`);
+  return html`<p>Captured by <a href=${linkTo("captures", captured.capture)}>${captured.capture}</a>${captured.topic ? ` into topic ${captured.topic}` : ""}.
+      ${links.length > 0 ? html` Maintained as ${links}.` : captured.state === "captured" && " No pipeline maintains it as a table."}</p>
+    ${captured.reason && html`<p>${captured.reason} ${captured.fix}</p>`}`;
 }
 
 /** Tabs of a table. Arrow keys move between them, as in every tab list. */
@@ -165,11 +166,13 @@ const CapturedColumns = ({ columns }) => html`<${Rows} label="Columns" rows=${co
   { title: "key", cell: ([, , index]) => (index >= 0 ? `key ${index + 1}` : "") },
 ]} />`;
 
+/** Latencies of the table's source; of a derived table those of every source, because its inputs have them. */
 function TableLatency({ row, overview }) {
-  const [kind, name] = (row?.input ?? "").split(":");
+  if (!row?.pipeline) return html`<p class="quiet">Programs write this table: there is no commit to measure from.</p>`;
+  const [kind, name] = row.input.split(":");
   const source = `${kind}/${name}`;
-  const chosen = source in overview.latency ? { [source]: overview.latency[source] } : overview.latency;
-  return Object.keys(chosen).length ? html`<${Latency} latency=${chosen} title="From the commit to this table" />`
+  const chosen = name === undefined ? overview.latency : source in overview.latency ? { [source]: overview.latency[source] } : {};
+  return Object.keys(chosen).length ? html`<${Latency} latency=${chosen} title=${name === undefined ? "From the commit to its inputs" : "From the commit to this table"} />`
     : html`<p class="quiet">Nothing was measured yet: no commit has passed since the processes started.</p>`;
 }
 
