@@ -2,7 +2,7 @@
 
 /api/overview                          counts, problems, restarts, flow, captures, processes, latencies; of bounded size
 /api/places                            every table with its input, its pipeline and its delay
-/api/place?name=                       one table or captured table: each part of its view, null where there is none
+/api/place?name=                       one table or captured table: each part of its view, null for a missing one
 /api/why?name=                         `why NAME --json`
 /api/captures?capture=                 `capture list --json`
 /api/tables                            `table list --json`

@@ -46,7 +46,7 @@ def captured_tables() -> list[CaptureTableRow]:
 
 def shop(now_ms: int, *, killed_s: float = 0, waits: bool = False, restarted_s: float = 0) -> list[StatusReport]:
     """Reports of a node and a driver. `killed_s`: the driver has been gone for this long. `waits`: orders lags behind
-    an upload. `restarted_s`: the driver ended so long ago, and reports again unless it is killed."""
+    an upload. `restarted_s`: seconds since the driver ended; it reports again unless it is killed."""
     latency = StageHistograms()
     for stage, ages in LATENCIES.items():
         latency.add(stage, [now_ms - age for age in ages], now_ms)

@@ -59,7 +59,7 @@ class Catalogued:
 
 
 def unreported_topics(marks: Mapping[str, DerivedStatus], topics: Iterable[str]) -> list[str]:
-    """Return the topics that no live node reports, though one could: nobody has used them since it started."""
+    """Return the topics that no live node reports, though one could: no client has used them since it started."""
     nodes = [derived for name, derived in marks.items() if name.startswith(PROCESS + NODE)]
     if SHARED_TOPICS in marks or all(derived.state is StageState.BLIND for derived in nodes):
         return []
