@@ -1,6 +1,6 @@
 """The shards that a pipeline keeps of a world's tables, read as any Python program reads them: without `verify`.
 
-What SELECT prints is parsed here by the rules of docs/reference/types.md, and nothing of the platform takes part in that.
+What SELECT prints is parsed here by the rules of docs/reference/types.md. Nothing of the platform takes part in that.
 A row with a value that its column cannot hold is to be absent.
 """
 
