@@ -1,7 +1,7 @@
 """What confluent-kafka-python's own integration tests ask of a broker: a case of ours for each of theirs, of its name.
 
 Theirs are in no source distribution, so these were written from what theirs check. Waits that theirs take from a
-broker's smallest session are shorter here, since this broker's is. docs/kafka.md counts them.
+broker's smallest session are shorter here, since this broker's is. docs/reference/kafka.md counts them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The shards that a pipeline keeps of a world's tables, read as any Python program reads them: without `verify`.
 
-What SELECT prints is parsed here by the rules of docs/types.md, and nothing of the platform takes part in that. A row
-with a value that its column cannot hold is to be absent.
+What SELECT prints is parsed here by the rules of docs/reference/types.md. Nothing of the platform takes part in that.
+A row with a value that its column cannot hold is to be absent.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ class Table:
 
     def may_be_paused(self, reason: str) -> bool:
         """A change that should flow parks where the rows were written anew within seconds before it: that looks like a
-        volatile default; or where no shard column can hold its default, as NaN (docs/capture.md)."""
+        volatile default; or where no shard column can hold its default, as NaN (docs/guides/capture.md)."""
         anew = self.rewritten and "the rows were rewritten" in reason
         return bool(self.broken) or (bool(self.changed) and (anew or "its default cannot be carried" in reason))
 

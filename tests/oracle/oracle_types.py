@@ -121,7 +121,7 @@ WIDER = {
     "character varying(20)": "character varying(40)",
     "character varying(40)": "text",
 }
-"""What flows on (docs/capture.md)."""
+"""What flows on (docs/guides/capture.md)."""
 
 
 def key_value(rand: random.Random, kind: str) -> str:

@@ -17,9 +17,9 @@ PRODUCT = (SOURCE, ROOT / "demo")
 TOOLS = (ROOT / "benchmarks", ROOT / "tests" / "sim", ROOT / "tests" / "support")
 PAGES = sorted(
     page
-    for folder in (ROOT, ROOT / "docs", ROOT / "docs" / "internals")
-    for page in folder.glob("*.md")
-    if page.name != "vocabulary.md"
+    for folder, pattern in ((ROOT, "*.md"), (ROOT / "docs", "**/*.md"))
+    for page in folder.glob(pattern)
+    if page.name != "vocabulary.md" and page.parent.name != "rfcs"
 )
 """Not the vocabulary, which lists the words to avoid, and not the RFCs, which are records."""
 FILES = sorted(path for folder in (*PRODUCT, *TOOLS) for path in folder.rglob("*.py"))
