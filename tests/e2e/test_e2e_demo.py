@@ -27,7 +27,9 @@ pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 LIGHT = ["--rate", "40", "--clicks", "200"]
 STUCK_AFTER_S = 15.0
-"""Seconds for which a stage may be stuck on an idle machine: its start loads Spark beside everything else."""
+"""Seconds for which a stage may be stuck on an idle machine: starting the cluster loads Spark while everything else
+starts.
+"""
 
 
 @contextmanager
