@@ -43,7 +43,7 @@ async def test_when_the_last_topic_is_deleted_every_object_goes() -> None:
 
 
 async def test_an_idle_partition_holds_no_object_of_busy_ones() -> None:
-    """F14: the partition once shared an object with others. Its leader is gone, and no client writes to it or reads it."""
+    """F14: the partition once shared an object with others. Its leader is gone, and no client uses it."""
     world = World()
     row = await world.catalogue.create_topic("t", 2)
     first = world.node()
