@@ -1,8 +1,8 @@
-"""The table of stalls: for each, how long until `why TABLE` exits 3 with the true holder, and that it heals by itself.
-A consensus that does not answer is exit code 4.
+"""The table of stalls: for each, how long until `why TABLE` exits with 3 and names the true holder, and its recovery
+without an operator. A consensus that does not answer is exit code 4.
 
-One cluster for most of them (a captured table, a derived one, the bucket on a file system of its own), broken and
-mended in turn. The limit is the freshness budget and five seconds; figures are printed as a table at the end.
+One cluster serves most of them (a captured table, a derived one, the bucket on its own file system); it is broken and
+repaired in turn. The limit is the freshness budget and five seconds; figures are printed as a table at the end.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def build(p):
 
 
 class Stalls:
-    """What the tests share: the cluster, its database, and the table of figures."""
+    """Shared state of the tests: the cluster, its database, and the table of figures."""
 
     def __init__(self, made: Cluster, server: EmbeddedPostgres, bucket: Path, flag: Path) -> None:
         self.made = made
@@ -98,10 +98,12 @@ class Stalls:
         print(f"| {what}, on the page | {seconds:.1f} s | |")
 
     asking_s = 2.0
-    """A `why` is a process of its own: what Python takes to start, import and ask, which `measured` finds out."""
+    """Seconds that one `why` process takes to start Python, import and query; `measured` determines them."""
 
     def measured(self) -> None:
-        """Of a table that is fresh, where nothing is waited for. Twice: one `why` may have asked a moment too early."""
+        """Time `why` on a fresh table, where it waits for nothing. The time is doubled, since one `why` may have been a
+        moment too early.
+        """
         began_s = time.monotonic()
         self.made.why("orders")
         self.asking_s = max(self.asking_s, 2 * (time.monotonic() - began_s))

@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 import pytest
-from prose import CODE, DIALECT, findings_of
+from prose import CODE, DIALECT, findings_of, sources_of
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tidemill"
@@ -22,7 +22,7 @@ PAGES = sorted(
     if page.name != "vocabulary.md" and page.parent.name != "rfcs"
 )
 """Not the vocabulary, which lists the words to avoid, and not the RFCs, which are records."""
-FILES = sorted(path for folder in (*PRODUCT, *TOOLS) for path in folder.rglob("*.py"))
+FILES = sorted(path for folder in (*PRODUCT, *TOOLS) for path in sources_of(folder))
 
 ALLOWED = {
     ("cli/serve.py", "No module named '"),  # Python's own text
