@@ -122,7 +122,7 @@ async def test_a_late_duplicate_of_our_own_put_is_not_a_conflict() -> None:
 
 
 async def test_our_own_object_that_a_sweep_took_before_it_was_read_back_is_no_conflict() -> None:
-    """The put took so long that its object reached the age of collection. No other writer exists, so none is blamed."""
+    """The put was delayed until its object was old enough for the sweep. No other writer exists, so none is blamed."""
     inner = Scripted([(True, UnknownOutcomeError), (False, ConflictError)])
     first_head = inner.head
 

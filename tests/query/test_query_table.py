@@ -92,8 +92,7 @@ def test_what_a_stream_reads_stays_though_it_is_merged_and_collected_after_each_
 
 async def _everything_moves(world: World, written: list[int], since: int) -> None:
     """A writer appends. The maintenance job moves since as far as holds permit, merges, and deletes unreferenced
-    objects.
-    """
+    objects."""
     from support.query.world import updates
     from tidemill.base.clock import Rand, SystemClock
     from tidemill.maintenance.shards.upkeep import collect_garbage

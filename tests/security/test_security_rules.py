@@ -92,8 +92,7 @@ def test_every_decision_is_the_models(rules: list[AclRule]) -> None:
 @settings(max_examples=150, deadline=None)
 def test_who_may_do_it_to_some_resource_is_found(rules: list[AclRule]) -> None:
     """An operation allowed on a named resource is allowed on some resource. The converse does not hold, because a
-    denying pattern may cover an allowed one.
-    """
+    denying pattern may cover an allowed one."""
     authorizer = Authorizer(rules)
     names = ["a", "ab", "abc", "abcd", "b", "zz", "*x"]
     for operation in (Operation.WRITE, Operation.DESCRIBE):

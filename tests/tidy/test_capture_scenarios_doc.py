@@ -69,8 +69,7 @@ def test_every_test_that_is_named_by_an_id_stands_in_its_row() -> None:
 
 def test_no_test_on_the_page_is_skipped_or_may_fail() -> None:
     """Skips for a missing database or foreign client are made at run time; CI turns them into failures
-    (tests/conftest.py).
-    """
+    (tests/conftest.py)."""
     for named in NAMED.findall(PAGE.read_text()):
         path, _, name = named.partition("::")
         tree = ast.parse((ROOT / path).read_text())
