@@ -16,7 +16,7 @@ pytestmark = pytest.mark.spark
 
 
 def test_a_plain_program_whose_spark_runs_another_python_is_told_what_to_set(tmp_path: Path) -> None:
-    """As `venv/bin/python job.py` does, where PATH has the system's python3."""
+    """The situation of `venv/bin/python job.py` when PATH has the system's python3."""
     other = tmp_path / "bin" / "python3"
     other.parent.mkdir()
     other.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')

@@ -21,7 +21,7 @@ PAGES = sorted(
     for page in folder.glob(pattern)
     if page.name != "vocabulary.md" and page.parent.name != "rfcs"
 )
-"""Not the vocabulary, which lists the words to avoid, and not the RFCs, which are records."""
+"""Pages to check: the vocabulary is excluded because it lists the words to avoid, the RFCs because they are records."""
 FILES = sorted(path for folder in (*PRODUCT, *TOOLS) for path in sources_of(folder))
 
 ALLOWED = {
