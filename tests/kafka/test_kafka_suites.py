@@ -1,5 +1,6 @@
-"""The clients' own test suites, unmodified, against a node: at least the documented number passes. docs/reference/kafka.md
-explains the others.
+"""The clients' own test suites, unmodified, against a node: at least the documented number of tests passes.
+
+docs/reference/kafka.md explains the others.
 """
 
 from __future__ import annotations
