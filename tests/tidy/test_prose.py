@@ -1,4 +1,4 @@
-"""Prose of the product, its tools and its pages: docstrings, comments, error texts are plain technical English."""
+"""Prose of the product, its tools, its tests and its pages: docstrings, comments, error texts are plain technical English."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tidemill"
 PRODUCT = (SOURCE, ROOT / "demo")
 TOOLS = (ROOT / "benchmarks", ROOT / "tests" / "sim", ROOT / "tests" / "support")
+TESTS = (
+    ROOT / "tests" / "base",
+    ROOT / "tests" / "capture",
+    ROOT / "tests" / "cli",
+    ROOT / "tests" / "clients",
+    ROOT / "tests" / "conftest.py",
+    ROOT / "tests" / "consensus",
+    ROOT / "tests" / "contracts",
+    ROOT / "tests" / "docs",
+    ROOT / "tests" / "e2e",
+    ROOT / "tests" / "faults",
+    ROOT / "tests" / "kafka",
+    ROOT / "tests" / "maintenance",
+    ROOT / "tests" / "registry",
+)
 PAGES = sorted(
     page
     for folder in (ROOT, ROOT / "docs", ROOT / "docs" / "internals")
@@ -22,7 +37,7 @@ PAGES = sorted(
     if page.name != "vocabulary.md"
 )
 """Not the vocabulary, which lists the words to avoid, and not the RFCs, which are records."""
-FILES = sorted(path for folder in (*PRODUCT, *TOOLS) for path in sources_of(folder))
+FILES = sorted(path for root in (*PRODUCT, *TOOLS, *TESTS) for path in sources_of(root))
 
 ALLOWED = {
     ("cli/serve.py", "No module named '"),  # Python's own text
