@@ -1,4 +1,4 @@
-"""Prose of the product, its tools, its tests and its pages: docstrings, comments, error texts are plain technical English."""
+"""Prose of the product, tools, tests and pages: docstrings, comments, error texts are plain technical English."""
 
 from __future__ import annotations
 
