@@ -55,7 +55,9 @@ class Mill(asyncio.SelectorEventLoop):
         self.ended.append(name)
 
     def grind(self, scenario: Coroutine[Any, Any, None]) -> None:
-        """Run it, then look: no turn had more than a stretch, and the pace asks nothing of an idle loop."""
+        """Run the scenario, then check that no turn exceeded a stretch and that the budget asks nothing of an idle
+        loop.
+        """
 
         async def whole() -> None:
             await scenario
@@ -133,7 +135,7 @@ def test_who_comes_new_every_turn_and_never_waits_holds_nobody_up_who_does() -> 
         mill.call_soon(come)
         before_ms = mill.clock.now_ms()
         await asyncio.create_task(mill.work("long", 4 * STRETCH_MS))
-        assert mill.clock.now_ms() - before_ms <= 5 * STRETCH_MS  # its own, and what had begun
+        assert mill.clock.now_ms() - before_ms <= 5 * STRETCH_MS  # its own work, and the work that had begun
 
     mill.grind(scenario())
 
