@@ -49,7 +49,7 @@ async def test_f518_a_failover_that_lost_commits_ends_every_client_that_had_seen
     pair.caught_up()
     pair.cut_off()
     await writer.append("log/a", 1, 2, [b"lost"], "lost")
-    await reader.read("log/a", 0)  # it reads what is lost, and wrote none of it
+    await reader.read("log/a", 0)  # it reads the records that will be lost, and wrote none of them
     pair.fail_over()
 
     # A client that never saw the lost commits continues, and writes past the positions that the others saw.

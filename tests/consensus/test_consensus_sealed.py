@@ -27,7 +27,7 @@ def filled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damage(path: Path, table: str, column: str, what: bytes) -> None:
-    """Flip one bit where `what` stands; SQLite sees nothing wrong."""
+    """Flip one bit of `what`; SQLite finds nothing wrong."""
     connection = apsw.Connection(str(path))
     for row, stored in connection.execute(f"SELECT rowid, {column} FROM {table}").fetchall():
         at = bytes(stored).find(what)

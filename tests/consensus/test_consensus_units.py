@@ -545,14 +545,14 @@ async def test_a_process_that_is_frozen_while_it_sends_a_group_keeps_no_log_or_r
     other = await open_consensus(postgres_dsn, SystemClock(), Rand())
     await frozen.append("log", 0, 0, [b"first"], "n0")
     made = await frozen.cas("key", 0, b"first", "n0")
-    proxy.how = "after"  # nothing that comes after the chunk with the mark is passed on
+    proxy.how = "after"  # nothing after the marked chunk is forwarded
     work = [
         asyncio.ensure_future(frozen.append("log", 0, 1, [bytes(LARGE) + proxy.MARK], "n1")),
         asyncio.ensure_future(frozen.cas("key", made.seq, bytes(LARGE), "n1")),
     ]
     await asyncio.wait_for(proxy.late_delivered.wait(), DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S):
-        for number in range(3):  # the frozen one's write may land in between, once
+        for number in range(3):  # the frozen client's write may land in between, once
             try:
                 await other.append("log", 0, (await other.log_head("log")).next, [b"third"], f"a{number}")
                 break
