@@ -89,7 +89,7 @@ def test_killing_node_and_driver_in_turn_changes_nothing_and_a_second_run_resume
         first = report_of(process, directory)
     check(first)
     assert first["crashes"] >= 4
-    # until the page was seen whole: Ctrl-C ends the load, and the demo drains and verifies all the same
+    # Ctrl-C comes once the whole page was seen: the load ends, and the demo still drains and verifies.
     with demo(directory, "--for", "400") as (process, http):
         wait_until_ready(http)
         look_at_the_page(chromium, http, tmp_path / "page.png")

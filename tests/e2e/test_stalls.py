@@ -88,7 +88,9 @@ class Stalls:
         return json.loads(body)["problems"] if status == 200 else [{"error": body}]
 
     def shown(self, what: str, expected: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait until the page of the node has a problem as expected. Fails after PAGE_S, with what it has instead."""
+        """Wait until the page of the node shows the expected problem. Fails after PAGE_S with the problem that it shows
+        instead.
+        """
 
         def is_shown() -> bool:
             return any("error" not in problem and expected(problem) for problem in self.problems())
@@ -140,7 +142,7 @@ def stalls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stalls]:
 
 def test_f604_an_open_transaction_at_set_up_is_named(stalls: Stalls) -> None:
     pid = stalls.blocker.info.backend_pid  # type: ignore[attr-defined]
-    # there is no table yet: its capture is what stands
+    # there is no table yet: its capture is the stalled stage
     stalls.named("open transaction at set-up", lambda reported: str(pid) in str(reported), "capture:shop")
     stalls.blocker.close()  # type: ignore[attr-defined]
     stalls.insert()
