@@ -24,7 +24,7 @@ from tidemill.consensus.factory import open_consensus
 pytestmark = pytest.mark.postgres
 
 CAPTURES = 4
-"""The lease, a look that finds it free, the session before ended, the next one set up; of a busy machine."""
+"""Number of captures, each of its own database."""
 
 
 class Database:
@@ -138,7 +138,8 @@ def test_f613_captures_are_spread_move_from_a_frozen_and_a_killed_node_and_have_
         for database in databases:
             database.confirmed()
         before = {d.name: len(records(nodes["n2"].kafka, d)) for d in databases}
-        # It wakes with what it had received and not written: nothing of it may be written or confirmed now.
+        # The node resumes with changes that it had received and not written: none of them may be written or confirmed
+        # now.
         nodes["n1"].signal("node", signal.SIGCONT)
         nodes["n1"].ready()
         after = {d.name: d.confirmed() for d in databases}

@@ -45,7 +45,7 @@ def started(directory: Path, toml: str, name: str = "n1") -> Iterator[Cluster]:
 
 
 def freeze(cluster: Cluster, number: int) -> None:
-    """SIGSTOP or SIGCONT to `up` and everything under it: what a paused machine does."""
+    """Send SIGSTOP or SIGCONT to `up` and all its descendants, as a paused machine would."""
     assert cluster._process is not None
     listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout.split()
     parents = dict(zip(map(int, listed[::2]), map(int, listed[1::2]), strict=True))
