@@ -68,7 +68,7 @@ async def test_a_pipeline_that_stands_keeps_its_bindings_and_so_does_what_a_rest
     shard = await world.open("t")
     await mint_for(world, remap, 90)
     await world.write(shard, KEYS)
-    for _ in range(30):  # the pipeline stands
+    for _ in range(30):  # the pipeline is stalled
         await mint_for(world, remap, 60)
         await world.tend()
         await look(world, upkeep)
@@ -163,7 +163,7 @@ async def test_a_source_that_was_idle_and_then_is_not_is_kept_by_nobody() -> Non
         await world.tend()
         await look(world, upkeep)
     await mint_for(world, remap, 60)
-    for _ in range(2):  # the shard was not visited since, nor is there a newer manifest
+    for _ in range(2):  # no maintenance of the shard since, and no newer manifest
         await look(world, upkeep)
         assert upkeep.facts()["held_by"] == {SOURCE: "t"}
         assert reported_now(world) is None

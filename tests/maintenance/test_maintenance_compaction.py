@@ -1,4 +1,4 @@
-"""Compaction by key, from what a producer sends to what a consumer reads, through the real reconciler and keeper."""
+"""Compaction by key, from the records of a producer to those of a consumer, through the real reconciler and job."""
 
 from __future__ import annotations
 
