@@ -1,4 +1,4 @@
-"""Topics of captured tables as Kafka clients see them: Debezium's envelope, and what compaction leaves of a table."""
+"""Topics of captured tables as Kafka clients see them: Debezium's envelope, and the contents after compaction."""
 
 from __future__ import annotations
 

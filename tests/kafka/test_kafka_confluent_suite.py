@@ -70,7 +70,7 @@ HEADERS = [("same", "one"), ("same", "two"), ("Jämtland", "Härjedalen"), ("non
 
 
 class Suite:
-    """A broker that authorizes, as theirs does, and clients of `root`, who may do everything."""
+    """A broker with authorization, as in the original suite, and clients of `root`, who has all rights."""
 
     def __init__(self) -> None:
         self.broker = RealBroker(settings=SETTINGS, gate=gate(), super_users=("User:root",))
@@ -519,7 +519,7 @@ def test_cooperative_rebalance_1(suite: Suite) -> None:
           for what in ("assign", "revoke", "lost")}  # fmt: skip
     consumer = suite.consumer(**COOPERATIVE)
     suite.seed(one, [b"a"])
-    suite.seed(two, [b"b"])  # before the first poll: what comes between two of them may take long
+    suite.seed(two, [b"b"])  # before the first poll: a message between two polls may take long
     consumer.subscribe([one], **by)
     assert polled(consumer).value() == b"a"
     consumer.subscribe([one, two], **by)

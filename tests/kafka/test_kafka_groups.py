@@ -1,4 +1,4 @@
-"""Consumer groups with real clients in processes of their own: they join, leave, die, and what they read is whole."""
+"""Consumer groups with real clients in separate processes: they join, leave and die, and together read every record."""
 
 from __future__ import annotations
 

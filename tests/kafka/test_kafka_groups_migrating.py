@@ -401,7 +401,7 @@ class Groups(RuleBasedStateMachine):
 
     @rule(member=members, politely=st.booleans())
     def change_the_protocol(self, member: int, politely: bool) -> None:
-        """A rolling upgrade or downgrade, of this one; a static member keeps its instance."""
+        """Upgrade or downgrade one member, as in a rolling restart; a static member keeps its instance id."""
         old = self.made[member]
         assert isinstance(old, ClassicMember | ModernMember)
         if politely:

@@ -1,4 +1,6 @@
-"""Groups between coordinators: what a replaced one still tries, what the next one finds, what is carried over."""
+"""Groups between coordinators: late writes of a replaced coordinator, the state that its successor finds, and the state
+that is carried over.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every handler at every version, asked by hand over a socket, answered so that kio can read it."""
+"""Every handler at every version: raw requests over a socket, whose answers kio can read."""
 
 from __future__ import annotations
 
@@ -637,7 +637,9 @@ async def test_a_reading_of_the_catalogue_that_failed_fails_all_who_shared_it() 
 async def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_wait_and_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once ValueError, so UNKNOWN_SERVER_ERROR: the refresh under way had taken the waiting futures away."""
+    """The error was once ValueError, and so UNKNOWN_SERVER_ERROR: the running refresh had removed the
+    waiting futures.
+    """
     monkeypatch.setattr("tidemill.kafka.metadata.topic_cache.SETTLE_S", 0.05)
 
     class Slow:

@@ -202,7 +202,7 @@ def test_every_refusal_has_a_text() -> None:
         api = module.API
         for version in range(api.min_version, api.max_version + 1):
             if api.key in (17, 36):
-                continue  # their texts are those of the mechanism
+                continue  # the mechanism defines their texts
             request = memoryview(example(api.key, version, "t", uuid.UUID(int=7)))
             refused = module.error_answer(decode_request(api.key, version, request, 0), error_codes.POLICY_VIOLATION)
             answer = decode_body(api.key, version, bytes(encode_response(api.key, version, refused)))

@@ -405,7 +405,9 @@ def test_delays_grow_by_address_are_bounded_and_forgotten() -> None:
 
 
 def test_a_session_that_expires_proves_anew_or_ends() -> None:
-    """KIP-368, by hand: the same principal and mechanism, before or after the end; anything else ends it."""
+    """KIP-368 by raw requests: re-authentication as the same principal with the same mechanism, before or after the
+    expiry, succeeds. Anything else ends the session.
+    """
     broker = FakeBroker(gate=gate(session_lifetime_s=1.0))
     add(broker, "alice")
     add(broker, "bob")

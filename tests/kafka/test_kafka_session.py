@@ -64,7 +64,9 @@ def test_requests_of_one_connection_are_worked_on_concurrently(fake_broker: Fake
 
 @pytest.mark.parametrize(("connection_bytes_max", "together"), [(64 << 10, 4), (47 << 10, 2), (8 << 10, 1)])
 def test_reads_that_run_together_have_room_together(connection_bytes_max: int, together: int) -> None:
-    """S6: by the largest answers that they may get, not by what earlier ones, or other APIs, were answered with."""
+    """S6: the budget counts the largest possible answers, not the sizes of earlier answers or of those of
+    other APIs.
+    """
     broker = FakeBroker(KafkaSettings(connection_bytes_max=connection_bytes_max, fetch_bytes_max=16 << 10))
     try:
         broker.create_topic("t", 1)

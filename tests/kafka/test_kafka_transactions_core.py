@@ -33,8 +33,9 @@ REFUSALS = {
 
 
 class Coordinated(RuleBasedStateMachine):
-    """Several clients believe to own the id. The model: what the last one that was given an epoch has added, and how
-    each transaction was decided."""
+    """Several clients that believe to own the id. The model holds the additions of the latest owner, and the decision
+    of each transaction.
+    """
 
     def __init__(self) -> None:
         super().__init__()
