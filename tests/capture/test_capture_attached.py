@@ -1,4 +1,4 @@
-"""Partitions that are attached: rows that came with one are in no change of its root."""
+"""Attached partitions: the rows that a partition brings along are in no change of its root."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Captures that take REPLICA IDENTITY as they find it, and such as alter nothing at all."""
+"""Captures that use the existing REPLICA IDENTITY, and captures that alter nothing at all."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.postgres
 async def test_a_copy_that_is_recorded_flows_though_the_next_one_cannot_be_recorded(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tables are copied together; the outcome of writing the second one's snapshot is unknown, again and again."""
+    """Two tables are copied together. The outcome of writing the second one's snapshot is unknown, repeatedly."""
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD)
         real, broken = world.catalogue.change_table, True

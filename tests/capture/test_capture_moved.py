@@ -32,7 +32,7 @@ def test_two_histories_are_one_up_to_where_the_first_of_them_left_a_timeline() -
     assert find_fork(first, first) is None and find_fork(promoted, promoted) is None
     assert find_fork(first, promoted) == 500 and find_fork(promoted, first) == 500
     assert find_fork(promoted, again) == 900 and find_fork(first, again) == 500
-    # Two servers that were promoted apart, be it under one number, and two with nothing in common.
+    # Two servers with separate promotions, even to the same number, and two without a common history.
     assert find_fork(((1, 700), (2, 0)), promoted) == 500
     assert find_fork(again, ((1, 500), (3, 0))) == 500
     assert find_fork(((2, 0),), ((3, 0),)) == 0
@@ -124,7 +124,8 @@ async def in_step(world: Moving, made: EmbeddedPostgres) -> None:
             await there.execute("SELECT 1")
             replayed = await (await there.execute("SELECT pg_last_wal_replay_lsn() - '0/0'")).fetchone()
             synced = await (await there.execute(slot)).fetchone()
-            if synced == (0,):  # what it needs to be synced: WAL that moves, and a snapshot of what runs
+            # its synchronisation needs WAL that advances, and a snapshot of the running transactions
+            if synced == (0,):
                 await world.sql("SELECT pg_log_standby_snapshot()")
             return replayed is not None and replayed[0] >= lsn and synced == (1,)
 
@@ -242,7 +243,7 @@ async def test_f482_a_database_that_is_restored_from_a_backup_is_copied_again(
             await world.caught_up()
         with signalled(backup, "recovery") if recovered else backup:
             await world.lead_to(backup)
-            async with world.capture():  # be it that it is a standby yet
+            async with world.capture():  # possibly while it is still a standby
                 await world.flowing(*TABLES)
                 await world.same_as_select(*TABLES)
                 assert len(await world.folded("a")) == 2
@@ -435,7 +436,7 @@ async def test_f484_a_publication_that_is_altered_and_altered_back_has_the_table
                     assert await world.topic_id("u") == u, "nobody altered what is published of it"
 
 
-# what is checked before ------------------------------------------------------------------------------
+# checks before the start ---------------------------------------------------------------------------
 @pytest.mark.postgres
 async def test_doctor_names_a_standby_that_may_be_behind_what_is_captured_when_it_is_promoted(
     server: EmbeddedPostgres, database: str

@@ -224,7 +224,7 @@ async def test_f491_an_identity_that_another_publication_needs_is_not_given_back
             await world.flowing("t", "split")
             await world.sql("CREATE PUBLICATION other FOR TABLE t WHERE (v > 0), good")
         async with world.capture(tables=("split", "good"), **SOON) as capture:
-            # Left out by the configuration; it keeps the identity while that is needed.
+            # The configuration leaves the table out; it retains the identity while that is needed.
             assert capture._session is not None and capture._session.adder is not None
             watching = capture._session.adder.watcher
             await until(lambda: bool(watching._kept_identities), "its identity was to be given back")
@@ -274,7 +274,7 @@ async def test_f492_a_table_of_which_the_publication_leaves_something_out_is_ref
             await world.flowing("t")
             await world.sql("INSERT INTO t (id, v) VALUES (0, 5), (9, 9)", "DELETE FROM t WHERE id = 2")
             await exact(world, "t")
-            # And again, while it flows: parked, and copied again once it is whole.
+            # The same while it flows: it is paused, and copied again once it is complete.
             await world.transaction(
                 f"ALTER PUBLICATION {own} DROP TABLE t", f"ALTER PUBLICATION {own} ADD TABLE ONLY {NARROWED[what]}"
             )

@@ -36,7 +36,7 @@ def saved(world: World) -> MemoryState:
 
 
 async def restore(world: World, state: MemoryState) -> None:
-    """The world on earlier consensus, its capture marked as a restore marks it."""
+    """Reset the world to an earlier consensus, with its capture marked as a restore marks it."""
     await world.topics.aclose()
     await world.metastore.aclose()
     state.leases = {name: lease for name, lease in state.leases.items() if name.startswith("metastore/")}

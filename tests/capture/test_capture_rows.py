@@ -217,7 +217,7 @@ async def test_f422_a_table_taken_out_of_the_publication_by_somebody_is_copied_a
 
 
 async def test_f423_a_table_whose_rows_a_role_may_not_all_see_is_refused_not_copied_in_part(postgres_dsn: str) -> None:
-    """Row-level security leaves rows out without a word, unless one asks for an error."""
+    """Row-level security omits rows silently, unless the session asks for an error."""
     async with World(postgres_dsn) as world:
         role = f"bound_{world.name}"
         await world.sql(

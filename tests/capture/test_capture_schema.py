@@ -1,4 +1,6 @@
-"""A schema difference is never a NULL: the table parks before the first row it cannot carry, the others flow on."""
+"""A schema difference never becomes a NULL: the table pauses before the first row that it cannot carry, and the others
+continue.
+"""
 
 from __future__ import annotations
 

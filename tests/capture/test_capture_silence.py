@@ -1,4 +1,4 @@
-"""PostgreSQL that does not answer is never taken for an idle one, and who is in the way is named."""
+"""A PostgreSQL that does not answer is never taken for an idle one, and the blocker is named."""
 
 from __future__ import annotations
 
@@ -324,7 +324,7 @@ async def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
 async def test_a_synchronous_standby_that_is_away_holds_neither_set_up_nor_heartbeats(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Commits of others wait for it, and are in the stream all the same."""
+    """Commits of other sessions wait for the standby, yet the stream contains them."""
     monkeypatch.setattr(control_connection, "ANSWER_DEADLINE_S", 1.0)
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "SET synchronous_commit = local")

@@ -104,7 +104,7 @@ async def test_f428_a_message_that_cannot_be_read_parks_the_capture_and_says_whe
 
 
 async def test_f429_an_unreadable_message_of_one_table_parks_it_and_the_stream_goes_on(postgres_dsn: str) -> None:
-    """A real one: without REPLICA IDENTITY FULL a DELETE comes with its key only."""
+    """A realistic case: without REPLICA IDENTITY FULL, a DELETE carries only its key."""
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY)")
         async with world.capture() as capture:
@@ -219,7 +219,7 @@ async def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(p
 async def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_restarts_keep(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each life makes its own slot, at another LSN, and shows progress: the capture has come nowhere all the same."""
+    """Each process creates its own slot at another LSN and shows progress, yet the capture gets nowhere."""
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
         await world.sql("INSERT INTO a SELECT g, repeat('x', 500) FROM generate_series(1, 3000) g")

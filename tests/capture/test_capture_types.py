@@ -1,5 +1,6 @@
-"""Every type that a column may have, through capture: what its records say is what SELECT says, and so is what a shard
-makes of them (test_capture_types_shard.py). PostgreSQL's own text and arithmetic are the measure, not `verify`'s."""
+"""Every type that a column may have, through capture: the records equal SELECT, and so does the shard
+(test_capture_types_shard.py). PostgreSQL's own text and arithmetic are the reference, not `verify`'s.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ NO_XML = {"xml"}
 
 
 class Number(str):
-    """A number as its digits stand in JSON."""
+    """A number with the digits that it has in the JSON text."""
 
 
 def said(record: Record) -> dict[str, Any]:

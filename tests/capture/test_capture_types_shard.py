@@ -27,7 +27,7 @@ INFINITE = {"timestamp": 2**63 - 1, "timestamp_ntz": 2**63 - 1, "date": 2**31 - 
 
 
 def expression(column: Column) -> str:
-    """SQL for the number that a shard keeps of a time; else the value itself."""
+    """SQL for the number that a shard stores for a time; for other types the value itself."""
     name = quoted(column.name)
     if column.type in TIMESTAMPS:
         number = f"(extract(epoch FROM {name}) * 1000000)::bigint"
@@ -75,7 +75,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def check_columns(rows: pa.Table, schema: Sequence[Column], wanted: dict[str | None, list[str | None]]) -> None:
-    """`wanted`: what SELECT says of each row, by the id's text."""
+    """Compare the columns with `wanted`, the rows of SELECT by the text of their id."""
     ids = [str(i) for i in rows.column("id").to_pylist()]
     for n, column in enumerate(schema):
         for i, value in zip(ids, kept(rows.column(column.name), column), strict=True):
