@@ -80,7 +80,7 @@ def check(report: dict[str, Any]) -> None:
 def test_killing_node_and_driver_in_turn_changes_nothing_and_a_second_run_resumes_with_a_page_that_follows_both_shapes(
     tmp_path: Path,
 ) -> None:
-    """The money is equal in all three places: in PostgreSQL, in its shard and in the page."""
+    """The money is equal in all three places: PostgreSQL, its shard and the page."""
     chromium = next((p for p in ("/usr/bin/chromium", "/usr/bin/chromium-browser") if Path(p).exists()), None)
     if chromium is None:
         pytest.skip("Chromium is not installed: apt-get install chromium")
