@@ -19,7 +19,7 @@ import pytest
 
 OUTPUT_CHARACTERS = 200_000
 CRASHED_PHASE = "???"
-"""In this phase pytest-xdist reports the test during which a worker ended."""
+"""Phase in which pytest-xdist reports the test during which a worker ended."""
 
 DONE = pytest.StashKey[frozenset[str]]()
 
@@ -105,7 +105,7 @@ def _output(report: pytest.TestReport) -> str:
 
 @dataclass
 class Record:
-    """What a file says. `status` is None for a run that did not come to its end."""
+    """Contents of a record file. `status` is None if the run was interrupted."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)

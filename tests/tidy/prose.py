@@ -139,7 +139,7 @@ TERMS = frozenset(
 """Letters with a digit that are terms of the field."""
 
 CODE = re.compile(r"`[^`\n]*`")
-"""Names of the code and of options, which prose quotes as they are."""
+"""Names of the code and of options, which prose quotes verbatim."""
 
 ERRORS = re.compile(r"\b[Rr]aises?\b[^.]*?\b(Unavailable|Unknown|Corrupt|Closed|Missing|Invalid|Fenced|Conflict)\b")
 """Names of errors without `Error`, by which no class can be found."""
