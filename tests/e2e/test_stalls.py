@@ -151,7 +151,7 @@ def test_f604_an_open_transaction_at_set_up_is_named(stalls: Stalls) -> None:
 
 
 def test_the_lines_of_the_readme_show_what_it_promises(stalls: Stalls) -> None:
-    """Not a stall: this cluster has the table that the lines read."""
+    """The cluster of the stalls serves here because it has the table that the lines read."""
     while stalls.rows < 7:
         stalls.insert()
     stalls.fresh()
