@@ -90,7 +90,9 @@ class Stalls:
         return json.loads(body)[part] if status == 200 else [{"error": body}]
 
     def shown(self, what: str, expected: Callable[[dict[str, Any]], bool], part: str = "problems") -> None:
-        """Wait until the page of the node has a problem as expected. Fails after PAGE_S, with what it has instead."""
+        """Wait until the page of the node shows the expected problem. Fails after PAGE_S with the problem that it shows
+        instead.
+        """
 
         def is_shown() -> bool:
             return any("error" not in row and expected(row) for row in self.overview(part))
@@ -142,7 +144,7 @@ def stalls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stalls]:
 
 def test_f604_an_open_transaction_at_set_up_is_named(stalls: Stalls) -> None:
     pid = stalls.blocker.info.backend_pid  # type: ignore[attr-defined]
-    # there is no table yet: its capture is what stands
+    # there is no table yet: its capture is the stalled stage
     stalls.named("open transaction at set-up", lambda reported: str(pid) in str(reported), "capture:shop")
     stalls.blocker.close()  # type: ignore[attr-defined]
     stalls.insert()
@@ -150,7 +152,7 @@ def test_f604_an_open_transaction_at_set_up_is_named(stalls: Stalls) -> None:
 
 
 def test_the_lines_of_the_readme_show_what_it_promises(stalls: Stalls) -> None:
-    """Not a stall: this cluster has the table that the lines read."""
+    """The cluster of the stalls serves here because it has the table that the lines read."""
     while stalls.rows < 7:
         stalls.insert()
     stalls.fresh()
