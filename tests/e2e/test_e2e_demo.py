@@ -27,8 +27,8 @@ pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[2]
 LIGHT = ["--rate", "40", "--clicks", "200"]
-STUCK_AFTER_S = 15.0
-"""Seconds for which a stage may be stuck on an idle machine: its start loads Spark beside everything else."""
+STUCK_AFTER_S = 30.0
+"""Seconds for which a stage may be stuck on an idle machine. One that stays stuck never drains, which fails as well."""
 
 VIEWS = {
     "": "Where the time goes",
@@ -94,13 +94,13 @@ def check(report: dict[str, Any]) -> None:
 def test_killing_node_and_driver_in_turn_changes_nothing_and_a_second_run_resumes_with_a_page_that_follows_both_shapes(
     tmp_path: Path,
 ) -> None:
-    """The money is equal in all three places: in PostgreSQL, in its shard and in the page."""
+    """The money is equal in all three places: PostgreSQL, its shard and the page."""
     directory = tmp_path / "demo"
     with demo(directory, "--for", "60", "--crash") as (process, _):
         first = report_of(process, directory)
     check(first)
     assert first["crashes"] >= 4
-    # until the page was seen whole: Ctrl-C ends the load, and the demo drains and verifies all the same
+    # Ctrl-C comes once the whole page was seen: the load ends, and the demo still drains and verifies.
     with demo(directory, "--for", "400") as (process, http), chromium() as browser:
         wait_until_ready(http)
         look_at_the_page(browser, http, tmp_path / "page.png")

@@ -1,7 +1,8 @@
-"""Each bad input of a database is an error of its own, in clear words with a way out, and touches nothing else.
+"""Each bad input of a database raises a distinct error with a clear text and a remedy, and affects nothing else.
 
-Corrupt block, truncated SST, missing object, manifest of a newer format, wrong uuid, batch too large, empty rows,
-decreasing seqno. On memory and on a local directory; the files are spoiled in the bucket, as a bad disk would.
+Cases: corrupt block, truncated SST, missing object, manifest of a newer format, wrong uuid, batch too large, empty
+rows, decreasing seqno. They run on memory and on a local directory. The files are damaged in the bucket, as by a bad
+disk.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.objects.store import ObjectStore
 
 FIRST, SECOND = range(0, 100), range(500, 600)
-"""Rows of the two files of the database; bad input hurts the second one at most."""
+"""Rows of the two files of the database; bad input affects at most the second one."""
 
 OTHER = "metastore/another/"
 """Another domain in the same bucket."""
 
 
 class Hurt:
-    """A database with two files and rows in memory, and hands on its bucket."""
+    """A database with two files and rows in memory, whose files in the bucket a test can replace."""
 
     def __init__(self, world: World, database: Database) -> None:
         self.world = world

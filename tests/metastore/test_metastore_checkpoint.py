@@ -1,4 +1,5 @@
-"""The checkpoint: whatever moment the bucket keeps, inputs are at or beyond outputs; only what changed is written."""
+"""The checkpoint: at every moment that the bucket may preserve, inputs have reached outputs; only changes are
+written."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ from tidemill.topics.partition.state_machine.state import PartitionState
 
 
 class Recorder:
-    """Keeps the rows after every commit of one domain: each is what a manifest might hold."""
+    """Record the rows after every commit of one domain: a manifest might hold any of them."""
 
     def __init__(self, world: World) -> None:
         self.moments: list[Rows] = []
@@ -125,7 +126,7 @@ async def test_a_round_writes_only_what_changed_and_reads_only_what_is_new() -> 
 
 
 async def test_crash_between_any_two_writes_keeps_inputs_at_or_beyond_outputs() -> None:
-    """The world runs on while each round gathers and writes; every commit is a moment that may be restored."""
+    """The world continues while each round gathers and writes. Every commit is a moment that may be restored."""
     async with World() as world:
         recorder = Recorder(world)
         moving = asyncio.ensure_future(world.move_on())
@@ -159,7 +160,7 @@ async def test_a_round_in_many_small_commits_is_restorable_after_each(monkeypatc
 
 
 async def test_compaction_in_many_small_commits_is_restorable_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new since goes first, the new upper last: merged batches hold times only from the new since on."""
+    """The new since is written first, the new upper last: merged batches hold only times from the new since on."""
     monkeypatch.setattr(checkpoint, "COMMIT_BYTES", 300)
     monkeypatch.setattr(checkpoint, "UNIT_BYTES", 300)
     async with World() as world:
@@ -189,7 +190,7 @@ async def test_compaction_in_many_small_commits_is_restorable_after_each(monkeyp
 
 
 async def test_the_wrong_order_of_writing_is_found() -> None:
-    """The check itself can fail: outputs written first are seen by it."""
+    """The check itself can fail: it detects outputs that were written first."""
     async with World() as world:
         recorder = Recorder(world)
         checkpointer = world.checkpointer()
@@ -340,7 +341,7 @@ async def test_a_follower_keeps_no_batch_that_is_written_and_refuses_a_shorter_l
 
 
 class Ticking(SystemClock):
-    """Whoever looks finds a millisecond gone."""
+    """A clock whose monotonic time advances by a millisecond per reading."""
 
     def __init__(self) -> None:
         self._ticks = itertools.count()
@@ -371,7 +372,7 @@ async def test_a_follower_of_a_long_log_leaves_others_their_turns() -> None:
 
 
 async def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_one() -> None:
-    """A manifest held the first extents of a large unit, and not the partition row that counts them."""
+    """A manifest held the first extents of a large unit, but not the partition row that counts them."""
     async with World() as world:
         topic_id = world.topic.topic_id
         for _ in range(3):
@@ -405,7 +406,8 @@ async def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_o
 async def test_the_rows_of_a_shard_that_was_restored_stay_until_those_of_the_restored_one_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has another id. A manifest may be cut anywhere in the first checkpoint, and be all there is of it again."""
+    """The restored shard has another id. A manifest may be cut at any moment of the first checkpoint and be the only
+    source of the next restore."""
     monkeypatch.setattr(checkpoint, "COMMIT_BYTES", 300)
     monkeypatch.setattr(checkpoint, "UNIT_BYTES", 300)
     async with World() as world:
@@ -458,7 +460,7 @@ async def test_a_deleted_topic_leaves_no_rows() -> None:
 
 
 async def test_rows_are_never_overwritten_by_an_empty_consensus() -> None:
-    """A new consensus beside an old bucket, without a restore: the rows may be all that is left."""
+    """A new consensus with an old bucket and without a restore: the rows may be the only remaining copy."""
     async with World() as world:
         await world.step()
         await world.checkpointer().round()
@@ -472,7 +474,7 @@ async def test_rows_are_never_overwritten_by_an_empty_consensus() -> None:
 
 
 async def test_over_several_domains_a_stage_is_durable_before_the_next_one_writes() -> None:
-    """Each domain persists only when flushed; the flushed rows of all domains together keep the order."""
+    """Each domain persists only when flushed; the flushed rows of all domains together respect the order."""
     async with World(domains=3) as world:
         flushed: list[Rows] = [{} for _ in world.shared]
         moments: list[Rows] = []

@@ -1,8 +1,8 @@
 """The database on memory and on a local directory: batches, flush, recovery, failures, point reads.
 
-Rows of the LSM table in notes/redpanda.md §5: memtable flush, recovery, failed manifest write, random against a
-shadow map, read-your-writes batch, pre-open, read-only throws, get finds key at lower seqno. (The rows about
-snapshots and refresh are in test_metastore_snapshots.)
+Cases: memtable flush, recovery, failed manifest write, random operations against a shadow map, reading one's own batch,
+pre-open, writes to a read-only database, a get of a key at a lower seqno. The cases of snapshots and refresh are in
+test_metastore_snapshots.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def test_memtable_flush(objects: ObjectStore) -> None:
 
 
 async def test_recovery(objects: ObjectStore) -> None:
-    """What was flushed is there again; what was not is its caller's to apply again."""
+    """Flushed rows are recovered; the caller applies the others again."""
     world = World(objects)
     database = await world.open()
     world.put(database, numbered(range(30)))
@@ -81,7 +81,7 @@ async def test_recovery(objects: ObjectStore) -> None:
 
 
 async def test_failed_manifest_write(objects: ObjectStore) -> None:
-    """Flush raises, persisted stays empty, rows stay readable, a later flush retries."""
+    """The flush raises, no seqno is persisted, rows stay readable, and a later flush retries."""
     world = World(objects)
     database = await world.open()
     world.put(database, numbered(range(10)))
@@ -116,7 +116,8 @@ async def test_random_against_a_shadow_map_with_deletes(objects: ObjectStore) ->
 
 
 async def test_read_your_writes_batch(objects: ObjectStore) -> None:
-    """A batch is seen whole by the next line, its last row of a key counts, and all rows carry its seqno."""
+    """A batch is visible as a whole to the next statement, its last row of a key counts, and all rows carry its
+    seqno."""
     world = World(objects)
     database = await world.open()
     world.put(database, numbered(range(5)))
@@ -207,7 +208,7 @@ async def test_read_only_throws(objects: ObjectStore) -> None:
 
 
 async def test_get_finds_a_key_at_a_lower_seqno(objects: ObjectStore) -> None:
-    """The newest rows of a file say nothing about where an older key is (F25)."""
+    """F25: the newest rows of a file do not tell where an older key is stored."""
     world = World(objects)
     database = await world.open()
     world.put(database, {b"old": b"1", b"x": b"1"})
@@ -299,7 +300,7 @@ async def test_an_empty_flush_does_nothing(objects: ObjectStore) -> None:
 
 
 async def test_flush_and_write_interleave_and_the_seqno_covers_only_the_frozen_rows(objects: ObjectStore) -> None:
-    """L4: batches that come while the file is written are neither lost nor claimed by its manifest (F22)."""
+    """F22, L4: batches that arrive while the file is written are neither lost nor claimed by its manifest."""
     world = World(objects)
     database = await world.open()
     world.put(database, numbered(range(40)))
@@ -420,7 +421,7 @@ async def test_a_file_whose_fate_is_unknown_is_written_again_under_another_name(
 
 
 async def test_a_flush_yields_to_the_loop_after_every_slice_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No stall: between two turns of the loop at most `slice_rows` rows go into the file."""
+    """The flush writes at most `slice_rows` rows into the file between two turns of the loop."""
     at_once: list[int] = []
     since_turn = 0
     add = SstWriter.add
@@ -455,7 +456,7 @@ async def test_a_flush_yields_to_the_loop_after_every_slice_of_rows(monkeypatch:
 
 
 async def test_a_manifest_write_with_an_unknown_end_breaks_the_database(objects: ObjectStore) -> None:
-    """L6: nothing is written, read or collected until it is opened again; then nothing is lost."""
+    """L6: no write, read or collection succeeds until it is reopened. Then no row is lost."""
     world = World(objects)
     database = await world.open()
     world.put(database, numbered(range(9)))
@@ -799,7 +800,7 @@ async def test_a_cancelled_commit_goes_on_and_breaks_nothing() -> None:
 
 
 async def test_a_commit_cut_off_by_closing_is_told_as_closed() -> None:
-    """Nobody cancelled the caller, so it must not see a cancellation."""
+    """The caller was not cancelled, so it must not see a cancellation."""
     world = World(memory())
     database = await world.open()
     world.put(database, numbered(range(20)))

@@ -1,4 +1,4 @@
-"""The leader of domain 0 keeps checkpoint, cluster manifest and signs of life; a replaced cluster stops."""
+"""The leader of domain 0 maintains checkpoint, cluster manifest and signs of life; a replaced cluster stops."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_the_cluster_manifest_and_signs_of_life_are_kept_and_old_ones_remo
 async def test_a_newer_cluster_keeps_its_sign_of_life_when_one_answer_has_flipped_bits(
     answers: int, kept: bool
 ) -> None:
-    """An older one removes it only where the object itself is damaged."""
+    """An older cluster removes it only if the object itself is damaged."""
     async with World(real=True) as world:
         newer = SignOfLife("a", 2, "n1", 1_000, 1.0)
         await write_sign_of_life(world.objects, world.rand, newer)
@@ -93,7 +93,7 @@ async def _count(world: World, prefix: str, count: int) -> bool:
 
 
 async def test_a_cluster_whose_manifest_is_damaged_is_not_taken_for_dead() -> None:
-    """Else a restore from an older manifest would be let beside it."""
+    """Otherwise a restore from an older manifest would be permitted while this cluster is alive."""
     async with World(real=True) as world:
         await persisted(world, 1)
         [key] = await keys(world, CLUSTER_PREFIX)
@@ -156,7 +156,7 @@ async def test_a_cluster_that_was_replaced_stops_by_itself() -> None:
         running = asyncio.ensure_future(keeping(world).run())
         await asyncio.sleep(0.02)
         await until(lambda: _count(world, ALIVE_PREFIX, 1))
-        # The old cluster is cut off from consensus' clock, not from the bucket: its sign grows old, a restore begins.
+        # The old cluster has lost consensus but not the bucket. Its sign of life expires, and a restore begins.
         restorer = Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand)
         restored = False
         while not restored:

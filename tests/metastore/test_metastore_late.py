@@ -1,4 +1,4 @@
-"""A log that cannot be read holds back its own rows and those of everything made from it (CP5), and nobody else's."""
+"""An unreadable log delays its own rows and those of everything derived from it, and no others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tidemill.topics.partition.state_machine.state import PartitionState
 
 
 class Unreadable:
-    """Whoever reads one of these logs is told so."""
+    """Consensus in which reads of the chosen logs raise `error`."""
 
     def __init__(self, world: World, error: type[TidemillError] = CorruptError) -> None:
         self.logs: set[str] = set()
@@ -165,7 +165,7 @@ async def test_an_incomplete_round_makes_the_checkpoint_no_younger_and_names_wha
 
 
 async def test_taking_over_makes_the_checkpoint_no_younger() -> None:
-    """The next keeper dies before it has gathered anything: a restore must not take its rows for new ones."""
+    """The next leader dies before it has gathered anything: a restore must not take its rows for new ones."""
     async with World() as world:
         await everything_moves(world)
         await world.checkpointer("n1").round()

@@ -1,4 +1,4 @@
-"""The merge itself: newest rows win, tombstones go when they may, files are cut, I/O is bounded, damage is named."""
+"""Merges: newest rows win, tombstones are dropped when permitted, files are cut, I/O is bounded, damage is reported."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ async def test_a_job_without_names_is_refused() -> None:
 
 
 async def test_large_values_go_through_in_small_chunks() -> None:
-    """A slice of so many rows of large values must not be in memory at once."""
+    """A slice is a number of rows; with large values it must not be held in memory as a whole."""
     options = msgspec.structs.replace(SMALL, file_bytes=4 << 20, block_bytes=8192, slice_rows=2000)
     shelf = Shelf(options)
     for seqno in (1, 2):
@@ -219,7 +219,7 @@ def test_no_rate_is_no_limit() -> None:
 
 
 async def test_a_merge_keeps_to_its_rate() -> None:
-    """On the loop's own time: reads and writes of the job together take what the rate says."""
+    """The job's reads and writes together take as long as the rate demands, measured by the loop's clock."""
     shelf = Shelf(SMALL)
     for seqno in (1, 2):
         await shelf.flush({b"%d-%03d" % (seqno, n): random.Random(n).randbytes(30) for n in range(300)}, seqno)
@@ -239,7 +239,7 @@ async def test_a_merge_keeps_to_its_rate() -> None:
 
 
 async def test_the_next_window_is_read_while_the_rows_of_this_one_are_merged() -> None:
-    """A bucket is tens of milliseconds away: a run that only reads when it is empty would mostly wait."""
+    """Reads of a bucket take tens of milliseconds: a run that reads only when it is empty would mostly wait."""
     options = Options(file_bytes=64 << 20)
     shelf = Shelf(options)
     for seqno in (1, 2):
@@ -345,7 +345,7 @@ async def test_others_run_between_slices_and_progress_is_told() -> None:
 
 
 async def test_the_block_cache_of_the_prefix_is_not_needed() -> None:
-    """A merger sees the object store and the job, nothing else of the database."""
+    """A merger uses the object store and the job, and nothing else of the database."""
     shelf = Shelf(SMALL)
     await shelf.flush({b"a": b"1"}, 1)
     await shelf.flush({b"a": b"2"}, 2)

@@ -1,10 +1,12 @@
-"""A replicated domain against a plain dict: three nodes, of which any two may lead, die, be deposed or come back.
+"""A replicated domain against a plain dict: three nodes, any two of which may lead, die, be deposed or return.
 
 Commits, expectations, deletes, reads in both directions, snapshots, flushes, merges, collections, reopenings and
-failovers in any order, also in the middle of commits. Whatever the nodes were through: a synced read is the dict, a
-stale one is what the dict was at some earlier moment and never goes back, seqnos only grow, and a commit that was
-refused or fenced is never seen. Runs in virtual time, so that waiting for leases costs nothing; the schedule of the
-tasks is drawn too. test_metastore_model does the same to one engine, finer.
+failovers occur in any order, also in the middle of commits. After any such history, a synced read equals the dict. A
+stale read equals the dict at some earlier moment and never moves backwards. Seqnos only grow, and a commit that was
+refused or fenced is never visible.
+
+The test runs in virtual time, so waiting for leases costs nothing; the schedule of the tasks is drawn too.
+test_metastore_model tests one engine in the same way, in more detail.
 """
 
 from __future__ import annotations
@@ -48,17 +50,17 @@ Rows = dict[bytes, bytes]
 Batch = list[tuple[bytes, bytes]]
 
 PATIENCE_S = 120.0
-"""Virtual. Two nodes want to lead and nothing fails for good, so everything is done by then."""
+"""Limit in virtual seconds. Two nodes want to lead and no failure is permanent, so every operation ends within it."""
 
 OF_CHANGE = (FencedError, UnavailableError)
-"""It did not happen; whoever wants it asks again."""
+"""Errors of a commit without effect; the caller retries."""
 
 slots = st.sampled_from([0, 1, 2])
 prefixes = st.sampled_from([b"a", b"a\xff", b"k/", b"k/1", b"long/", b"\xff", b"none"])
 
 
 class Node:
-    """One life of one process: everything it ever does runs in `context`, and ends when the life is killed."""
+    """One run of one process: all its code runs in `context`, and ends when `life` is killed."""
 
     def __init__(self, name: str, number: int) -> None:
         self.life = Life(name, number)
@@ -66,7 +68,7 @@ class Node:
         self.context.run(LIFE.set, self.life)
         self.domain: Domain
         self.seen = 0
-        """Index in the history that its stale reads have reached."""
+        """Index of the newest moment in the history that its stale reads have reached."""
 
 
 class Replicated(RuleBasedStateMachine):
@@ -143,7 +145,7 @@ class Replicated(RuleBasedStateMachine):
         return result
 
     def apart(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Work of the test itself, which outlives every node."""
+        """Run work of the test itself, which survives every node."""
 
         async def bounded() -> T:
             async with asyncio.timeout(PATIENCE_S):
@@ -153,7 +155,7 @@ class Replicated(RuleBasedStateMachine):
         return result
 
     def open(self, slot: int) -> None:
-        """A new life. Two of the three want to lead; the third one follows, and asks them."""
+        """Start a process. Two of the three want to lead; the third follows, and forwards requests to them."""
         node = Node(f"node-{slot}", self.nodes[slot].life.number + 1)
 
         async def build() -> None:
@@ -174,7 +176,7 @@ class Replicated(RuleBasedStateMachine):
         self.nodes[slot], node.seen = node, len(self.history) - 1
 
     def leader(self) -> Node | None:
-        """Who leads, or believes so: of several the one of the newest term."""
+        """Return the node that leads or believes so; among several the one of the newest term."""
         leading = [node for node in self.nodes if node.domain.leading]
         return max(leading, key=lambda node: node.domain.term, default=None)
 
@@ -184,7 +186,8 @@ class Replicated(RuleBasedStateMachine):
     # writes ------------------------------------------------------------------------------------------
 
     def happened(self, outcomes: list[tuple[int, Batch]]) -> None:
-        """Commits in the order of their seqnos; those of one seqno touch different keys and are one moment."""
+        """Record commits in the order of their seqnos. Commits with one seqno touch different keys and are one
+        moment."""
         for seqno in sorted({seqno for seqno, _ in outcomes}):
             assert seqno > self.history[-1][0], "a seqno went back"
             rows, touched = dict(self.rows), set[bytes]()
@@ -196,13 +199,13 @@ class Replicated(RuleBasedStateMachine):
             self.history.append((seqno, {key: value for key, value in rows.items() if value}))
 
     def marked(self, rows: Batch) -> tuple[bytes, Batch]:
-        """A row of its own tells whether the commit happened."""
+        """Add a unique row that shows whether the commit took effect."""
         self.marks += 1
         mark = b"mark/%06d" % self.marks
         return mark, [*rows, (mark, b"1")]
 
     async def fate(self, domain: Domain, mark: bytes) -> int:
-        """The seqno of the commit with this mark, 0 when it never happened."""
+        """Return the seqno of the commit with this mark, or 0 if it never took effect."""
         while True:
             try:
                 await domain.sync()
@@ -230,7 +233,7 @@ class Replicated(RuleBasedStateMachine):
 
     @rule(slot=slots, key=keys, rows=batches, stale=st.booleans())
     def commit_if(self, slot: int, key: bytes, rows: Batch, stale: bool) -> None:
-        """Only over the row as it is; over another one it conflicts, and tells what is there."""
+        """Commit if the row is unchanged. On another version the commit conflicts and reports the current one."""
         mark, rows = self.marked(rows)
         there = self.seqnos[key] if key in self.rows else 0
         expects = {key: there + 1 if stale else there}
@@ -263,7 +266,7 @@ class Replicated(RuleBasedStateMachine):
         turns=st.integers(0, 30),
     )
     def fail_over_amid_commits(self, data: list[Batch], how: str, turns: int) -> None:
-        """The leader is deposed, or dies, while commits are on their way: each happened whole or not at all."""
+        """Depose or kill the leader during commits: each takes effect as a whole or not at all."""
         leader = self.leader()
         if leader is None:
             return
@@ -303,7 +306,7 @@ class Replicated(RuleBasedStateMachine):
     # reads -------------------------------------------------------------------------------------------
 
     def read(self, slot: int, work: Callable[[Domain], Awaitable[T]]) -> T:
-        """After a sync; begins again when leadership changed meanwhile."""
+        """Read after a sync; start again if leadership changed in between."""
 
         async def synced(domain: Domain) -> T:
             while True:
@@ -338,7 +341,8 @@ class Replicated(RuleBasedStateMachine):
 
     @rule(slot=slots)
     def read_stale(self, slot: int) -> None:
-        """Without a sync: some moment that was, whole, and none before the last one that this node has shown."""
+        """Read without a sync. The result is a complete past state, no older than the last one that this node has
+        shown."""
         node = self.node(slot)
         try:
             found = dict(self.run(node, lambda domain: pairs(domain.scan(b"\x01"))))
@@ -375,7 +379,7 @@ class Replicated(RuleBasedStateMachine):
         try:
             self.run(node, work)
         except (ClosedError, FencedError, UnknownOutcomeError, MissingError):
-            # It ends with the database it is of; and nobody keeps the files of a process that does not lead.
+            # A snapshot ends with its database, and the files of a process that does not lead are not pinned.
             deposed = self.leader() is not node or node.domain.term != term
             assert term == 0 or deposed, "a leader's snapshot ended before its term"
 
@@ -383,7 +387,7 @@ class Replicated(RuleBasedStateMachine):
     def close_snapshot(self, taken: tuple[Node, int, Snapshot, Rows]) -> None:
         taken[2].close()
 
-    # what nodes do and what befalls them -----------------------------------------------------------------
+    # operations and failures of nodes --------------------------------------------------------------------
 
     @rule(slot=slots)
     def flush(self, slot: int) -> None:
@@ -410,7 +414,7 @@ class Replicated(RuleBasedStateMachine):
                 for _ in range(2 if collect else 0):  # a file goes when it was seen dead before
                     await database.background.collect_garbage()
             except (FencedError, ClosedError, UnknownOutcomeError, UnavailableError, ConflictError, MissingError):
-                return  # its term is over, which the log told, or a file that the next leader has collected
+                return  # the term ended, as the log reported, or the next leader collected a file
 
         if leader is not None:
             self.run(leader, work)
@@ -421,7 +425,7 @@ class Replicated(RuleBasedStateMachine):
 
     @rule()
     def depose(self) -> None:
-        """The leader's lease is given to whoever asks next; it is not told."""
+        """Release the leader's lease for the next candidate, without notice to the leader."""
 
         async def work() -> None:
             client = MemoryConsensus(self.clock, self.memory)
@@ -453,7 +457,7 @@ class Replicated(RuleBasedStateMachine):
 
     @rule(slot=slots)
     def kill(self, slot: int) -> None:
-        """Nothing of it runs any more; its lease has to expire. Another process takes its place."""
+        """Stop the process and start another in its place. Its lease has to expire."""
         self.loop.kill(self.node(slot).life)
         self.open(slot)
 
@@ -516,7 +520,7 @@ TestReplicatedDomain.settings = settings(
 
 
 def test_a_leader_that_was_deposed_unawares_flushes_what_another_committed_since() -> None:
-    """Found by the model above. The old leader has nothing to flush, and does not know that there is anything."""
+    """Found by the model above. The old leader has no rows to flush, and does not know of the other leader's."""
     state = Replicated()
     small = Options(write_buffer_bytes=1000, block_bytes=40, file_bytes=200, cache_bytes=0)
     state.start(0, small, persist_interval_s=0.2, volatile_bytes=2_000, rollup_after_records=3, restored=False)
@@ -533,7 +537,7 @@ def test_a_leader_that_was_deposed_unawares_flushes_what_another_committed_since
 
 
 def test_a_flush_asked_for_by_request_covers_what_another_leader_committed_since() -> None:
-    """Found by the model above: a leader that was superseded executed the request, and flushed nothing."""
+    """Found by the model above: a superseded leader executed the request, and flushed nothing."""
     state = Replicated()
     small = Options(
         write_buffer_bytes=1000, block_bytes=40, file_bytes=200, cache_bytes=0, bloom_bits_per_key=0, l0_compact=2,

@@ -1,4 +1,4 @@
-"""Which files a merge takes: scores, overlaps, moves, tombstones; as examples and as properties."""
+"""Selection of the files of a merge: scores, overlaps, moves, tombstones; as examples and as properties."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_deeper_level_goes_round_robin() -> None:
 
 
 def test_a_small_neighbour_joins_instead_of_lying_beside_the_new_file() -> None:
-    """Frequent small flushes of ascending keys must not pile up one tiny file each."""
+    """Frequent small flushes of ascending keys must not accumulate one tiny file each."""
     l1 = (meta(1, b"a", b"b", size_bytes=500), meta(2, b"c", b"d", size_bytes=100), meta(3, b"e", b"f", size_bytes=90))
     job = pick_job(((meta(5, b"i", b"j", size_bytes=50), meta(4, b"g", b"h", size_bytes=50)), l1), OPTIONS, {})
     assert job is not None and not job.move
@@ -96,7 +96,8 @@ def test_older_ranges_are_those_below_the_target_only() -> None:
 
 
 def test_a_file_with_tombstones_does_not_sink_to_the_bottom_as_it_is() -> None:
-    """Where nothing below needs them they would stay for ever; where something does they go down with their file."""
+    """A move to a level below which nothing needs the tombstones would keep them forever. Otherwise they move down with
+    the file."""
     l0 = (meta(2, b"e", b"f", tombstones=1), meta(1, b"a", b"b", tombstones=1))
     job = pick_job((l0,), MOVING, {})
     assert job is not None and not job.move and job.runs == ((l0[1],),)
@@ -153,7 +154,7 @@ def overlap(a: FileMeta, b: FileMeta) -> bool:
 
 
 def age(levels: tuple[tuple[FileMeta, ...], ...], file: FileMeta) -> tuple[int, int]:
-    """Greater = older, where ranges overlap."""
+    """Return the age for comparisons: greater is older, where ranges overlap."""
     level = next(n for n, files in enumerate(levels) if file in files)
     return level, levels[0].index(file) if level == 0 else 0
 

@@ -1,4 +1,4 @@
-"""A cluster brought back from its bucket alone: memory and directory objects, memory and SQLite consensus."""
+"""A cluster restored from its bucket alone: memory and directory objects, memory and SQLite consensus."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Body = Callable[[World], Awaitable[None]]
 
 @asynccontextmanager
 async def restored_world(world: World, consensus: Any) -> AsyncIterator[tuple[Metastore, Any, LocalTopics]]:
-    """A process of the restored cluster: metastore, catalogue, topics."""
+    """Open a process of the restored cluster: metastore, catalogue, topics."""
     world.consensus = consensus
     metastore = Metastore(consensus, world.open_domain, world.clock, world.rand)
     catalogue: Any = Catalogue(metastore, world.clock, world.rand)
@@ -161,7 +161,7 @@ class Killed(Exception):
 
 
 class CutOff(MemoryConsensus):
-    """The process dies at its n-th write: nothing is answered any more. `landed`: that write took effect."""
+    """Consensus of a process that dies at its n-th write: later calls fail. `landed`: that write took effect."""
 
     def __init__(self, clock: Any, state: Any, at: int, landed: bool) -> None:
         super().__init__(clock, state)
@@ -211,7 +211,7 @@ async def test_a_restore_cut_off_at_every_write_is_finished_by_running_it_again(
 
 
 async def read_restored(consensus: MemoryConsensus) -> str:
-    """ "" once the restore has finished."""
+    """Return the state of the restore, which is empty once it has finished."""
     found = await read_cluster(consensus)
     return found[0].restoring if found is not None else "not begun"
 
@@ -249,7 +249,7 @@ async def test_consensus_that_is_not_empty_is_refused_and_named() -> None:
 
 
 class OtherMachine(SystemClock):
-    """Its wall clock differs from ours; its monotonic clock has nothing to do with ours anyway."""
+    """A clock of another machine: its wall clock differs from ours, and its monotonic clock is unrelated to ours."""
 
     def __init__(self, off_ms: int) -> None:
         super().__init__()
@@ -393,7 +393,7 @@ async def test_captures_wait_to_be_compared_and_tables_that_came_back_short_star
 
 
 async def test_a_run_that_was_paused_marks_no_capture_of_the_cluster_that_has_gone_on() -> None:
-    """Another run of the attempt finished it, and nodes have started: the row is theirs."""
+    """Another run of the attempt has finished the restore, and nodes have started: they own the row now."""
     async with World(real=True) as world:
         from msgspec.structs import replace
 
@@ -412,7 +412,7 @@ async def test_a_run_that_was_paused_marks_no_capture_of_the_cluster_that_has_go
         paused._mark_captures = slowly  # type: ignore[method-assign,assignment]
         first = asyncio.ensure_future(paused.run())
         await there.wait()
-        # As if the first one's process stood still: its lease is taken from it.
+        # Simulate that the first run's process is frozen: take its lease away.
         for lease in await fresh.leases("metastore/"):
             await fresh.release(lease.name, lease.holder, lease.term)
         await Restorer(fresh, world.objects, world.clock, world.rand).run()
@@ -496,8 +496,8 @@ async def test_a_topic_that_grew_after_its_row_was_persisted_keeps_the_partition
 
 
 async def test_idempotent_producers_go_on_after_their_tail_was_lost() -> None:
-    """What came back is known: a retry of it is no second copy. What was lost is a gap, and is told as one, until the
-    producer sends it again or begins a new epoch."""
+    """A retry of a restored batch is recognised as a duplicate. A lost batch is reported as a gap until the producer
+    sends it again or begins a new epoch."""
     async with World(real=True) as world:
         topic_id, sequences = world.topic.topic_id, iter(range(1000))
 
@@ -530,7 +530,7 @@ async def test_idempotent_producers_go_on_after_their_tail_was_lost() -> None:
 
 
 class Loses(MemoryConsensus):
-    """The first answer to every write of what a restore brings back is lost, before or after its effect."""
+    """Consensus that loses the first answer to every write of a restore, before or after its effect."""
 
     def __init__(self, clock: Any, landed: bool) -> None:
         super().__init__(clock)

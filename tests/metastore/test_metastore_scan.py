@@ -1,4 +1,5 @@
-"""Scans: bounds and directions over any mix of layers and files, how much they read, and that they stall nobody."""
+"""Scans: bounds and directions over any mix of layers and files, bytes read, and independence from the loop's other
+tasks."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def memory() -> ObjectStore:
 
 
 async def reopened(world: World, **options: Any) -> Database:
-    """The same files with an empty cache."""
+    """Open the same files with an empty cache."""
     return await world.open(options=msgspec.structs.replace(world.options, **options))
 
 
@@ -128,7 +129,7 @@ async def test_rows_put_after_the_call_are_not_seen_even_if_nothing_was_read_yet
 
 
 async def test_chunks_are_the_callers_own() -> None:
-    """Changing them must not change what is cached, or what a layer holds."""
+    """Changing a chunk must not change the cache or a layer."""
     world = World(memory())
     database = await world.open()
     world.put(database, numbered(range(300)))
@@ -184,7 +185,7 @@ async def test_one_read_of_large_values_is_bounded_in_bytes() -> None:
 
 
 async def test_a_short_range_over_several_runs_comes_in_one_chunk() -> None:
-    """Runs that end within the range hold nobody back: a scan of twenty rows is one round."""
+    """Runs that end within the range cause no extra round: a scan of ten rows is one chunk."""
     world = World(memory(), Options())
     database = await world.open()
     for turn in range(3):
@@ -244,7 +245,7 @@ async def test_a_scan_fills_a_cache_that_has_room() -> None:
 
 
 async def test_a_scan_gives_the_loop_its_turn_after_every_slice_of_rows() -> None:
-    """Even when everything is cached and nothing ever has to wait."""
+    """The scan yields even if everything is cached and no read waits."""
     slice_rows = 100
     world = World(memory(), msgspec.structs.replace(SMALL, block_bytes=8_192, slice_rows=slice_rows))
     database = await world.open()

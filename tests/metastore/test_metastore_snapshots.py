@@ -1,8 +1,7 @@
 """Snapshots, read-only databases that refresh, and followers fed from the log.
 
-Rows of the LSM table in notes/redpanda.md §5: implicit/explicit snapshots stable across compaction, snapshot get
-sees tombstones in files, refresh (empty, no-op, sees changes, keeps snapshots, rejects lower seqno, forbidden when
-writable).
+Cases: implicit and explicit snapshots are stable across compaction; a snapshot's get sees tombstones in files; a
+refresh is empty, a no-op, sees changes, keeps snapshots, rejects a lower seqno, and is forbidden when writable.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def memory() -> ObjectStore:
 
 
 async def test_implicit_snapshots_are_stable_across_compaction(objects: ObjectStore) -> None:
-    """A scan under way reads what was there when it was made, whatever is applied, flushed, merged and collected."""
+    """An open scan returns the rows of its start, despite later batches, flushes, merges and collections."""
     world = World(objects)
     database = await world.open()
     of_nothing = [database.scan(), database.scan(reverse=True), database.prefix(b"row/")]
@@ -106,7 +105,7 @@ async def test_a_snapshot_get_sees_tombstones_in_files(objects: ObjectStore) -> 
 
 
 async def test_a_snapshot_get_sees_a_tombstone_that_is_in_one_file_with_its_row(objects: ObjectStore) -> None:
-    """Value and tombstone were in memory together, so that one flush took both; then with the file merged deeper."""
+    """Value and tombstone were in memory together, so one flush wrote both; later the file is merged deeper."""
     world = World(objects)
     database = await world.open()
     world.put(database, {b"a": b"0", b"foo": b"0"})
@@ -325,7 +324,7 @@ async def test_refresh_is_forbidden_when_writable(objects: ObjectStore) -> None:
 
 
 async def test_refreshes_at_once_take_turns() -> None:
-    """Without turns the one that read the older manifest could come last and be refused."""
+    """Otherwise the refresh that read the older manifest could finish last and be rejected."""
     world = World(memory())
     writer = await world.open()
     world.put(writer, numbered(range(9)))
@@ -392,7 +391,8 @@ async def test_a_followers_rows_at_or_below_the_manifest_go_and_newer_ones_stay(
 async def test_a_follower_behind_its_manifest_shadows_nothing_and_skips_what_the_files_hold(
     objects: ObjectStore,
 ) -> None:
-    """The manifest may come before the batches it covers: older rows in memory must not hide newer ones in files."""
+    """A manifest may arrive before the batches that it covers: older rows in memory must not hide newer ones in
+    files."""
     world = World(objects)
     writer = await world.open()
     follower = await world.open(follower=True)

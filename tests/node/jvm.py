@@ -1,4 +1,4 @@
-"""Programs of Kafka's in Java, as `tests/clients/install` brought them, each in a process of its own."""
+"""Kafka's Java programs, as `tests/clients/install` installed them, each in a separate process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ JAVA = ("java", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmx384m", "-Xsh
 
 
 def command(part: str, main: str, *words: str) -> list[str]:
-    """`part`: a folder of tests/clients/java."""
+    """Return the command of a Java program. `part`: a folder of tests/clients/java."""
     target = CLIENTS / part / "target"
     if shutil.which("java") is None or not (target / "pom.xml").exists():
         pytest.skip(f"{part} is not installed: tests/clients/install brings it where its toolchain is")
@@ -43,7 +43,7 @@ class StreamsApp:
         self.state = ""
         self.failed: list[str] = []
         self.restored: dict[str, int] = {}
-        """Records by store, as they were read back from its changelog."""
+        """Number of records by store that were restored from its changelog."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -67,7 +67,8 @@ class StreamsApp:
 
 
 class ConnectWorker:
-    """What `connect-distributed.sh` starts, with sources that are exactly once. `config`: where its file is written."""
+    """A Kafka Connect worker as `connect-distributed.sh` starts it, with exactly-once sources. `config`: the path of
+    its file."""
 
     def __init__(self, config: Path, address: str) -> None:
         self.id = f"127.0.0.1:{free_port()}"
@@ -92,7 +93,7 @@ class ConnectWorker:
             self._process = subprocess.Popen(command("connect", main, str(config)), stdout=log, stderr=log)
 
     def __call__(self, method: str, path: str, asked: Any = None) -> Any:
-        """What its REST interface answers; None where it does not, or not now."""
+        """Call its REST interface and return the answer, or None if it refuses or is unreachable."""
         body = None if asked is None else json.dumps(asked).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"http://{self.id}{path}", body, headers, method=method)
@@ -110,7 +111,7 @@ class ConnectWorker:
         return self("GET", "/connectors") is not None
 
     def task(self, connector: str) -> tuple[str, str]:
-        """The state of its one task, and which worker has it."""
+        """Return the state of its one task, and the worker that runs it."""
         status = self("GET", f"/connectors/{connector}/status") or {}
         [task] = status.get("tasks") or [{}]
         return task.get("state", ""), task.get("worker_id", "")

@@ -1,4 +1,4 @@
-"""A node of `quick_node.py` in a process of its own, over a directory and SQLite, and what its clients do with it."""
+"""A node of `quick_node.py` in a separate process, over a directory and SQLite, and the operations of its clients."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PARTITIONS = 2
 
 
 class Quick:
-    """`kafka`: that section of its configuration."""
+    """A quick node and its clients. `kafka`: that section of its configuration."""
 
     def __init__(self, root: Path, kafka: Mapping[str, Any] | None = None) -> None:
         self.root = root
@@ -81,12 +81,12 @@ class Quick:
         return [path for path in (self.root / "objects" / prefix).rglob("*") if path.is_file()]
 
     def only_in_l1(self) -> None:
-        """Every L0 object has gone by itself."""
+        """Wait until the node has deleted every L0 object."""
         eventually(lambda: not self.stored("l0"), "L0 objects are left")
         assert self.stored("l1")
 
     def read(self, topic: str, partitions: int = PARTITIONS) -> dict[int, list[tuple[int, bytes | None, bytes | None]]]:
-        """All that stands in it, to the end of each partition, as who reads what is committed sees it."""
+        """Return all committed records, up to the end of each partition."""
         client = self.consumer()
         found: dict[int, list[tuple[int, bytes | None, bytes | None]]] = defaultdict(list)
         ended: set[int] = set()

@@ -1,5 +1,5 @@
-"""A node that cannot capture gives it up to one that can, and tries again more and more rarely: whole games of nodes,
-in virtual time."""
+"""A node that cannot capture hands its captures over, and tries again ever more rarely: simulations of several nodes in
+virtual time."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from tidemill.node.captures.placement import Placement
 
 LEASE = Lease("capture/x", "n1/1", 1, 1, 60_000, True)
 SEEN_AFTER_S = 3.0
-"""What a node offers is renewed with its lease, and looked at once a second."""
+"""Seconds until a change of a node's report is seen: it is renewed with its lease and read once a second."""
 
 
 class Game:
-    """Real spreads over leases that are a dict. `works(node, capture, now_s)`; a look a second."""
+    """Real balancers over leases in a dict. `works(node, capture, now_s)` decides each try; they check once a
+    second."""
 
     def __init__(self, nodes: list[str], captures: list[str], works: Callable[[str, str, float], bool]) -> None:
         self.now_s = 0.0

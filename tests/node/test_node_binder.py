@@ -1,4 +1,4 @@
-"""The binder of stream topics: woken by appends, silent when nothing moves, and one topic's fault is that topic's."""
+"""The binder of stream topics: woken by appends, idle otherwise, and a fault of one topic affects no other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tidemill.topics.partition_reader import LogPartitionReader
 
 
 class Led:
-    """The topics room, as far as a binder asks: rows, and what this node leads."""
+    """The part of the topics room that a binder uses: rows, and the partitions that this node leads."""
 
     def __init__(self) -> None:
         self.ends: dict[tuple[str, int], int] = {}
@@ -49,7 +49,7 @@ class Led:
 
 
 class Elsewhere:
-    """Reads what other nodes lead."""
+    """Reader of the partitions that other nodes lead."""
 
     def __init__(self) -> None:
         self.ends: dict[tuple[str, int], int] = {}
@@ -203,7 +203,7 @@ async def test_f703_a_topic_whose_bindings_fail_is_told_and_heals_while_others_g
 
 
 class Counting(MemoryConsensus):
-    """Counts what is asked of partitions and bindings; refuses every append to bindings while `away`."""
+    """Consensus that counts calls about partitions and bindings, and refuses every append to bindings while `away`."""
 
     asked = 0
     away = False
@@ -226,7 +226,8 @@ class Rows:
 
 
 async def test_thousands_of_idle_partitions_cost_nothing_and_one_that_moves_is_bound_at_once() -> None:
-    """On the real topics room: 650 topics of 4 partitions; the binder asks nothing of consensus while all are idle."""
+    """The real topics room has 650 topics of 4 partitions. While all are idle, the binder makes no call to
+    consensus."""
     world = World()
     consensus = Counting(world.clock, world.state)
     found = [TopicRow(f"t{n}", f"id-{n}", 4) for n in range(650)]
@@ -263,7 +264,7 @@ async def test_thousands_of_idle_partitions_cost_nothing_and_one_that_moves_is_b
 
 
 async def test_no_time_covers_a_transaction_before_it_has_ended() -> None:
-    """By its leader's word, and by the log's where another process asks."""
+    """The end of a transaction is known from the partition's leader, or in another process from the log."""
     world = World()
     consensus, objects = MemoryConsensus(world.clock, world.state), MemoryObjects(world.clock)
     catalogue: Any = Rows([TopicRow("t", "id", 1)])

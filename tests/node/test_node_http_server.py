@@ -1,4 +1,4 @@
-"""The embedded HTTP server: ports, streaming, clients that go away, and a clean end."""
+"""The embedded HTTP server: ports, streaming, disconnecting clients, and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_port_zero_gives_a_free_port_that_answers_and_is_free_again_after_
 
 
 def test_at_its_end_no_thread_is_left_to_ask_for_connections() -> None:
-    """One that asks a socket which no longer listens spins for as long as the process lives."""
+    """A thread that polls a closed listener spins for as long as the process lives."""
 
     async def main() -> None:
         for _ in range(3):
@@ -145,7 +145,7 @@ async def test_an_unknown_granian_is_refused_at_the_start_and_the_installed_one_
 
     class Changed(embedded_granian.Server):  # type: ignore[misc]
         def _spawn_worker(self, idx: int, target: Any) -> None:
-            """With one parameter less."""
+            """Accept one parameter less than the overridden method."""
 
     with pytest.raises(InvalidError, match="method=_spawn_worker parameters="):
         embedded_granian.check_version(server=Changed)

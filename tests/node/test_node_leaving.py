@@ -1,4 +1,4 @@
-"""Node processes that come, leave and are killed under a producer: what was acknowledged stays, once, in order."""
+"""Node processes that start, leave and are killed under a producer: acknowledged records stay, once and in order."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def brokers_of(admin: AdminClient) -> set[str]:
 
 
 class Load:
-    """One idempotent producer that sends a number to every partition, again and again."""
+    """One idempotent producer that repeatedly sends a number to every partition."""
 
     def __init__(self, addresses: str) -> None:
         self.acked: list[list[int]] = [[] for _ in range(PARTITIONS)]
@@ -100,7 +100,7 @@ class Load:
         return reported
 
     def goes_on(self, count: int = 10) -> None:
-        """Every partition acknowledges so many more."""
+        """Wait until every partition has acknowledged `count` more records."""
         before = [len(acked) for acked in self.acked]
         eventually(lambda: all(len(acked) >= known + count for acked, known in zip(self.acked, before, strict=True)))
 

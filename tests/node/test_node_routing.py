@@ -1,4 +1,4 @@
-"""Which node serves a shape, whatever way its table is written, and while consensus is away."""
+"""The node that serves a shape, for every way to write its table's name, also while consensus is unreachable."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tidemill.shapes.http.authorization import ShapeAuthorizer
 
 
 class Cluster:
-    """Leases and captures, as much of consensus and catalogue as routing asks for."""
+    """Leases and captures, the part of consensus and catalogue that routing uses."""
 
     def __init__(self) -> None:
         self.away = False
@@ -58,7 +58,7 @@ class Router:
         await send({"type": "http.response.body", "body": b""})
 
     async def ask(self, table: str, method: str = "GET", parameter: str = "table") -> tuple[int, str]:
-        """(status, host redirected to)"""
+        """Return (status, host of the redirect)."""
         sent: list[dict[str, Any]] = []
 
         async def send(message: dict[str, Any]) -> None:

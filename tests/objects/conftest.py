@@ -1,4 +1,4 @@
-"""One moto server for the folder's S3 tests, each on a bucket of its own."""
+"""Share one moto server among the folder's S3 tests, each of which uses a separate bucket."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def s3_endpoint() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def new_bucket(s3_endpoint: str) -> Callable[[], str]:
-    """Makes a bucket and returns its name."""
+    """Return a function that creates a bucket and returns its name."""
     import boto3
 
     client = boto3.client(

@@ -1,4 +1,4 @@
-"""Retries, lost acknowledgements, the bound on concurrency, and how failures of S3 are classified."""
+"""Retries, lost acknowledgements, the limit on concurrency, and the classification of S3 failures."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from tidemill.objects.s3 import S3Objects
 from tidemill.objects.store import Buffer, MisconfiguredError
 
 Script = list[tuple[bool, type[TidemillError] | None]]
-"""One entry a call: does it take effect, and what is the caller told (None = the truth)."""
+"""One entry per call: whether it takes effect, and the error that the caller gets (None = the true outcome)."""
 
 
 class Scripted(MemoryObjects):
-    """Memory objects whose calls follow a script; afterwards they behave."""
+    """Memory objects whose first calls follow a script."""
 
     def __init__(self, script: Script, reads: Sequence[type[TidemillError] | None] = ()) -> None:
         super().__init__(SystemClock())
@@ -96,7 +96,7 @@ def resilient(inner: MemoryObjects, budget_s: float = 5.0, **options: bool | int
         [(True, UnknownOutcomeError)],
         [(False, UnknownOutcomeError), (False, UnavailableError), (True, UnknownOutcomeError)],
         [(False, UnavailableError), (True, UnknownOutcomeError)],
-        # The store repeats the lost request by itself and reports our own object as a conflict.
+        # The store itself repeats the lost request and reports our own object as a conflict.
         [(False, UnknownOutcomeError), (True, ConflictError)],
     ],
 )
@@ -122,7 +122,7 @@ async def test_a_late_duplicate_of_our_own_put_is_not_a_conflict() -> None:
 
 
 async def test_our_own_object_that_a_sweep_took_before_it_was_read_back_is_no_conflict() -> None:
-    """The put was so long under way that its object was old: nobody else wrote it, so nobody may be blamed."""
+    """The put was delayed until its object was old enough for the sweep. No other writer exists, so none is blamed."""
     inner = Scripted([(True, UnknownOutcomeError), (False, ConflictError)])
     first_head = inner.head
 
@@ -196,7 +196,7 @@ async def test_concurrency_is_bounded_and_ranges_are_merged() -> None:
 
 
 class Held(MemoryObjects):
-    """Reads and deletes wait until they are let go."""
+    """A store whose reads and deletes wait for `go`."""
 
     def __init__(self) -> None:
         super().__init__(SystemClock())
@@ -252,7 +252,7 @@ async def test_metrics_count_calls_bytes_retries_and_what_reading_back_showed() 
 
 
 class Server:
-    """An HTTP server that answers every request the same way, or not at all."""
+    """An HTTP server that gives every request the same answer, or none."""
 
     def __init__(self) -> None:
         outer = self

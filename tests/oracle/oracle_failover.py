@@ -1,4 +1,4 @@
-"""A captured server that dies, and its standby, promoted behind it under the same address.
+"""A captured server that dies, and its standby, which is promoted and reached at the same address.
 
 cluster ─► proxy ─► primary ─► standby        cut: the standby receives no more, and the primary takes commits
 cluster ─► proxy ─────────────► standby       over: the primary is killed, the standby promoted
@@ -23,7 +23,7 @@ from support.waiting import eventually
 
 STANDBY = "oracle_standby"
 SLOTS_SINCE = 17
-"""Failover slots; before that a promoted standby has none."""
+"""First version with failover slots; before it a promoted standby has none."""
 
 
 class Failover:
@@ -35,9 +35,9 @@ class Failover:
         self._proxy = self._run(Proxy(server.dsn).__aenter__())
         stack.callback(lambda: self._run(self._proxy.__aexit__()))
         self.dsn = self._proxy.dsn
-        """Where the captured database is, before and after."""
+        """Address of the captured database before and after the failover."""
         self.cut_lsn = 0
-        """The standby has all that was committed below, and nothing above."""
+        """LSN of the cut: the standby has every commit below it and none above."""
         with psycopg.connect(server.dsn, autocommit=True) as control:
             self.slots = control.info.server_version // 10_000 >= SLOTS_SINCE
             control.execute("SELECT pg_create_physical_replication_slot(%s, true)", (STANDBY,))
@@ -52,7 +52,8 @@ class Failover:
         return asyncio.run_coroutine_threadsafe(what, self._loop).result(30)
 
     def cut(self, slot: str) -> None:
-        """The standby has all that is committed now, and the slot where servers keep it in step, and nothing later."""
+        """Cut the standby off. It has every current commit, and the slot if the server synchronizes slots, and nothing
+        later."""
         with (
             psycopg.connect(self._server.dsn, autocommit=True) as control,
             psycopg.connect(self._standby.dsn, autocommit=True) as there,
@@ -74,7 +75,7 @@ class Failover:
         cut_off(self._standby)
 
     def over(self) -> str:
-        """The DSN of the new primary."""
+        """Kill the primary and promote the standby. Return the DSN of the new primary."""
         kill(self._server)
         promote(self._standby)
 

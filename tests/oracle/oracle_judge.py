@@ -1,7 +1,8 @@
-"""Compares what clients hold and topics fold to with what SELECT says, while the writers stand.
+"""Compare the rows of clients and the folded topics with SELECT while the writers are paused.
 
-What may still be under way is asked again until a deadline; what a client shows although it says that its source has
-shown it everything is a failure at once. Each finding is a sentence with the table, the clause and the rows.
+A difference that may still be in progress is checked again until a deadline. A client that shows different rows
+although it claims to be up to date is a failure without a retry. Each finding is a sentence with the table, the clause
+and the rows.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from tidemill.metastore.catalogue import CaptureTableRow
 
 SETTLE_S = 45.0
 COPIED_S = 180.0
-"""Where every table may have to be copied again, behind a node that was killed."""
+"""Limit where every table may have to be copied again after a kill of the node."""
 CONFIRM_S = 5.0
-"""From when the last commit is durable, which it is when a consumer reads it, until PostgreSQL hears of it."""
+"""Limit for confirming the last commit to PostgreSQL once it is durable, that is, once a consumer reads it."""
 EXAMPLES = 3
 LEDGER = "public.ledger"
 Mark = tuple[int, str]
@@ -40,19 +41,19 @@ Mark = tuple[int, str]
 
 @dataclass
 class Shape:
-    """A shape that is followed: by whom, and what it selects."""
+    """A shape, its selection, and the clients that follow it."""
 
     table: Table
     where: str
     columns: list[str]
-    """() = all"""
+    """Selected columns; () = all."""
     breaks: int = 0
-    """Columns of its table that had been renamed or dropped when it was made."""
+    """Number of columns of its table that had been renamed or dropped when it was created."""
     clients: list[Follower | StockClient] = field(default_factory=list)
 
     @property
     def over(self) -> bool:
-        """Its clause or columns may be of a description that is no more."""
+        """Return whether its clause or columns may belong to an outdated description of the table."""
         return self.table.gone or self.table.breaks > self.breaks
 
     def __str__(self) -> str:
@@ -61,7 +62,7 @@ class Shape:
 
 @dataclass
 class Source:
-    """What the judge looks at. `rows` is the capture's catalogue by table, `select` runs a statement."""
+    """Inputs of the judge. `rows` is the capture's catalogue by table, `select` runs a statement."""
 
     capture: str
     brokers: str
@@ -70,7 +71,7 @@ class Source:
     marks: Callable[[], Mapping[str, Mapping[str, Any]]]
     confirmed_lsn: Callable[[], int]
     shards: Path | None = None
-    """The cluster's file, where a pipeline keeps the first tables."""
+    """The cluster's configuration file, if a pipeline keeps the first tables."""
 
 
 class Judge:
@@ -79,17 +80,17 @@ class Judge:
         self._history = history
         self._lsn_of: dict[int, int] = {}
         self._bounded: set[int] = set()
-        """Transactions whose ledger row came with a copy: `_lsn_of` is only at or above their commit."""
+        """Transactions whose ledger row was copied: `_lsn_of` is only an upper bound of their commit."""
         self._last_lsn = 0
         self.settle_s = SETTLE_S
         self._moved: dict[Follower | StockClient, int] = {}
         self.counts: Counter[str] = Counter()
         self.settled_s: list[dict[str, float]] = []
-        """Of each pause: how long each thing took to be as it must."""
+        """Durations of each pause: how long each kind of result took to be correct."""
 
     def judge(self, mark: Mark, tables: Sequence[Table], shapes: Sequence[Shape], large: Sequence[Shape] = ()) -> None:
-        """`mark`: the ledger's last row; `large`: shapes over that table. Raises AssertionError with all that is
-        wrong."""
+        """Judge the world. `mark`: the ledger's last row; `large`: shapes over that table. Raises AssertionError with
+        all findings."""
         began_s = time.monotonic()
         took_s = {"ledger": self._until(lambda: self._ledger(mark))}
         last_lsn = self._last_lsn
@@ -110,12 +111,12 @@ class Judge:
         self._moved, self.settle_s = {}, SETTLE_S
 
     def captured(self, mark: Mark) -> None:
-        """Wait until it is, with all that was committed before."""
+        """Wait until the mark and all earlier commits are captured."""
         self._until(lambda: self._ledger(mark))
 
     def moved(self, shapes: Sequence[Shape], cut_lsn: int) -> None:
-        """The database failed over: until the next judgement every client that holds rows is to start over. What was
-        committed above is lost, and its xids are given to others."""
+        """Note a failover of the database: until the next judgement, every client that holds rows must start over.
+        Commits above `cut_lsn` are lost, and their xids are reused."""
         self._lsn_of = {xid: lsn for xid, lsn in self._lsn_of.items() if lsn <= cut_lsn}
         self._bounded &= self._lsn_of.keys()
         self._moved = dict(self.held(shapes))
@@ -123,7 +124,7 @@ class Judge:
 
     @staticmethod
     def held(shapes: Sequence[Shape]) -> list[tuple[Follower | StockClient, int]]:
-        """Each client that holds a shape, and how often it started over."""
+        """Return each client that holds a shape, and the number of times that it started over."""
         views = [(client, client.view()) for s in shapes if not s.over for client in s.clients]
         return [(client, view.refetches) for client, view in views if view.complete and not view.refused]
 
@@ -137,7 +138,7 @@ class Judge:
 
     # the capture -----------------------------------------------------------------------------------
     def _ledger(self, mark: Mark) -> list[str]:
-        """The ledger's topic is its table; it says at which LSN each transaction is."""
+        """Compare the ledger's topic with its table, and learn the commit LSN of each transaction."""
         row = self._source.rows().get(LEDGER)
         if row is None or not row.is_streaming:
             return [f"{LEDGER} does not flow: {row}"]
@@ -186,8 +187,8 @@ class Judge:
         return problems
 
     def _marks(self) -> list[str]:
-        """Nothing is stuck but a table that says why, its shard, the shard of one that was copied again otherwise, and
-        the pipeline that such a shard holds."""
+        """Return the marks that are stuck without a permitted reason. Permitted are a table with an error, its shard,
+        the shard of a table whose new copy differs, and the pipeline that such a shard holds."""
         marks = self._source.marks()
         waiting = {name for name, mark in marks.items() if _waits_for_a_person(name, mark)}
         for name, mark in marks.items():
@@ -259,7 +260,8 @@ class Judge:
 
     # shards ----------------------------------------------------------------------------------------
     def _shards(self, tables: Sequence[Table]) -> list[str]:
-        """Of tables that flow. One that changed again behind what was accepted for its shard says so, and waits."""
+        """Compare the shards of streaming tables. The shard of a table that changed again after its acceptance reports
+        that and waits."""
         rows, marks = self._source.rows(), self._source.marks()
         waiting = {name for name, mark in marks.items() if _waits_for_a_person(name, mark)}
         self.counts["shards waiting"] += len(waiting)
@@ -301,7 +303,7 @@ class Judge:
         for client in shape.clients:
             view = client.view()
             if not row.is_streaming and ((shape.over and view.refused) or not (view.complete or view.rows)):
-                continue  # its shape is over; one that needs none of the changed columns continues, and is exact
+                continue  # its shape has ended; one without the changed columns continues, and is exact
             found = self._held(client, view, names, table)
             said = f"{client.name} of {shape}, changes={table.changed}, {_said(view)}"
             if view.refetches <= self._moved.get(client, -1):
@@ -323,8 +325,8 @@ class Judge:
         return problems
 
     def _wanted(self, shape: Shape) -> dict[Shown, bool] | None:
-        """What it is to show. None: it is over, since it shows all columns of a description that is no more, or since
-        its columns are not all there."""
+        """Return the rows that it must show. None: the shape must end, because it selects all columns of an outdated
+        description or because some of its columns are missing."""
         names = shape.columns or shape.table.names
         if shape.over and not (shape.columns and {*names} <= {*shape.table.names}):
             return None
@@ -351,7 +353,7 @@ class Judge:
         )
 
     def _never_shown(self, shape: Shape) -> list[str]:
-        """Rows that a client held, and PostgreSQL never had; keys that left without a delete or a change."""
+        """Return rows of clients that PostgreSQL never had, and keys that left without a delete or a change."""
         table, problems = shape.table, []
         for client in shape.clients:
             if isinstance(client, StockClient):
@@ -363,7 +365,7 @@ class Judge:
                 if shown[1] not in rows or (shown[0] is not None and shown not in written)
             ]
             small = [x for x in client.took_over if self._history.size_bytes(table.number, x) < WAITING_BYTES // 4]
-            if small:  # docs/shapes.md; a message also has the old row
+            if small:  # docs/guides/shapes.md; a message also has the old row
                 problems.append(
                     f"{client.name} of {shape} was shown two rows of one key in a small transaction: {small}"
                 )
@@ -376,7 +378,8 @@ class Judge:
 
 
 def _waits_for_a_person(name: str, mark: Mapping[str, Any]) -> bool:
-    """A shard whose table was copied under another description than it has, and may be gone since, or was before."""
+    """Return whether a shard waits for an operator: the copy of its table has another description, or the table was
+    dropped."""
     said = ("with another schema", "captured database has no such table")
     return name.startswith("shard:") and bool(mark.get("parked")) and any(each in mark["error"] for each in said)
 

@@ -1,8 +1,8 @@
-"""Random transactions, on connections of their own.
+"""Random transactions, on separate connections.
 
-Writers go from transaction to transaction through a gate, so that the world can stop all of them between two. What
-PostgreSQL refuses (a key that exists, a deadlock, a column that is gone by now) is rolled back and counted; a statement
-that fails because of what a capture did to its table is a fault of ours.
+Writers pass through a gate between two transactions, so that the world can stop all of them there. Statements that
+PostgreSQL refuses (a key that exists, a deadlock, a column that has been dropped) are rolled back and counted. A
+statement that fails because of a capture's change to its table is a defect of ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from oracle_tables import LEDGER, Column, Table, identifier
 from oracle_types import VALUES, key_value
 
 IDENTITY_REFUSED = ("55000", "42P10")
-"""What an UPDATE or DELETE is refused with where a table has no replica identity, or one that a publication rules out
+"""Errors of an UPDATE or DELETE on a table that has no replica identity, or one that a publication rules out
 (`object_not_in_prerequisite_state`, `invalid_column_reference`)."""
 SYNTAX_ERROR = "42601"
 DISPLAY = (
@@ -35,7 +35,7 @@ def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
 
 
 class Gate:
-    """Open for writers; `closed()` waits until none is within a transaction."""
+    """A gate for writers; `closed()` waits until none is within a transaction."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -68,7 +68,8 @@ class Gate:
 
 
 def _check_who(connection: psycopg.Connection[Any], deadlock: str) -> None:
-    """Transactions of the application may be in each other's way, and never in ours. Raises AssertionError."""
+    """Check that no process of ours is part of a deadlock; transactions of the application may block each other. Raises
+    AssertionError."""
     pids = [int(pid) for pid in re.findall(r"[Pp]rocess (\d+)", deadlock)]
     found = connection.execute("SELECT application_name FROM pg_stat_activity WHERE pid = ANY(%s)", [pids]).fetchall()
     connection.commit()
@@ -76,7 +77,7 @@ def _check_who(connection: psycopg.Connection[Any], deadlock: str) -> None:
 
 
 class Worker(threading.Thread):
-    """One connection, one source of randomness; `step` is run through the gate until `stop`."""
+    """One connection and one source of randomness. `step` runs through the gate until `stop`."""
 
     def __init__(self, name: str, dsn: str, seed: str, tables: Sequence[Table], gate: Gate, pause_s: float) -> None:
         super().__init__(name=name, daemon=True)
@@ -84,7 +85,7 @@ class Worker(threading.Thread):
         self.counts: Counter[str] = Counter()
         self.failure: BaseException | None = None
         self.dsn = dsn
-        """Read between two transactions: another one leads to another server."""
+        """Address of the server, read between two transactions; a change leads to another server."""
         self.paused = False
         self._tables = tables
         self._gate = gate
@@ -99,7 +100,7 @@ class Worker(threading.Thread):
             self.failure = error
 
     def _work(self, dsn: str) -> None:
-        """Until the work is over, or at another server."""
+        """Execute transactions until the work ends or moves to another server."""
         connection = connect(dsn)
         try:
             connection.execute("SET lock_timeout = '5s'")
@@ -202,7 +203,7 @@ class Writer(Worker):
         cursor.execute(f"INSERT INTO {_sql(table)} ({names}) VALUES {rows} ON CONFLICT {conflict}", values)
 
     def _insert_free(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """A deferrable key is none that ON CONFLICT can name. Rows of equal content but for the key are among them."""
+        """Insert rows without ON CONFLICT, which cannot name a deferrable key. Some rows differ only in their key."""
         rand = self.rand
         given = [c for c in table.columns if c.name in table.key or rand.random() < 0.6]
         same = {c.name: self._value(table, c) for c in given}
@@ -226,7 +227,7 @@ class Writer(Worker):
             cursor.execute(f"UPDATE {_sql(table)} SET {change} WHERE {test}", [*values, *key])
 
     def _move(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """To another key, and on to a third in the same transaction at times."""
+        """Move a row to another key; occasionally a later move in the same transaction takes it to a third."""
         test, key = self._key(table)
         column = table.column(self.rand.choice(table.key))
         change = f"{_name(column)} = %s::{column.bare}"
@@ -242,7 +243,7 @@ class Writer(Worker):
             cursor.execute(change, ())
 
     def _shift(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """Each row moves to the key of the next one, which leaves it later in the same statement."""
+        """Move each row to the key of the next one, which leaves it later in the same statement."""
         numbers = [c for c in map(table.column, table.key) if c.kind in ("integer", "bigint", "smallint", "date")]
         if not numbers:
             return
@@ -252,7 +253,7 @@ class Writer(Worker):
         cursor.execute(f"UPDATE {_sql(table)} SET {name} = {name} {step} WHERE {name} >= {order}", ())
 
     def _exchange(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """Two rows take each other's key in one statement, or three in a ring."""
+        """Let two rows exchange their keys in one statement, or three in a ring."""
         names = ", ".join(map(_identifier, table.key))
         cursor.execute(
             f"WITH chosen AS (SELECT {names} FROM {_sql(table)} ORDER BY random() LIMIT {self.rand.choice([2, 3])}),"
@@ -266,8 +267,8 @@ class Writer(Worker):
         )
 
     def _meet(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """Two rows hold one key over statements; then the one that was there leaves it: for the other's key, or with
-        the row. Refused at once where the key is not deferred."""
+        """Let two rows hold one key across statements, then let the first leave it: for the other's key, or by its
+        deletion. PostgreSQL refuses the first statement if the key is not deferred."""
         names = ", ".join(map(_identifier, table.key))
         cursor.execute("SET CONSTRAINTS ALL DEFERRED") if self.rand.random() < 0.5 else None
         cursor.execute(f"SELECT ctid::text, {names} FROM {_sql(table)} ORDER BY random() LIMIT 2 FOR UPDATE", ())
@@ -292,7 +293,7 @@ class Writer(Worker):
         cursor.execute(f"DELETE FROM {_sql(table)} WHERE {test}", key)
 
     def _sweep(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """One statement over many rows."""
+        """Change many rows in one statement."""
         column = self.rand.choice(table.columns)
         if column.name in table.key:
             odds = f"hashtext({_name(column)}::text) %% 3 = {self.rand.randint(-2, 2)}"
@@ -302,7 +303,7 @@ class Writer(Worker):
             cursor.execute(f"UPDATE {_sql(table)} SET {change}", [self._value(table, column)])
 
     def _many(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """More rows than a fragment holds, and most of them gone again in the same or a later transaction."""
+        """Insert more rows than a fragment holds; most of them are deleted in the same or a later transaction."""
         first = table.column(table.key[0])
         if first.kind not in ("integer", "bigint") or len(table.key) > 1 or table.partitions:
             return
@@ -322,7 +323,7 @@ class Writer(Worker):
 
 
 def _identifier(name: str) -> str:
-    """For a statement with parameters, where a percent sign has a meaning."""
+    """Quote an identifier for a statement with parameters, in which a percent sign has a meaning."""
     return identifier(name).replace("%", "%%")
 
 

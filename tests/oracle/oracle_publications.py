@@ -1,9 +1,9 @@
-"""Publications of somebody else over the same tables, which come and go while the writers stand.
+"""Publications of other owners over the same tables, created and dropped while the writers are paused.
 
-They are such as an application may have: none of them rules out its UPDATEs and DELETEs with the identity that the
-application itself gave a table. So a statement that is refused is refused for what the capture did to the table.
-A column list rules out `REPLICA IDENTITY FULL`; a table that has it by its capture is to have its former one again
-before the writers go on.
+They are plausible for an application: none of them rules out UPDATEs and DELETEs with the identity that the application
+itself gave a table. A refused statement is therefore caused by the capture's change to the table. A column list rules
+out `REPLICA IDENTITY FULL`; a table that got it from its capture must have its former identity again before the writers
+continue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from oracle_types import ENUM
 from support.waiting import eventually
 
 SAFE_S = 60.0
-"""Two seconds are promised while the capture runs; it may have been killed, on a machine that is busy."""
+"""Limit for restoring an identity. The promise is two seconds while the capture runs; it may have been killed, on a
+busy machine."""
 WHOLE = (
     "SELECT count(*) FROM pg_class c WHERE c.relreplident = 'f' AND c.relkind = 'r' AND (c.oid = %(t)s::regclass"
     " OR c.oid IN (SELECT relid FROM pg_partition_tree(%(t)s::regclass)))"
@@ -38,10 +39,10 @@ class Publications:
         self._made = 0
         self.counts: Counter[str] = Counter()
         self.safe_s: list[float] = []
-        """How long each identity that was ruled out stayed."""
+        """Durations, in seconds, for which an identity that was ruled out remained."""
 
     def turn(self, connection: psycopg.Connection[Any]) -> None:
-        """Some go, some come. No writer is within a transaction."""
+        """Drop some publications and create others, while no writer is within a transaction."""
         rand = self._rand
         for name in [name for name in self._held if rand.random() < 0.5]:
             self._drop(connection, name)
@@ -79,7 +80,7 @@ class Publications:
         self.counts["of all tables"] += 1
 
     def _filter(self, connection: psycopg.Connection[Any], name: str) -> None:
-        """On a column of the identity that the application gave the table."""
+        """Create a publication with a row filter on a column of the identity that the application gave the table."""
         table = self._rand.choice([t for t in self._tables if not t.gone])
         names = [c.name for c in table.columns if c.name in table.key or table.whole]
         names = [name for name in names if table.column(name).kind != ENUM]
@@ -93,7 +94,7 @@ class Publications:
             self.counts["with a row filter"] += 1
 
     def _list(self, connection: psycopg.Connection[Any], name: str) -> None:
-        """One that rules out FULL."""
+        """Create one whose column list rules out FULL."""
         fit = [t for t in self._tables if not (t.gone or t.listed or t.deferrable or t.whole)]
         if not fit:
             return
@@ -111,7 +112,7 @@ class Publications:
         self.safe_s.append(round(time.monotonic() - began_s, 1))
 
     def _inserts(self, connection: psycopg.Connection[Any], name: str) -> None:
-        """A column list that has no say in UPDATE and DELETE."""
+        """Create one with a column list that does not apply to UPDATE and DELETE."""
         table = self._rand.choice([t for t in self._tables if not t.gone])
         self._create_list(connection, name, table, "insert")
         self.counts["with a column list, of inserts"] += 1

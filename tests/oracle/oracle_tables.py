@@ -52,7 +52,7 @@ class Column:
     name: str
     kind: str
     default: str | None = None
-    """A literal's text; None = nullable, without a default."""
+    """Text of its literal; None = nullable, without a default."""
 
     @property
     def sql(self) -> str:
@@ -71,7 +71,7 @@ def literal(text: str) -> str:
 
 @dataclass
 class Table:
-    """`number` is of this table alone: one that is made anew under its name has another."""
+    """A random table. `number` is unique: a table re-created under the same name has another."""
 
     number: int
     schema: str
@@ -80,35 +80,38 @@ class Table:
     key: list[str]
     partitions: int = 0
     deferrable: str = ""
-    """IMMEDIATE or DEFERRED: what its key, which is deferrable, is INITIALLY."""
+    """The INITIALLY of its deferrable key: IMMEDIATE or DEFERRED."""
     whole: bool = False
-    """The application itself gives it REPLICA IDENTITY FULL."""
+    """Set if the application itself gives it REPLICA IDENTITY FULL."""
     listed: str = ""
-    """A publication of somebody else that rules out REPLICA IDENTITY FULL: the table is refused or parked meanwhile."""
+    """A publication of another owner that rules out REPLICA IDENTITY FULL: until it is dropped, the table is refused or
+    parked."""
     broken: list[str] = field(default_factory=list)
-    """Changes of its description since it was last copied, after which it may be parked."""
+    """Changes of its description since the last copy, any of which may park it."""
     changed: list[str] = field(default_factory=list)
     """All changes of its description."""
     breaks: int = 0
-    """Of its columns that were renamed or dropped, ever."""
+    """Number of its columns that were renamed or dropped so far."""
     left: set[str] = field(default_factory=set)
-    """Names that its columns were renamed from, or dropped with …"""
+    """Former names of its renamed columns, and names of dropped ones."""
     again: set[str] = field(default_factory=set)
-    """… and those of them that another column has had since: a topic that is parked may have the old one under it."""
+    """Names of `left` that another column has had since: a parked topic may have the old column under it."""
     rewritten: bool = False
-    """Since it was last copied: by TRUNCATE, or a change that writes all rows anew."""
+    """Set by TRUNCATE or a change that rewrites all rows, reset by a copy."""
     gone: bool = False
     kept: bool = False
-    """A pipeline keeps it in a shard, and if it was copied again, then because that was accepted for the shard, too."""
+    """Set while a pipeline keeps it in a shard; a new copy keeps it set only if it was accepted for the shard, too."""
 
     def may_be_paused(self, reason: str) -> bool:
-        """A change that should flow parks where the rows were written anew within seconds before it: that looks like a
-        volatile default; or where no shard column can hold its default, as NaN (docs/capture.md)."""
+        """Return whether the table may be parked for this reason. A permitted change parks when the rows were rewritten
+        within seconds before it, which looks like a volatile default, or when no shard column can hold its default, as
+        NaN (docs/guides/capture.md)."""
         anew = self.rewritten and "the rows were rewritten" in reason
         return bool(self.broken) or (bool(self.changed) and (anew or "its default cannot be carried" in reason))
 
     def copied_again(self, known: int, *, accepted: bool) -> None:
-        """`known`: so many of `broken` were there when it was asked for; what came since may be in the copy, or not."""
+        """Note a new copy. `known`: number of changes in `broken` when it was requested; later ones may be in the copy
+        or not."""
         del self.broken[:known]
         self.rewritten = False
         self.kept = self.kept and accepted
@@ -139,7 +142,7 @@ class Table:
         return [*statements, *self.watching()]
 
     def partition(self, number: int) -> str:
-        """Of 40 keys each; the first takes what is below, too."""
+        """Return the statement for a partition of 40 keys; the first partition also takes all lower keys."""
         start = "MINVALUE" if number == 0 else str(number * 40)
         end = str((number + 1) * 40)
         name = f"{identifier(self.schema)}.{identifier(f'{self.name} p{number}')}"
@@ -155,7 +158,7 @@ class Table:
         ]
 
     def watcher(self) -> str:
-        """To be made anew in the transaction that changes the description."""
+        """Return the trigger function. The transaction that changes the description must replace it."""
         rows = "INSERT INTO oracle.history (tab, op, old, new) VALUES"
         old, new, n = self._object("OLD"), self._object("NEW"), self.number
         return f"""CREATE OR REPLACE FUNCTION oracle.log_{n}() RETURNS trigger LANGUAGE plpgsql AS $oracle$ BEGIN
@@ -181,7 +184,7 @@ class Table:
         return f"jsonb_build_object({', '.join(parts)})"
 
     def select(self, columns: Sequence[str] = (), where: str = "") -> str:
-        """Every value as text, booleans as true and false."""
+        """Return the query for every value as text, booleans as true and false."""
         shown = []
         for name in columns or self.names:
             value = identifier(name)
@@ -199,7 +202,7 @@ def random_column(rand: random.Random, taken: Sequence[str], kind: str = "") -> 
 
 
 def random_table(rand: random.Random, number: int, *, deferrable: bool = False) -> Table:
-    """`deferrable`: half of those without partitions have such a key."""
+    """Return a random table. `deferrable`: half of those without partitions have such a key."""
     partitioned = rand.random() < 0.2
     kinds = ["integer" if partitioned else rand.choice(KEY_TYPES)]
     kinds += [rand.choice(KEY_TYPES) for _ in range(rand.choice([0, 0, 1, 2]))]

@@ -2,8 +2,8 @@
 
     tables, shapes ─► [ writers + changes of descriptions + SIGKILL, SIGSTOP ] ─► pause, judge ─► again … ─► judge
 
-The seed fixes tables, clauses, the statements of each writer and the kinds of faults; how they fall together is the
-machine's affair.
+The seed determines tables, clauses, the statements of each writer and the kinds of faults; their timing depends on the
+machine.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ CAPTURE = "world"
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything."""
+    """Size and features of a random world."""
 
     seed: int
     rounds: int = 3
@@ -51,19 +51,19 @@ class Plan:
     tables: tuple[int, int] = (2, 5)
     writers: int = 3
     kills: int = 1
-    """In each round."""
+    """Number of kills in each round."""
     changes: bool = True
     pause_s: float = 0.03
     shards: bool = False
-    """A pipeline keeps the first tables; faults are the driver's, too."""
+    """Let a pipeline keep the first tables; faults then affect its driver, too."""
     publications: bool = False
-    """Somebody else's, over the same tables."""
+    """Create publications of other owners over the same tables."""
     deferrable: bool = False
-    """Keys that are, in half of the tables."""
+    """Give half of the tables deferrable keys."""
     failover: bool = False
-    """To a standby that is behind, once."""
+    """Fail over once, to a standby that lags."""
     large: bool = False
-    """Transactions of 200,000 rows on a table of their own, one in each round."""
+    """Execute a transaction of 200,000 rows on a separate table in each round."""
 
     @property
     def features(self) -> list[str]:
@@ -129,7 +129,7 @@ class World:
         self.tables.append(table)
 
     def _seed_rows(self) -> None:
-        """Rows that are there before anybody captures them."""
+        """Insert rows before the tables are captured."""
         writer = Writer("seeding", self.dsn, str(self.plan.seed), self.tables, self.gate, 0)
         with connect(self.dsn) as connection:
             for _ in range(20):
@@ -170,7 +170,7 @@ class World:
         return Source(CAPTURE, self.cluster.kafka, select, rows, lambda: self.cluster.marks(), confirmed, shards)
 
     def _follow(self, table: Table) -> None:
-        """Some shapes over a table, each with clients of different kinds."""
+        """Create shapes over a table, each with clients of different kinds."""
         rand = self.rand
         for number in range(rand.randint(1, 3)):
             where = random_clause(rand, table) if number else ""
@@ -241,7 +241,7 @@ class World:
         assert self.counts["committed"] > 5 * self.plan.rounds, f"the writers did next to nothing: {self.counts}"
 
     def _round(self) -> None:
-        """Faults at random moments of it, and a calm end, so that the node can be judged."""
+        """Inject faults at random moments of a round, and end it calmly, so that the node can be judged."""
         moments = sorted(self.rand.random() * self.plan.round_s * 0.9 for _ in range(self.plan.kills))
         began_s = time.monotonic()
         for moment in [*moments, self.plan.round_s]:
@@ -276,7 +276,8 @@ class World:
             worker.paused = False
 
     def _large_transaction(self, kind: str) -> None:
-        """Its own table's shapes may end for it. Those of others, which are written to meanwhile, may not."""
+        """Execute a large transaction. It may end the shapes of its table, but not those of other tables with
+        concurrent writes."""
         before = self.judge.held(self.shapes)
         quiet = Writer(f"beside {kind}", self.dsn, str(self.plan.seed), self.tables, Gate(), self.plan.pause_s)
         quiet.truncates = False
@@ -299,7 +300,7 @@ class World:
         assert quiet.counts["committed"], "nothing was written beside"
 
     def _fail_over(self) -> None:
-        """The standby has nothing of what is committed between its cut and its promotion."""
+        """Fail over. The standby lacks all commits between its cut and its promotion."""
         assert self.failover is not None
         for worker in self.workers:
             worker.paused = isinstance(worker, Changer)
@@ -321,7 +322,7 @@ class World:
                 worker.dsn = self.dsn
 
     def _go_on(self) -> None:
-        """Tables that are parked are copied again, tables that are new get clients."""
+        """Copy parked tables again, and give new tables clients."""
         rows = self.judge._source.rows()
         followed = {shape.table.number for shape in self.shapes}
         for table in self.tables:
@@ -353,7 +354,7 @@ class World:
         self.shapes = [shape for shape in self.shapes if shape.table is not table]
 
     def _sessions(self) -> list[str]:
-        """What the server's sessions do, and whom they wait for."""
+        """Return the state of the server's sessions, with the sessions that block them."""
         query = (
             "SELECT application_name, pid, state, wait_event_type, wait_event, (now() - state_change)::text,"
             " (now() - xact_start)::text, pg_blocking_pids(pid), left(query, 200) FROM pg_stat_activity"
@@ -366,7 +367,7 @@ class World:
             return [f"no session is known: {error}"]
 
     def describe(self) -> str:
-        """What a failure prints."""
+        """Return the description of the world for the output of a failure."""
         lines = [f"seed {self.plan.seed}, with {self.plan.features}, faults {self.faults}, others {self.others.held}"]
         for table in self.tables:
             shown = ", ".join(column.sql for column in table.columns)
@@ -379,8 +380,8 @@ class World:
 
 @contextmanager
 def world(plan: Plan, dsn: str, directory: Path, server: EmbeddedPostgres | None = None) -> Iterator[World]:
-    """Whatever fails within is told with the seed and all that was made of it. `server`: that of `dsn`, which a
-    failover kills."""
+    """Run a world. Any failure within is reported with the seed and the generated world. `server`: the server of `dsn`,
+    which a failover kills."""
     with ExitStack() as stack:
         made = World(plan, dsn, directory, stack, server)
         try:

@@ -1,4 +1,4 @@
-"""Checksums of parts: whatever bit is flipped, each way to read gives what was written or Corrupt."""
+"""Checksums of parts: after any flipped bit, each way to read returns the written rows or raises CorruptError."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def by_pieces(part: Part, data: bytes) -> pa.Table:
 
 
 def by_an_engine(part: Part, data: bytes) -> pa.Table:
-    """One that verifies nothing, and reads through `VerifiedFile`."""
+    """Read with an engine that verifies nothing, through `VerifiedFile`."""
     file: Any = VerifiedFile(part, io.BytesIO(data))  # type: ignore[arg-type]
     return pq.ParquetFile(file, page_checksum_verification=False).read()
 

@@ -1,4 +1,5 @@
-"""What a schema may become, who is told of it, and that everybody who evolves it at once ends in one schema."""
+"""Permitted changes of a schema, their reporting to readers and writers, and concurrent changes that end in one
+schema."""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ async def test_a_merge_by_a_handle_of_before_keeps_the_new_columns(monkeypatch: 
 
 
 async def test_a_writer_of_an_older_version_is_fenced_with_rows_and_without() -> None:
-    """Without rows too: a record that changes the new column alone is no change to it."""
+    """The fence also applies without rows: a record that changes only the new column is no change for the old
+    version."""
     world = World()
     old = await world.open()
     part = await old.write_part(updates([(1, "a", 1, 1)]))
@@ -248,7 +250,7 @@ async def test_what_a_version_widened_is_told_with_the_type_it_had() -> None:
 
 
 def test_no_prefix_of_a_checkpoint_has_a_batch_that_is_newer_than_its_schema() -> None:
-    """A round that finds a new version and a batch rewritten under it: a manifest may be cut between its groups."""
+    """A round finds a new version and a batch rewritten under it. A manifest may be cut between its groups."""
 
     def part(data: bytes) -> Part:
         return Part(1, 10, inline=data, max_hash=2**64 - 1)

@@ -1,8 +1,8 @@
-"""The pure core under evolution: state, parts, sums and merges, beside a plain list of rows.
+"""The pure core under evolution: state, parts, sums and merges, against a plain list of rows.
 
-Oracle: contents at every readable time equal the list, with what older rows lack filled in; a reader of an older
-version sees exactly its columns of what was written up to then; what is merged whole holds each row once, so
-retractions of one version met the insertions of another; bytes of state and commands survive a round trip.
+Oracle: contents at every readable time equal the list, with defaults for the columns that older rows lack. A reader of
+an older version sees exactly its columns of the rows written up to then. A complete merge holds each row once, so
+retractions of one version met the insertions of another. Bytes of state and commands survive a round trip.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ WIDER = {"int16": "int32", "int32": "int64", "float32": "float64", "decimal(4,2)
 DEFAULTS = {"int": "7", "float": "0.1", "decimal": "1.5", "string": "é", "bool": "true"}
 FLOATS = [0.0, -0.0, 0.1, float("nan"), float("inf"), -1.5]
 Row = tuple[str, ...]
-"""repr of each value, in the order of columns of the version it was written under."""
+"""repr of each value, in the column order of the version under which it was written."""
 
 
 def kind_of(type_name: str) -> str:
@@ -69,7 +69,7 @@ class EvolutionModel(RuleBasedStateMachine):
         self.state: ShardState = apply(None, Create("t", "id", schema))  # type: ignore[assignment]
         self.schemas = [schema]
         self.rows: list[tuple[dict[str, Any], int, int]] = []
-        """Values by name as they were written, time, diff."""
+        """(values by name as written, time, diff)"""
         self.live: list[dict[str, Any]] = []
         self.decoded: dict[tuple[bytes, int], pa.Table] = {}
 
@@ -155,7 +155,8 @@ class EvolutionModel(RuleBasedStateMachine):
         self.rows += updates
 
     def evolve(self, asked: list[str]) -> None:
-        """`widen`: the newest column that can be; a type: a column of it, with `=` one with a default."""
+        """Evolve the schema. `widen`: widen the newest column that permits it; a type: add a column of it, with `=` one
+        with a default."""
         before = self.state.schema
         kinds = [kind for kind in asked if kind != "widen"]
         add = tuple(
@@ -172,7 +173,7 @@ class EvolutionModel(RuleBasedStateMachine):
         assert self.state.schema.version == before.version + 1
         self.schemas.append(self.state.schema)
         for row in self.live:
-            # What reads it now has these columns too, and what retracts it must.
+            # Readers from now on see these columns too, and a retraction must contain them.
             for column in self.state.schema.columns:
                 row.setdefault(column.name, default_value(column).as_py())
         again = self.take(command)

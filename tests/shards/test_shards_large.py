@@ -1,4 +1,4 @@
-"""Columns with more texts than one array holds, and texts that are far larger in memory than where they are stored."""
+"""Columns with more text than one array holds, and texts that are far larger in memory than in storage."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ MIB = 1 << 20
 VALUES = st.sampled_from([None, "", "a", "bcd", "é" * 9, "x" * 40])
 
 POOLS: list[Any] = []
-"""They outlive what was allocated from them."""
+"""Memory pools, kept alive because they must outlive their allocations."""
 
 
 @contextmanager
 def peak() -> Iterator[Any]:
-    """A call that says how much Arrow has held at most since."""
+    """Return a function that returns the peak of Arrow's memory since this call."""
     before = pa.default_memory_pool()
     pool = pa.proxy_memory_pool(before)
     POOLS.append(pool)
@@ -82,7 +82,7 @@ def test_a_cut_is_as_long_as_both_limits_allow(sizes: list[int], limit_bytes: in
 
 
 def large(schema: ShardSchema, keys: list[int], times: list[int], diffs: list[int]) -> pa.Table:
-    """Updates with more than 2 GiB of text in all, of 32 MiB in memory: every chunk is the same one."""
+    """Return updates with more than 2 GiB of text but 32 MiB of memory: all chunks are the same one."""
     chunk = pa.array(["x" * MIB] * 32)
     chunks, rest = divmod(len(keys), len(chunk))
     assert rest == 0 and chunks * len(chunk) > 2048
@@ -109,7 +109,7 @@ def test_more_text_than_one_array_holds_is_taken_compared_and_summed() -> None:
 
 
 def test_a_text_that_many_rows_have_is_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one row counts many times the contents are larger than all updates."""
+    """A row with a large multiplicity makes the contents larger than all updates."""
     unkeyed = ShardSchema(SCHEMA.columns, ())
     rows = pa.table([pa.array([1, 2]), pa.array(["x" * 1000, "y"]), pa.array([1, 1]), pa.array([5, 2])],
                     schema=update_schema(unkeyed))  # fmt: skip

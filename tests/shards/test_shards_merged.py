@@ -1,4 +1,4 @@
-"""What compaction makes of updates: held to Arrow's group-by over whole rows, whatever rows, times and hashes are."""
+"""Compaction of updates against Arrow's group-by over whole rows, for arbitrary rows, times and hashes."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def row_of(draw: st.DrawFn, schema: ShardSchema) -> tuple[Any, ...]:
 
 @st.composite
 def histories(draw: st.DrawFn, schema: ShardSchema) -> list[tuple[Any, ...]]:
-    """Mostly what a shard holds: per key a row replaces the one before it. A run of it may begin anywhere; sometimes
-    updates that no writer makes are among them."""
+    """Return histories, mostly like those of a shard: per key a row replaces the one before it. A run may begin
+    anywhere, and some updates are ones that no writer makes."""
     live: dict[Any, tuple[Any, ...]] = {}
     rows = []
     for time in range(draw(st.integers(0, 8))):
@@ -91,14 +91,14 @@ def bits(value: Any) -> Any:
 
 
 def listed(rows: pa.Table) -> Counter[Any]:
-    """Each update as it stands, with floats told apart by their bits."""
+    """Return each update unchanged, with floats represented by their bits."""
     plain = [column.cast(pa.int64()) if pa.types.is_timestamp(column.type) else column for column in rows.columns]
     columns = [[bits(value) for value in column.to_pylist()] for column in plain]
     return Counter(zip(*columns, strict=True))
 
 
 def by_grouping(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
-    """The same by Arrow's group-by alone."""
+    """Compute the same by Arrow's group-by alone."""
     names = contents_schema(schema).names
     old = pc.less_equal(updates.column(TIME), advance_to)
     summed = updates.filter(old).group_by(names, use_threads=False).aggregate([(DIFF, "sum")])

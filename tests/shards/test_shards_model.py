@@ -1,8 +1,8 @@
-"""A stateful model: handles append, hold, compact, collect, sweep, roll up and reopen; a plain list knows better.
+"""A stateful model: handles append, hold, compact, collect, sweep, roll up and reopen, against a plain list.
 
-Oracle: contents at every readable time equal the sequential multiset, for every handle, for ever, and every other
-time is refused (S1); what a reader chose under its hold stays there; a listener sees each update exactly once; since
-and upper never go back.
+Oracle: for every handle, contents at every readable time always equal the sequential multiset, and every other time is
+refused. The batches that a reader chose under its hold stay available. A listener sees each update exactly once. Since
+and upper never move backwards.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ShardModel(RuleBasedStateMachine):
         self.since = self.upper = 0
         self.listeners: list[Listener] = []
         self.readers: list[tuple[str, int, list[Batch]]] = []
-        """Holds, their times, and what was chosen under them."""
+        """Holds, their times, and the batches chosen under them."""
         self.holds = 0
 
     def run(self, coroutine: Any) -> Any:
@@ -78,7 +78,8 @@ class ShardModel(RuleBasedStateMachine):
         lost=st.sampled_from([None, None, (True, False), (False, False)]),
     )
     def appends(self, who: int, steps: list[dict[int, str | None]], whole: bool, compact: int, lost: Any) -> None:
-        """One batch of several times, or one batch a time; the answer of the first may be lost. Merges follow."""
+        """Append one batch of several times, or one batch per time; the answer of the first may be lost. Merges
+        follow."""
         shard = self.shards[who]
         if lost:
             shard._machine._log._consensus.script = [lost]  # type: ignore[attr-defined]
@@ -163,7 +164,7 @@ class ShardModel(RuleBasedStateMachine):
         self.shards[who] = self.run(self.world.open(schema=None, writer=f"w{who}-again"))
         for listener in self.listeners:
             if listener.who == who:
-                # A reader of the restarted process goes on from where it was.
+                # A reader of the restarted process continues at its former position.
                 listener.deltas = self.shards[who].listen(listener.frontier)
 
     @rule(which=st.integers(0, 2), who=HANDLES)
@@ -197,7 +198,8 @@ class ShardModel(RuleBasedStateMachine):
         self.hold(which)
 
     def hold(self, which: int) -> None:
-        """A listener's lease: one tick behind its frontier, for it must tell frontier - 1 from frontier."""
+        """Return the time of a listener's lease: one tick behind its frontier, to distinguish frontier - 1 from
+        frontier."""
         listener = self.listeners[which]
         shard = self.shards[listener.who]
         self.run(shard.set_hold(f"listener-{which}", max(0, listener.frontier - 1), 10**9))

@@ -33,7 +33,8 @@ PYTEST = (
 )  # fmt: skip
 ENDS_WITHIN_S = 60.0
 GOOD = {0, 5}
-"""pytest's exit status of a run that passed, and of one from which every test was deselected: all had run before."""
+"""Exit statuses of pytest for a passed run, and for one in which every test was deselected because all had run
+before."""
 
 BURN = """
 import os, signal, sys
@@ -54,7 +55,7 @@ class Plan:
 
     @property
     def directory(self) -> Path:
-        """Of its own for each seed and arguments, so that only a run of the same tests is continued."""
+        """Directory for one seed and one list of arguments, so that only a run of the same tests is continued."""
         digest = hashlib.sha256("\0".join(self.arguments).encode()).hexdigest()[:8]
         return KEPT / f"{self.seed}-{digest}"
 
@@ -72,7 +73,7 @@ def parse(words: Sequence[str]) -> Plan:
 
 @contextlib.contextmanager
 def burners(count: int = BURNERS) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """They end with the block, and by themselves should this process be killed."""
+    """Keep processes busy for the duration of the block. They also end if this process is killed."""
     started: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
@@ -86,7 +87,7 @@ def burners(count: int = BURNERS) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def summary(records: Sequence[Record]) -> list[str]:
-    """A line for each test that failed in a run, most often failed first, then what broke a run."""
+    """Return a line for each test that failed in a run, most frequent first, then the reasons of broken runs."""
     counts: dict[str, list[int]] = {}
     for record in records:
         for test in record.outcomes:
@@ -98,7 +99,7 @@ def summary(records: Sequence[Record]) -> list[str]:
 
 
 def _pytest(command: Sequence[str]) -> int:
-    """In a session of its own: a Ctrl-C reaches it once, from here, and nothing that it started survives it."""
+    """Run pytest in a new session: a Ctrl-C reaches it once, from here, and no process that it started survives it."""
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         return process.wait()

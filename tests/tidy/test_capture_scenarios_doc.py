@@ -1,4 +1,4 @@
-"""docs/internals/capture-scenarios.md and the tests named by its ids are the same list, and no row is missing."""
+"""docs/internals/capture-scenarios.md and the tests with its ids are the same list, and no row is missing."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "internals" / "capture-scenarios.md"
 ROWS = {"FT": 18, "SLC": 14, "ER": 4, "C": 15, "ST": 11, "RC": 10, "CV": 4, "H": 14}
-"""Of each group: a row is not dropped by accident."""
+"""Number of rows in each group, so that dropping a row by accident fails."""
 OPEN: set[str] = set()
 """Rows without a test yet; the page says why."""
 
@@ -22,7 +22,7 @@ BY_ID = re.compile(rf"test_({ID}(?:_and_{ID})*)_")
 
 
 def rows() -> dict[str, str]:
-    """id → what shows it."""
+    """Return id → cell that names its proof."""
     found = ROW.findall(PAGE.read_text())
     assert len({i for i, _ in found}) == len(found), "an id stands in two rows"
     assert all(len(cells.split(" | ")) == 3 for _, cells in found)
@@ -31,7 +31,7 @@ def rows() -> dict[str, str]:
 
 @cache
 def defined(path: str) -> set[str]:
-    """Return the tests of a file: its own, and those that it imports from tests/support."""
+    """Return the tests of a file: those that it defines, and those that it imports from tests/support."""
     body = ast.parse((ROOT / path).read_text()).body
     imported = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
     return imported | {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
@@ -68,7 +68,7 @@ def test_every_test_that_is_named_by_an_id_stands_in_its_row() -> None:
 
 
 def test_no_test_on_the_page_is_skipped_or_may_fail() -> None:
-    """Those that need a database or a foreign client skip where there is none; in CI such a skip is a failure
+    """Skips for a missing database or foreign client are made at run time; CI turns them into failures
     (tests/conftest.py)."""
     for named in NAMED.findall(PAGE.read_text()):
         path, _, name = named.partition("::")

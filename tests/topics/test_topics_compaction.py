@@ -1,4 +1,5 @@
-"""Compaction by key: what stays of any batches is what a dictionary says, and what a batch is stays as it was."""
+"""Compaction by key: the surviving records are those of a dictionary model, and other fields of a batch are
+unchanged."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ batches = st.lists(
 
 
 def stored(groups: list[tuple[list[Record], str, str]]) -> tuple[list[StoredBatch], dict[int, Record]]:
-    """The batches, with a marker behind each of a transaction; and what anybody may see."""
+    """Return the batches, with a marker after each of a transaction, and the visible records."""
     base, out, seen = 100, list[StoredBatch](), dict[int, Record]()
     for rows, codec, kind in groups:
         data = encode_batch(rows, base_offset=base, compression=codec, producer_id=7, producer_epoch=3, base_sequence=5)
@@ -79,7 +80,7 @@ def visible(cleaned: list[tuple[bytes, tuple[int, ...]]]) -> dict[int, tuple[obj
 def test_what_stays_is_the_newest_record_of_each_key(
     groups: list[tuple[list[Record], str, str]], cut: int, tombstones_below: int, captured: bool
 ) -> None:
-    """In a captured table's topic a record without a key is newer than every record before it."""
+    """A record without a key in a captured table's topic replaces all records before it."""
     known, seen = stored(groups)
     ends = [*(ref.base_offset for ref, _ in known), known[-1][0].base_offset + known[-1][0].record_count]
     end = ends[min(cut, len(ends) - 1)]

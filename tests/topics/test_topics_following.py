@@ -1,4 +1,4 @@
-"""Following partitions: whatever happens to them, a reader is given what a plain fetch of all of them would give."""
+"""Fetch subscriptions: in every history of its partitions, a reader gets the result of a plain fetch of all of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Known(NamedTuple):
 
 
 class Model:
-    """One reader of a topic's partitions: where it is in each, and what it was told of each."""
+    """One reader of a topic's partitions: its position and the last answer for each."""
 
     def __init__(self, topics: LocalTopics, row: TopicRow, *, committed: bool, max_bytes: int) -> None:
         self.topics, self.row = topics, row
@@ -52,7 +52,7 @@ class Model:
         self.at: dict[int, int] = {}
         self.known: dict[int, Known] = {}
         self.open: dict[int, int] = {}
-        """partition → the sequence that its transaction's next batch has"""
+        """partition → sequence of its transaction's next batch"""
         self.written = 0
 
     async def step(self, what: str, partition: int) -> None:
@@ -117,7 +117,7 @@ class Model:
         self.go_on(dict(answers))  # type: ignore[arg-type]
 
     async def _await(self, partition: int) -> None:
-        """A long poll ends when something comes, if there was nothing."""
+        """Poll. A long poll must end when something arrives, if nothing was there."""
         if partition not in self.at or self.open:
             return
         for _ in range(200):

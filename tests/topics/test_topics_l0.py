@@ -68,7 +68,7 @@ def test_choose_takes_whole_batches() -> None:
 
 
 class Member:
-    """A staged batch; hearing how it ended takes a millisecond."""
+    """A staged batch, which takes a millisecond to process its outcome."""
 
     def __init__(self, number: int, heard: list[int | str], clock: ManualClock) -> None:
         self.topic_id, self.partition, self.line = "t", number, 1
@@ -106,7 +106,8 @@ class Telling:
             self.writer.stage(Member(number, self.heard, self.clock))
 
     async def stretches(self, until: int) -> list[int]:
-        """How many have heard after each turn of the loop, until so many have."""
+        """Wait until `until` acknowledgements were heard. Return their number after each turn of the loop that brought
+        some."""
         seen = [len(self.heard)]
         while seen[-1] < until:
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Scenarios of docs/internals/topics-scenarios.md that belong to no other file: terms, openings, closings,
+"""Scenarios of docs/internals/topics-scenarios.md without a more specific file: terms, openings, closings,
 hand-overs."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ async def test_a_term_that_was_rejected_is_rejected_still_after_a_roll_up_and_a_
 
 
 async def test_a_restart_replays_a_log_cut_at_a_roll_up_and_at_any_position_behind_it() -> None:
-    """A snapshot at the edge of what was truncated, and a reader that was wiped: both find the whole state."""
+    """A snapshot at the edge of the truncation, and a reader without state: both find the whole state."""
     async with World(rollup_records=4) as world:
         row = await world.topic()
         log = partition_log(row.topic_id, 0)
@@ -127,7 +127,7 @@ async def test_ten_who_open_a_partition_at_once_fence_it_once_and_all_succeed() 
 
 
 async def test_a_batch_of_an_earlier_leadership_is_rejected_after_leadership_came_back() -> None:
-    """F8: the node leads again, and what it uploaded in its first term is not placed in its second."""
+    """F8: the node leads again, and objects uploaded in its first term are not placed in its second."""
     async with World() as world:
         row = await world.topic()
         first, other = world.node(), world.node()
@@ -136,7 +136,7 @@ async def test_a_batch_of_an_earlier_leadership_is_rejected_after_leadership_cam
         stale = first.produce_nowait(row.topic_id, 0, batch("stale", pid=9, seq=1))
         await until(lambda: len(world.objects.waiting) == 1)
         await other.offsets(row.topic_id, 0)
-        await first._led[row.topic_id, 0].prove_leadership()  # it hears that its term is over
+        await first._led[row.topic_id, 0].prove_leadership()  # it learns that its term ended
         await first.offsets(row.topic_id, 0)  # it leads again
         assert first._led[row.topic_id, 0].is_open
         await world.objects.let_go(0)
@@ -148,7 +148,7 @@ async def test_a_batch_of_an_earlier_leadership_is_rejected_after_leadership_cam
 
 
 async def test_a_refused_command_in_the_log_stops_no_replay() -> None:
-    """F7: what was refused when it was appended is refused again, wherever the log is read from."""
+    """F7: a command that was rejected when it was appended is rejected again, from wherever the log is read."""
     async with World() as world:
         row = await world.topic()
         log = partition_log(row.topic_id, 0)
@@ -167,7 +167,8 @@ async def test_a_refused_command_in_the_log_stops_no_replay() -> None:
 
 
 def test_what_an_idle_partition_has_decided_moves_with_each_advance_and_never_back() -> None:
-    """Advances to 5, 10 and 15: of the writer's objects those below are decided, of another's those seen before."""
+    """Advances to 5, 10 and 15: objects of the same writer below them are decided, of another writer those seen
+    before."""
     state = PartitionState()
     for position, below in enumerate((5, 10, 15)):
         assert apply(state, Advance(0, 0, "w", below), position, 1) is None
@@ -251,7 +252,7 @@ async def test_a_transaction_that_expired_without_data_leaves_nothing_and_its_la
 
 
 async def test_a_newer_epoch_fences_what_the_older_one_produces_and_begins() -> None:
-    """Begin fences produce, and a stale begin is fenced."""
+    """A begin fences produces, and a stale begin is fenced."""
     async with World() as world:
         row = await world.topic()
         coordinator = Coordinator()
@@ -275,7 +276,7 @@ async def test_a_newer_epoch_fences_what_the_older_one_produces_and_begins() -> 
 
 
 async def test_an_object_that_is_gone_keeps_its_partition_alone_from_l1_and_nothing_of_it_is_passed_over() -> None:
-    """F12: it is told with each round; what is behind the loss is not moved as if nothing had been there."""
+    """F12: each round reports the loss; batches after it are not moved as if it did not exist."""
     async with L1World(cache_bytes=0) as world:
         row = await world.topic()
         node = world.node()
@@ -317,7 +318,7 @@ async def test_a_topic_deleted_under_a_reader_ends_its_fetch_as_missing_and_no_o
 
 @pytest.mark.parametrize("while_it", ["uploads", "adds"])
 async def test_a_topic_deleted_while_a_round_moves_it_is_not_looked_at_again(while_it: str) -> None:
-    """F27: nothing is left that would look for it for ever."""
+    """F27: no task or entry is left that would search for the topic forever."""
     async with L1World(reconcile=True, reconcile_min_s=0.005, reconcile_max_s=0.01) as world:
         row = await world.topic()
         node = world.reconciling()
