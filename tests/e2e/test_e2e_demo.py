@@ -33,7 +33,7 @@ STUCK_AFTER_S = 30.0
 VIEWS = {
     "": "Where the time goes",
     "tables": "conversion_by_product",
-    "tables/orders": "of public.orders",
+    "tables/orders": "from public.orders of shop",
     "tables/orders/live": "Following.",
     "tables/orders/schema": "key 1",
     "tables/orders/latency": "From the commit to this table",
