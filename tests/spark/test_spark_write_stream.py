@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +129,9 @@ def test_upsert_writes_and_deletes_in_one_append(harbour: Any, spark: Any, confi
         tidemill.spark.upsert(wide, "stock", config=config)
     tidemill.spark.upsert(wide, "stock", merge_schema=True, config=config)
     assert [row["note"] for row in harbour.contents("stock")] == ["x", None, None]
+
+
+def test_no_sub_package_has_the_name_of_a_function() -> None:
+    """Python sets an imported sub-package as an attribute of its package, in the place of the function."""
+    assert {found.name for found in pkgutil.iter_modules(tidemill.spark.__path__)}.isdisjoint(tidemill.spark.__all__)
+    assert inspect.isfunction(tidemill.spark.upsert)
