@@ -23,11 +23,21 @@ def spark_version(text: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def check_spark_version(text: str, needed: tuple[int, int], what: str) -> None:
+def check_spark_version(text: str, needed: tuple[int, int], what: str, *, fix: str = "Use a newer Spark.") -> None:
     """Raise InvalidError if Spark `text` is older than `what` needs."""
     if spark_version(text) < needed:
-        wanted = ".".join(map(str, needed))
-        raise InvalidError(f"{what} needs Spark {wanted} or newer: version={text}.", fix=f"Use Spark {wanted}.")
+        raise InvalidError(f"{what} needs Spark {'.'.join(map(str, needed))} or newer: version={text}.", fix=fix)
+
+
+def check_has_jvm() -> None:
+    """Raise InvalidError if the installed PySpark is the client of Spark Connect alone."""
+    try:
+        import py4j  # noqa: F401
+    except ImportError as error:
+        raise InvalidError(
+            "a session of this process needs `pyspark`; installed is `pyspark-client`, which has no JVM.",
+            fix='Install tidemill[spark], or connect to a server: SparkSession.builder.remote("sc://HOST").',
+        ) from error
 
 
 def check_pipeline_session(spark: SparkSession) -> None:
