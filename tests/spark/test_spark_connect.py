@@ -13,10 +13,8 @@ import pytest
 pytestmark = pytest.mark.spark
 
 
-def test_a_client_without_a_jvm_reads_writes_and_follows_and_holds_what_its_frames_read(
-    tmp_path: Path,
-) -> None:
-    """In a process of its own: one that has a classic session cannot have another."""
+def test_a_client_without_a_jvm_reads_writes_and_follows_and_holds_what_its_frames_read(tmp_path: Path) -> None:
+    """The program runs in a separate process: one with a classic session cannot have another."""
     tests = Path(__file__).parents[1]
     done = subprocess.run(
         [sys.executable, tests / "support" / "spark" / "programs" / "connect_child.py", tmp_path],
