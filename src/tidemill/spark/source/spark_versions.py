@@ -35,7 +35,7 @@ except ImportError:
                 self.max_rows = max_rows
 
         class SupportsTriggerAvailableNow:
-            """Not called: Spark asks once for the newest offset, which is the target."""
+            """Placeholder without a method: Spark 4.0 and 4.1 ask once for the newest offset, which is the target."""
 
 
 STREAM_ARROW_WRITER_SINCE = (4, 1)
