@@ -1,4 +1,4 @@
-"""`tidemill.spark.read` under Spark Connect: what a frame reads is held while its client has a frame made from it."""
+"""`tidemill.spark.read` under Spark Connect: parts of a frame are held while its client has a frame derived from it."""
 
 from __future__ import annotations
 
