@@ -24,13 +24,13 @@ class Mill(asyncio.SelectorEventLoop):
         self.pace = CoopBudget(self.clock, STRETCH_MS / 1000)
         self.turn = 0
         self.worked: Counter[int] = Counter()
-        """By the turn of the loop."""
+        """Work units per turn of the loop."""
         self.steps: list[str] = []
-        """Who worked, element by element."""
+        """Names of the workers, one per element of work."""
         self.ended: list[str] = []
         self.waits = 0
         self.asked = 0
-        """How often the pace wanted a turn of the loop."""
+        """Number of times the budget asked for a turn of the loop."""
 
     def _run_once(self) -> None:
         self.turn += 1
@@ -55,7 +55,9 @@ class Mill(asyncio.SelectorEventLoop):
         self.ended.append(name)
 
     def grind(self, scenario: Coroutine[Any, Any, None]) -> None:
-        """Run it, then look: no turn had more than a stretch, and the pace asks nothing of an idle loop."""
+        """Run the scenario, then check that no turn exceeded a stretch and that the budget asks nothing of an idle
+        loop.
+        """
 
         async def whole() -> None:
             await scenario
@@ -133,7 +135,7 @@ def test_who_comes_new_every_turn_and_never_waits_holds_nobody_up_who_does() -> 
         mill.call_soon(come)
         before_ms = mill.clock.now_ms()
         await asyncio.create_task(mill.work("long", 4 * STRETCH_MS))
-        assert mill.clock.now_ms() - before_ms <= 5 * STRETCH_MS  # its own, and what had begun
+        assert mill.clock.now_ms() - before_ms <= 5 * STRETCH_MS  # its own work, and the work that had begun
 
     mill.grind(scenario())
 

@@ -31,7 +31,7 @@ from tidemill.topics.batch import Record, parse_header
 
 
 def test_no_binding_is_minted_while_a_table_copied_beside_the_stream_is_behind_the_newest() -> None:
-    """Otherwise a crash right then would find its topic bound up to where its changes never came."""
+    """Otherwise a crash at that moment would leave its topic bound beyond changes that never reached it."""
 
     async def scenario() -> None:
         clock = ManualClock()

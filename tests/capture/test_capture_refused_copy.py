@@ -1,5 +1,6 @@
-"""A table that a copy round had to leave out says so at once and for as long as it lasts, and so does one that is
-parked and is to be copied again."""
+"""A table that a round of copies had to leave out reports it immediately and for as long as it lasts. The same holds
+for a paused table that waits for its re-snapshot.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +88,7 @@ async def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copie
 
 
 async def pause_a_table(world: World) -> None:
-    """`t`, whose changes are not carried any more, and which is not published."""
+    """Pause `t`, whose changes can no longer be carried, and wait until it is not published."""
     await world.sql("ALTER TABLE t ADD x float DEFAULT random()")
     await world.paused("t", "column 'x' double precision is new")
 
@@ -207,7 +208,7 @@ async def test_a_parked_table_that_is_copied_again_stays_published_while_its_nei
 async def test_a_parked_table_is_not_unpublished_once_its_copy_began(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy begins between the look at what is published and the statement that takes it out."""
+    """The copy begins between the check of the publication and the statement that removes the table."""
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1) as capture:

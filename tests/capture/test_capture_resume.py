@@ -1,4 +1,4 @@
-"""Restarts and snapshots: nothing lost, nothing doubled, whatever was cut off."""
+"""Restarts and snapshots: nothing is lost and nothing is doubled after an interruption at any point."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_snapshot_beside_running_writers_loses_and_doubles_nothing(postg
         await until(lambda: sum(w.transactions for w in writers) > 20, "writers write")
         async with world.capture():
             await until(lambda: sum(w.transactions for w in writers) > 200, "writers go on")
-            # One whose lock was not to be had at once is taken in beside the stream.
+            # A table whose lock was not free immediately is added while streaming.
             await world.flowing("a", "b")
             for writer in writers:
                 writer.stop()
@@ -144,7 +144,7 @@ async def test_st10_a_snapshot_that_was_cut_off_starts_over_on_new_topics(postgr
     async with World(postgres_dsn) as world:
         await world.sql(*TWO_TABLES, "INSERT INTO a SELECT g, g FROM generate_series(1, 30000) g")
         gate = Gate(world.topics)
-        gate.closed = True  # what is copied does not become durable, so the copy does not end
+        gate.closed = True  # copied rows do not become durable, so the copy does not end
         capture = world.new_capture(topics=gate)
         task = asyncio.ensure_future(capture.run())
         await until(lambda: int(capture.facts().get("snapshot_rows", 0)) > 0, "rows are copied")  # type: ignore[call-overload]
@@ -290,7 +290,7 @@ async def test_a_table_made_anew_and_a_new_table_are_taken_in_while_running(post
             await world.sql("INSERT INTO b VALUES (1, 1)")
 
             async def taken_in() -> bool:
-                """The old topic goes before the new one is there."""
+                """Return whether the new topic exists; the old one is deleted first."""
                 row = await world.catalogue.get(TopicRow, f"{world.name}.public.a")
                 return row is not None and row.topic_id != old
 

@@ -43,8 +43,9 @@ async def rewritten_while_the_slot_is_made(world: World, during: Callable[[], Aw
         await waits_for(rewriter)
         await writer.execute("INSERT INTO other VALUES (2)")
         await rewriter.commit()
-        # It has no lock to wait for before the rewriter is gone, and outlasts the set-up of this slot, or the next one
-        # waits for it. It does not last until the stream is there: what that confirms is the operator's to give up.
+        # The writer waits for no lock before the rewriter has ended. It outlasts the creation of this slot, or the next
+        # slot waits for it. It ends before the stream starts: only the operator may give up a slot that has confirmed
+        # something.
         await writer.execute("INSERT INTO a VALUES (7, 70)")
         waits = f"{writer.info.backend_pid} = ANY(pg_blocking_pids(pid))"
         making = "FROM pg_stat_activity WHERE state = 'active' AND query LIKE 'SELECT pg_create_logical%'"

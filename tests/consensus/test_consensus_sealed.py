@@ -1,4 +1,4 @@
-"""What SQLite holds has checksums of ours: a flipped bit is Corrupt for its log or register, and for nothing else."""
+"""Checksums of records and registers in SQLite: a flipped bit raises CorruptError for its own log or register only."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def filled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damage(path: Path, table: str, column: str, what: bytes) -> None:
-    """Flip one bit where `what` stands; SQLite sees nothing wrong."""
+    """Flip one bit of `what`; SQLite finds nothing wrong."""
     connection = apsw.Connection(str(path))
     for row, stored in connection.execute(f"SELECT rowid, {column} FROM {table}").fetchall():
         at = bytes(stored).find(what)

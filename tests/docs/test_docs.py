@@ -1,4 +1,4 @@
-"""The documentation is held to the code: every command and every configuration key has its place."""
+"""The documentation is checked against the code: every command and every configuration key has its place."""
 
 from __future__ import annotations
 

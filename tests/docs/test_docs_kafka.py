@@ -1,4 +1,4 @@
-"""docs/kafka.md is held to the code: every API with its versions, every config with its meaning."""
+"""docs/kafka.md is checked against the code: every API with its versions, every config with its meaning."""
 
 from __future__ import annotations
 

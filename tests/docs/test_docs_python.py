@@ -1,4 +1,4 @@
-"""The page about Python is run: its examples, in order, in one program, beside a small cluster."""
+"""The examples of the page about Python run in order, in one program, against a small cluster."""
 
 from __future__ import annotations
 

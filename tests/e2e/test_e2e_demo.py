@@ -27,7 +27,9 @@ pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
 ROOT = Path(__file__).parents[2]
 LIGHT = ["--rate", "40", "--clicks", "200"]
 STUCK_AFTER_S = 15.0
-"""Seconds for which a stage may be stuck on an idle machine: its start loads Spark beside everything else."""
+"""Seconds for which a stage may be stuck on an idle machine: starting the cluster loads Spark while everything else
+starts.
+"""
 
 
 @contextmanager
@@ -87,7 +89,7 @@ def test_killing_node_and_driver_in_turn_changes_nothing_and_a_second_run_resume
         first = report_of(process, directory)
     check(first)
     assert first["crashes"] >= 4
-    # until the page was seen whole: Ctrl-C ends the load, and the demo drains and verifies all the same
+    # Ctrl-C comes once the whole page was seen: the load ends, and the demo still drains and verifies.
     with demo(directory, "--for", "400") as (process, http):
         wait_until_ready(http)
         look_at_the_page(chromium, http, tmp_path / "page.png")

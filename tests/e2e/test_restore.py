@@ -45,7 +45,7 @@ LOOK_AGAIN_S = 1.0
 
 
 class Shop:
-    """Harbour Shop's world, whose processes this test starts and kills one by one."""
+    """The environment of Harbour Shop, whose processes this test starts and kills individually."""
 
     def __init__(self, directory: Path) -> None:
         self.http, self.kafka = ports(1)
@@ -89,7 +89,7 @@ class Shop:
         eventually(lambda: not any(alive(pid) for pid in family), "everything is dead")
 
     def load(self, seconds: float) -> dict[str, int]:
-        """Shop transactions and clicks for so long; what was acknowledged."""
+        """Run shop transactions and clicks for that many seconds; return the acknowledged counts."""
         kafka = ["demo.clicks", "--brokers", self.kafka, "--rate", "200"]
         shop = ["demo.load", "--dsn", self.environment.dsn, "--rate", "60"]
         running = [
@@ -110,7 +110,7 @@ class Shop:
         return counts
 
     def in_the_bucket(self) -> dict[str, Any]:
-        """What a restore would bring back now."""
+        """Plan a restore from the bucket alone and return its contents."""
 
         async def read() -> dict[str, Any]:
             clock, rand = SystemClock(), Rand()
@@ -125,7 +125,7 @@ class Shop:
         return asyncio.run(read())
 
     def until_persisted(self) -> dict[str, Any]:
-        """Until the bucket alone holds every table up to now."""
+        """Wait until the bucket alone holds every table up to now."""
         now_ms = SystemClock().now_ms()
         found: dict[str, Any] = {}
 
@@ -149,7 +149,7 @@ class Shop:
             path.unlink()
 
     def restore(self) -> Any:
-        """Right after a kill: the bucket is watched for a new sign of life, and none comes."""
+        """Restore immediately after a kill. The command watches the bucket for a sign of life, and none comes."""
         return self.answer("restore", "--from", self.environment.config.objects_url)
 
     def verify(self) -> None:
@@ -240,7 +240,7 @@ def test_harbour_shop_comes_back_from_its_bucket_alone(shop: Shop) -> None:
         checked = shop.answer("doctor", "--deep")
         assert checked["clean"] and checked["incarnation"] == 2
 
-        # A second disaster, with work that reached no manifest: what Postgres holds is captured again.
+        # A second disaster with work that reached no manifest: rows that Postgres has are captured again.
         before = shop.until_persisted()
         shop.load(4)
         shop.until_persisted()

@@ -1,8 +1,8 @@
-"""The table of stalls: for each, how long until `why TABLE` exits 3 with the true holder, and that it heals by itself.
-A consensus that does not answer is exit code 4.
+"""The table of stalls: for each, how long until `why TABLE` exits with 3 and names the true holder, and its recovery
+without an operator. A consensus that does not answer is exit code 4.
 
-One cluster for most of them (a captured table, a derived one, the bucket on a file system of its own), broken and
-mended in turn. The limit is the freshness budget and five seconds; figures are printed as a table at the end.
+One cluster serves most of them (a captured table, a derived one, the bucket on its own file system); it is broken and
+repaired in turn. The limit is the freshness budget and five seconds; figures are printed as a table at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def build(p):
 
 
 class Stalls:
-    """What the tests share: the cluster, its database, and the table of figures."""
+    """Shared state of the tests: the cluster, its database, and the table of figures."""
 
     def __init__(self, made: Cluster, server: EmbeddedPostgres, bucket: Path, flag: Path) -> None:
         self.made = made
@@ -88,7 +88,9 @@ class Stalls:
         return json.loads(body)["problems"] if status == 200 else [{"error": body}]
 
     def shown(self, what: str, expected: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait until the page of the node has a problem as expected. Fails after PAGE_S, with what it has instead."""
+        """Wait until the page of the node shows the expected problem. Fails after PAGE_S with the problem that it shows
+        instead.
+        """
 
         def is_shown() -> bool:
             return any("error" not in problem and expected(problem) for problem in self.problems())
@@ -97,10 +99,12 @@ class Stalls:
         print(f"| {what}, on the page | {seconds:.1f} s | |")
 
     asking_s = 2.0
-    """A `why` is a process of its own: what Python takes to start, import and ask, which `measured` finds out."""
+    """Seconds that one `why` process takes to start Python, import and query; `measured` determines them."""
 
     def measured(self) -> None:
-        """Of a table that is fresh, where nothing is waited for. Twice: one `why` may have asked a moment too early."""
+        """Time `why` on a fresh table, where it waits for nothing. The time is doubled, since one `why` may have been a
+        moment too early.
+        """
         began_s = time.monotonic()
         self.made.why("orders")
         self.asking_s = max(self.asking_s, 2 * (time.monotonic() - began_s))
@@ -138,7 +142,7 @@ def stalls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stalls]:
 
 def test_f604_an_open_transaction_at_set_up_is_named(stalls: Stalls) -> None:
     pid = stalls.blocker.info.backend_pid  # type: ignore[attr-defined]
-    # there is no table yet: its capture is what stands
+    # there is no table yet: its capture is the stalled stage
     stalls.named("open transaction at set-up", lambda reported: str(pid) in str(reported), "capture:shop")
     stalls.blocker.close()  # type: ignore[attr-defined]
     stalls.insert()

@@ -64,7 +64,7 @@ http {{
 
 @contextmanager
 def nginx(home: Path, upstream: str) -> Iterator[str]:
-    """Serves the page, and caches the node; gives the address."""
+    """Serve the page and cache the node's answers; yield the address."""
     binary = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
     if binary is None or not CLIENT.is_file():
         pytest.skip("needs nginx, and the packages of tests/clients: tests/clients/install")

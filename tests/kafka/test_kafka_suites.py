@@ -1,4 +1,6 @@
-"""The clients' own suites, unmodified, against a node: so many pass. docs/kafka.md says why others do not."""
+"""The clients' own test suites, unmodified, against a node: at least the documented number passes. docs/kafka.md
+explains the others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Carrying a transaction to its end: what each node says of the partitions that others lead."""
+"""Completion of a transaction: the answers of nodes for partitions that other nodes lead."""
 
 from __future__ import annotations
 

@@ -33,8 +33,9 @@ REFUSALS = {
 
 
 class Coordinated(RuleBasedStateMachine):
-    """Several clients believe to own the id. The model: what the last one that was given an epoch has added, and how
-    each transaction was decided."""
+    """Several clients that believe to own the id. The model holds the additions of the latest owner, and the decision
+    of each transaction.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +187,7 @@ class Coordinated(RuleBasedStateMachine):
         )
 
     def _checked(self, code: int, identity: tuple[int, int]) -> None:
-        """Only whoever has the newest identity gets anything; a fenced one is told so."""
+        """Check that only the newest identity succeeds, and that a fenced one gets an error."""
         assert code == 0 or code in REFUSALS
         assert self.stored is None or code or identity == (self.stored.producer_id, self.stored.epoch)
 

@@ -1,4 +1,4 @@
-"""What of a topic must stay since a pipeline has not read it."""
+"""Retention of topic records for pipelines that have not read them yet."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_a_topic_that_no_pipeline_reads_is_held_by_nobody() -> None:
 async def test_t8_a_captured_tables_topic_is_held_by_its_captures_oldest_binding_and_by_the_pipelines_behind_it() -> (
     None
 ):
-    """A pipeline that is yet to come begins with that binding, and finds what the tables were at every time since."""
+    """A future pipeline begins with that binding and finds the contents of the tables at every time since."""
     world = World()
     topic = TopicRow("shop.public.t", "id-1", 2, "capture")
     hold = holds(world, PipelineRow("p", {"other": "capture:shop:public.u"}))

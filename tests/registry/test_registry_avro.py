@@ -144,7 +144,7 @@ def test_a_name_that_is_not_in_the_namespace_is_the_one_without_a_namespace_as_i
     parse_schema(SubmittedSchema("AVRO", outer, (*references, Reference("com.x.Order", "order", 1))), places)
     with pytest.raises(RegistryError, match="unknown type"):
         parse_schema(SubmittedSchema("AVRO", text), {})
-    # One of the namespace comes first.
+    # A type of the own namespace takes precedence.
     own = record(f"o:{record('y:string', name='Common')}", "c:Common", name="com.x.Order")
     found = parse_schema(SubmittedSchema("AVRO", own, references, normalize=True), places)
     assert found.text.count("com.x.Common") == 2

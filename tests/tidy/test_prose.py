@@ -1,4 +1,4 @@
-"""Prose of the product, its tools and its pages: docstrings, comments, error texts are plain technical English."""
+"""Prose of the product, tools, tests and pages: docstrings, comments, error texts are plain technical English."""
 
 from __future__ import annotations
 
@@ -9,12 +9,41 @@ import tokenize
 from pathlib import Path
 
 import pytest
-from prose import CODE, DIALECT, findings_of
+from prose import CODE, DIALECT, findings_of, sources_of
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tidemill"
 PRODUCT = (SOURCE, ROOT / "demo")
 TOOLS = (ROOT / "benchmarks", ROOT / "tests" / "sim", ROOT / "tests" / "support")
+TESTS = (
+    ROOT / "tests" / "base",
+    ROOT / "tests" / "capture",
+    ROOT / "tests" / "cli",
+    ROOT / "tests" / "clients",
+    ROOT / "tests" / "conftest.py",
+    ROOT / "tests" / "consensus",
+    ROOT / "tests" / "console",
+    ROOT / "tests" / "contracts",
+    ROOT / "tests" / "docs",
+    ROOT / "tests" / "e2e",
+    ROOT / "tests" / "faults",
+    ROOT / "tests" / "kafka",
+    ROOT / "tests" / "maintenance",
+    ROOT / "tests" / "metastore",
+    ROOT / "tests" / "node",
+    ROOT / "tests" / "objects",
+    ROOT / "tests" / "oracle",
+    ROOT / "tests" / "packaging",
+    ROOT / "tests" / "query",
+    ROOT / "tests" / "registry",
+    ROOT / "tests" / "security",
+    ROOT / "tests" / "shapes",
+    ROOT / "tests" / "shards",
+    ROOT / "tests" / "spark",
+    ROOT / "tests" / "suite",
+    ROOT / "tests" / "tidy",
+    ROOT / "tests" / "topics",
+)
 PAGES = sorted(
     page
     for folder in (ROOT, ROOT / "docs", ROOT / "docs" / "internals")
@@ -22,7 +51,7 @@ PAGES = sorted(
     if page.name != "vocabulary.md"
 )
 """Pages to check: the vocabulary is excluded because it lists the words to avoid, the RFCs because they are records."""
-FILES = sorted(path for folder in (*PRODUCT, *TOOLS) for path in folder.rglob("*.py"))
+FILES = sorted(path for root in (*PRODUCT, *TOOLS, *TESTS) for path in sources_of(root))
 
 ALLOWED = {
     ("cli/serve.py", "No module named '"),  # Python's own text
