@@ -15,7 +15,7 @@ from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import open_stores
 
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "python.md"
 ORDERS = ShardSchema((Column("id", "int64"), Column("status", "string"), Column("total", "decimal(12,2)")), ("id",))
 CUSTOMERS = ShardSchema((Column("id", "int64"), Column("name", "string")), ("id",))
 

@@ -22,6 +22,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from support.docs.examples import blocks, run_line, section
 from support.faults.cluster import Cluster, cluster, until
 from support.postgres import EmbeddedPostgres
 from support.waiting import slowness
@@ -147,6 +148,23 @@ def test_f604_an_open_transaction_at_set_up_is_named(stalls: Stalls) -> None:
     stalls.blocker.close()  # type: ignore[attr-defined]
     stalls.insert()
     until(lambda: stalls.made.why("orders")[0] == 0, lambda: stalls.made.why("orders"))
+
+
+def test_the_lines_of_the_readme_show_what_it_promises(stalls: Stalls) -> None:
+    """Not a stall: this cluster has the table that the lines read."""
+    while stalls.rows < 7:
+        stalls.insert()
+    stalls.fresh()
+    readme = Path(__file__).parents[2] / "README.md"
+    lines = [(language, line.strip()) for language, line in blocks(section(readme, "What it does"))]
+    made, output = stalls.made, {}
+    for language, line in lines:
+        output[line] = run_line(language, line, made.directory, http=made.http, kafka=made.kafka)
+    consumed, read, followed, verified = output.values()
+    assert json.loads(consumed) == {"id": 1, "v": "a"}
+    assert "[7]" in read.replace(" ", "").replace("\n", "")
+    assert "electric-handle: " in followed and '"id":"7"' in followed
+    assert "orders" in verified and "equal" in verified.lower()
 
 
 def test_f605_a_stopped_driver_is_named(stalls: Stalls) -> None:

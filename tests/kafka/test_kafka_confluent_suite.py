@@ -1,7 +1,8 @@
 """The cases of confluent-kafka-python's own integration tests: one case here for each of theirs, under the same name.
 
 The original tests are in no source distribution, so these were written from the behaviour that they check. Waits that
-depend on a broker's shortest session are shorter here, since this broker's is. docs/kafka.md counts the cases.
+depend on a broker's shortest session are shorter here, since this broker's is. docs/reference/kafka.md counts the
+cases.
 """
 
 from __future__ import annotations

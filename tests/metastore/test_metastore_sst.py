@@ -201,7 +201,7 @@ def test_files_of_format_1_are_read_for_ever() -> None:
 
 
 def read_by_the_page(data: bytes) -> Rows:
-    """Read a file by docs/metastore-format.md alone, without code of the package."""
+    """Read a file by docs/internals/metastore-format.md alone, without code of the package."""
 
     def section(start: int, end: int) -> bytes:
         assert crc32c.crc32c(data[start : end - 4]) == int.from_bytes(data[end - 4 : end], "little")

@@ -365,7 +365,7 @@ class Judge:
                 if shown[1] not in rows or (shown[0] is not None and shown not in written)
             ]
             small = [x for x in client.took_over if self._history.size_bytes(table.number, x) < WAITING_BYTES // 4]
-            if small:  # docs/shapes.md; a message also has the old row
+            if small:  # docs/guides/shapes.md; a message also has the old row
                 problems.append(
                     f"{client.name} of {shape} was shown two rows of one key in a small transaction: {small}"
                 )

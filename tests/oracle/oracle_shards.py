@@ -1,7 +1,7 @@
 """The shards that a pipeline keeps of a world's tables, read as by any Python program: without `verify`.
 
-This module parses the output of SELECT by the rules of docs/types.md, without code of the platform. A row with a value
-that its column cannot hold must be absent.
+This module parses the output of SELECT by the rules of docs/reference/types.md, without code of the platform. A row
+with a value that its column cannot hold must be absent.
 """
 
 from __future__ import annotations

@@ -105,7 +105,7 @@ class Table:
     def may_be_paused(self, reason: str) -> bool:
         """Return whether the table may be parked for this reason. A permitted change parks when the rows were rewritten
         within seconds before it, which looks like a volatile default, or when no shard column can hold its default, as
-        NaN (docs/capture.md)."""
+        NaN (docs/guides/capture.md)."""
         anew = self.rewritten and "the rows were rewritten" in reason
         return bool(self.broken) or (bool(self.changed) and (anew or "its default cannot be carried" in reason))
 

@@ -121,7 +121,7 @@ WIDER = {
     "character varying(20)": "character varying(40)",
     "character varying(40)": "text",
 }
-"""Changes of a type after which a table keeps streaming (docs/capture.md)."""
+"""Changes of a type after which a table keeps streaming (docs/guides/capture.md)."""
 
 
 def key_value(rand: random.Random, kind: str) -> str:

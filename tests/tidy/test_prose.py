@@ -46,9 +46,9 @@ TESTS = (
 )
 PAGES = sorted(
     page
-    for folder in (ROOT, ROOT / "docs", ROOT / "docs" / "internals")
-    for page in folder.glob("*.md")
-    if page.name != "vocabulary.md"
+    for folder, pattern in ((ROOT, "*.md"), (ROOT / "docs", "**/*.md"))
+    for page in folder.glob(pattern)
+    if page.name != "vocabulary.md" and page.parent.name != "rfcs"
 )
 """Pages to check: the vocabulary is excluded because it lists the words to avoid, the RFCs because they are records."""
 FILES = sorted(path for root in (*PRODUCT, *TOOLS, *TESTS) for path in sources_of(root))
