@@ -25,7 +25,7 @@ ROWS = "INSERT INTO p VALUES (2, 2), (3, 3)"
 
 
 class Aged:
-    """A connection that reads these transaction ids in the rows of a partition and of its attachment."""
+    """A connection that substitutes these transaction ids for those of a partition's rows and of its attachment."""
 
     def __init__(self, wire: PgConnection, written: int, attached: int) -> None:
         self._wire = wire

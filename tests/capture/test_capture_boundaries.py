@@ -1,4 +1,4 @@
-"""Boundaries, xid visibility, JSON values, COPY rows and lanes: the small pure parts."""
+"""Boundaries, xid visibility, JSON values, COPY rows and lanes: pure functions."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def snapshot(xmin: int, xmax: int, xip: tuple[int, ...] = (), lsn: int = 1000) -
 def test_a_commit_at_or_after_the_snapshots_lsn_is_never_skipped() -> None:
     s = snapshot(10, 20, lsn=1000)
     assert is_in_snapshot(5, 999, s)
-    assert not is_in_snapshot(5, 1000, s)  # the xid counter may have come round
+    assert not is_in_snapshot(5, 1000, s)  # the xid counter may have wrapped
     assert not is_in_snapshot(5, 1, None)
 
 

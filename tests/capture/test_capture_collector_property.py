@@ -33,7 +33,7 @@ TABLES = 3
 
 
 def at_once(work: Coroutine[Any, Any, T]) -> T:
-    """Run what never waits for anything."""
+    """Run a coroutine that never waits."""
     try:
         work.send(None)
     except StopIteration as done:
@@ -239,7 +239,7 @@ class Capture(RuleBasedStateMachine):
         assert not self.open or self.status.reported_flush < self.lsn, "confirmed inside a transaction"
 
     def teardown(self) -> None:
-        """Everything commits, everything is flushed, every notice handled: then nothing is pending."""
+        """Commit and flush everything and handle every notice: then nothing is pending."""
         if self.open:
             self.write([0], True)
         for _ in range(3):

@@ -107,7 +107,7 @@ def test_p3_every_fragment_has_a_last_position_of_its_own_whatever_the_sizes(
 
 
 def test_a_commit_that_goes_back_is_no_replay_within_one_stream() -> None:
-    """The collector would drop it in silence."""
+    """The collector would drop it silently."""
     c = converter()
     assert len(run(c, BEGIN, insert(1), COMMIT)) == 1
     with pytest.raises(CorruptError, match="go back"):

@@ -32,7 +32,7 @@ PROCESSOR_SHARE = 0.03
 
 
 class Counting(MemoryConsensus):
-    """Remembers which logs were written."""
+    """A consensus that records the logs that were written."""
 
     def __init__(self) -> None:
         super().__init__(SystemClock())

@@ -68,7 +68,8 @@ async def test_f495_what_doctor_asks_an_administrator_for_is_printed_kept_and_to
             await world.sql(*[s for s in statements if '"c"' in s])
             await world.flowing("a", "c")
             row_of_a = await world.table("public.a")
-            assert row_of_a is not None and not row_of_a.identities_asked  # it was whole when it was met
+            # it was complete when the capture first saw it
+            assert row_of_a is not None and not row_of_a.identities_asked
         done = await drop_capture(world.config(manual=True), world.catalogue)
         back = [s for s in done.for_administrator if s.startswith("ALTER TABLE")]
         assert back == ['ALTER TABLE "public"."c" REPLICA IDENTITY NOTHING']

@@ -21,7 +21,7 @@ from tidemill.topics.api import ProduceResult
 
 
 class AtOnce:
-    """A topic room in which everything is durable in the next turn of the loop."""
+    """A topic log in which everything is durable in the next turn of the loop."""
 
     def __init__(self) -> None:
         self.ends: dict[str, int] = {}

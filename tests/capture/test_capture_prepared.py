@@ -1,4 +1,4 @@
-"""Prepared transactions, which have no session: the one in the way is named, with the statement that ends it."""
+"""Prepared transactions, which have no session: the blocking one is named, with the statement that ends it."""
 
 from __future__ import annotations
 

@@ -186,9 +186,8 @@ async def test_a_parked_table_that_is_copied_again_stays_published_while_its_nei
             async def publish(*args: Any, **settings: Any) -> Any:
                 done = await real(*args, **settings)
                 assert capture._session is not None and capture._session.adder is not None
-                await (
-                    capture._session.adder.publication_repair.repair()
-                )  # as each second, while another table's lock is waited for
+                # as in every second while the capture waits for another table's lock
+                await capture._session.adder.publication_repair.repair()
                 looked.set()
                 return done
 

@@ -54,7 +54,9 @@ class DyingSink:
 
 
 class WaitingSink:
-    """Needs nothing; waits for `ripe` while it is handed a fragment that ends with this row and does not commit."""
+    """A sink that stores nothing. It waits for `ripe` while it receives a fragment that ends with this row and does not
+    commit.
+    """
 
     def __init__(self, row: str, ripe: Callable[[], Awaitable[None]]) -> None:
         self.row = row
@@ -155,7 +157,9 @@ async def test_slc11_rows_of_a_table_that_is_dropped_before_they_are_read_keep_t
 async def test_slc13_a_description_whose_consequence_was_not_stored_is_seen_again_by_the_next_session(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first session dies between seeing it and parking the table; nothing of that transaction is written before."""
+    """The first session dies after it detects the row and before it pauses the table. Nothing of that transaction was
+    written before.
+    """
     change, died = TableStates.update_row, 0
 
     async def dying(self: TableStates, name: str, *args: Any) -> Any:

@@ -23,7 +23,7 @@ NO_INPUT = {
 }  # fmt: skip
 """Types for the server's own use: their input functions reject everything."""
 NO_XML = {"xml"}
-"""The server of these tests is built without it."""
+"""Type that the server of these tests is built without."""
 
 
 class Number(str):

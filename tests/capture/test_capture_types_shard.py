@@ -66,7 +66,7 @@ def kept(array: pa.ChunkedArray, column: Column) -> list[Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """NaN is itself, and 0.0 is not -0.0."""
+    """Compare values: NaN equals itself, and 0.0 differs from -0.0."""
     if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
         return math.isnan(right)
     if isinstance(left, float) and isinstance(right, float) and math.copysign(1, left) != math.copysign(1, right):
@@ -114,7 +114,7 @@ async def test_every_type_is_in_the_shard_what_postgres_says_it_is(postgres_dsn:
                 if column.type == "bool":
                     text = {"t": "true", "f": "false"}.get(text or "")
                 assert value == text, (column, row[0])
-        # The same again changes nothing: every value is equal to itself.
+        # A second run changes nothing: every value equals itself.
         assert (await stored.step(captured.commands)).num_rows == 0
 
 

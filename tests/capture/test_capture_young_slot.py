@@ -1,4 +1,6 @@
-"""A slot made while other transactions rewrite tables: PostgreSQL's first picture of the catalogue can lack one."""
+"""A slot that is created while other transactions rewrite tables: PostgreSQL's first catalogue snapshot can lack one of
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.postgres
 
 
 async def rewritten_while_the_slot_is_made(world: World, during: Callable[[], Awaitable[None]]) -> None:
-    """The schedule of setup.create_slot's docstring. `during`: begins what makes the slot."""
+    """Run the schedule of setup.create_slot's docstring. `during` starts the creation of the slot."""
     async with AsyncExitStack() as stack:
         first, rewriter, writer = [
             await stack.enter_async_context(await psycopg.AsyncConnection.connect(world.dsn)) for _ in range(3)

@@ -170,7 +170,7 @@ async def test_an_older_copy_of_the_sqlite_file_ends_the_client(tmp_path: Path) 
     copies = {path: path.read_bytes() for path in file.parent.glob("consensus.db*") if path.suffix != ".lock"}
     client = await opened(url)
     await client.append("log", 1, 1, [b"lost"], "lost")
-    # The host ends, an older copy is put there, and another process serves it.
+    # The host ends, an older copy replaces the database, and another process serves it.
     client._seat.stop()  # type: ignore[attr-defined]
     for path in file.parent.glob("consensus.db-*"):
         path.unlink()

@@ -15,7 +15,7 @@ from tidemill.consensus.sqlite.engine import SqliteEngine
 
 
 def filled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two logs whose records are settled, but for the newest commit, and two registers."""
+    """Two logs whose records are settled, except for the newest commit, and two registers."""
     monkeypatch.setattr(record_storage, "RECENT_BYTES", 0)
     engine = SqliteEngine(path, SystemClock())
     for position in range(3):

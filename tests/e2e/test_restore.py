@@ -41,7 +41,7 @@ SETTINGS = {
 
 
 LOOK_AGAIN_S = 1.0
-"""Each look reads the whole cluster, with the processor that the pipeline needs to get there."""
+"""Seconds between checks. Each check reads the whole cluster, and competes with the pipeline for CPU time."""
 
 
 class Shop:
@@ -75,7 +75,7 @@ class Shop:
             self.kill_everything()
 
     def kill_everything(self) -> None:
-        """SIGKILL to the supervisor and all that it started, parents first, so that nothing ends in order."""
+        """SIGKILL to the supervisor and all of its descendants, parents first, so that nothing shuts down cleanly."""
         if self.running is None:
             return
         family = [self.running.pid]
@@ -153,7 +153,7 @@ class Shop:
         return self.answer("restore", "--from", self.environment.config.objects_url)
 
     def verify(self) -> None:
-        """Every table equals its source, which takes as long as capture and pipelines need to get there."""
+        """Wait until every table equals its source, as long as capture and pipelines need for it."""
 
         def clean() -> bool:
             done = self.command("verify", "--json")
@@ -220,7 +220,7 @@ def test_harbour_shop_comes_back_from_its_bucket_alone(shop: Shop) -> None:
     cluster = persisted["cluster"]["uuid"]
     assert persisted["totals"]["records"] >= counts["produced"]
 
-    # Nothing was lost with consensus that the bucket does not have: the dry run reads it all, and changes nothing.
+    # The bucket has everything that was lost with consensus: the dry run reads all of it, and changes nothing.
     shop.lose_consensus()
     planned = shop.answer("restore", "--dry-run")
     assert planned["cluster"]["uuid"] == cluster and planned["checkpoint_age_ms"] > 0

@@ -1,5 +1,6 @@
-"""Rows F613 and F614 of the table of faults: captures over several nodes, with real processes. They are spread, move
-when a node is frozen, is killed or cannot capture, and each row is there once."""
+"""Rows F613 and F614 of the table of faults: captures over several nodes, with real processes. They are spread over the
+nodes, and move when a node is frozen, is killed or cannot capture. Each row is there once.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tidemill.consensus.factory import open_consensus
 pytestmark = pytest.mark.postgres
 
 CAPTURES = 4
-"""Number of captures, each of its own database."""
+"""Number of captures, each with a separate database."""
 
 
 class Database:

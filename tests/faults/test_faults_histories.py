@@ -1,4 +1,6 @@
-"""Stores that go back, or belong to another cluster: real nodes over a real failover, a freeze, and a race to begin."""
+"""Stores that return to an earlier state, or belong to another cluster: real nodes over a real failover, a freeze, and
+a race to start first.
+"""
 
 from __future__ import annotations
 

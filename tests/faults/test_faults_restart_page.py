@@ -73,7 +73,7 @@ def nginx(home: Path, upstream: str) -> Iterator[str]:
     (home / "pages/client.mjs").write_bytes(CLIENT.read_bytes())
     home.chmod(0o755)
     port, config = free_port(), home / "nginx.conf"
-    user = "user root;\n"  # pages lie where only this user may look
+    user = "user root;\n"  # only this user may read the folder of the pages
     config.write_text(user + NGINX.format(home=home, port=port, upstream=upstream))
     process = subprocess.Popen([binary, "-p", str(home), "-c", str(config)])
     try:

@@ -127,7 +127,7 @@ def read(consumer: Consumer, count: int) -> list[Message]:
 
 
 def all_of(consumer: Consumer) -> int:
-    """Records up to the end of every partition that it has."""
+    """Read records up to the end of every partition of the topic."""
     count, ended = 0, set()
     while not ended or len(ended) < len(consumer.assignment()):
         message = consumer.poll(WAIT_S)
@@ -235,7 +235,7 @@ def test_delete_records(suite: Suite) -> None:
     suite.seed(topic, [b"1", b"2", b"3"])
     earliest = {TopicPartition(topic, 0): OffsetSpec.earliest()}
     assert [each.offset for each in done(suite.admin.list_offsets(earliest))] == [0]
-    # Both are asked for before either is answered.
+    # Both requests are sent before either is answered.
     deleting = suite.admin.delete_records([TopicPartition(topic, 0, 2)])
     listing = suite.admin.list_offsets(earliest)
     (deleted,) = done(deleting)
@@ -445,7 +445,7 @@ def test_consumer_memberid(suite: Suite, protocol: str) -> None:
 
 @pytest.mark.parametrize("assignor", ["roundrobin", "range", "cooperative-sticky"])
 def test_consumer_upgrade_downgrade(suite: Suite, assignor: str) -> None:
-    """A consumer of the other protocol joins, and leaves again: the group changes its protocol each time."""
+    """A consumer of the other protocol joins and leaves: the group changes its protocol each time."""
     topic, partitions = suite.topic("upgraded", 10), 10
     config = {"group.id": topic, "heartbeat.interval.ms": 500}
     often = ConfigEntry("consumer.heartbeat.interval.ms", "500", incremental_operation=AlterConfigOpType.SET)

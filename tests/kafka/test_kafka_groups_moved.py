@@ -44,7 +44,7 @@ def committed(offset: int) -> list[tuple[bytes, bytes]]:
 
 
 async def nothing() -> None:
-    """No transaction holds offsets."""
+    """Stand in for a check that finds no offsets held by transactions."""
 
 
 async def test_the_next_coordinator_finds_the_generation_its_members_and_their_assignment() -> None:

@@ -39,7 +39,7 @@ def states(broker: RealBroker, topic_id: str) -> list[tuple[int, int]]:
 
 
 def moved(broker: RealBroker, topic: TopicRow) -> None:
-    """Checkpoints until all of it is in L1; then what no log names is collected."""
+    """Run checkpoints until everything is in L1, then collect the objects that no log names."""
 
     async def checkpoint() -> None:
         stage = PartitionsStage(broker.consensus, broker.objects, broker.metastore, broker.clock)

@@ -1,5 +1,6 @@
-"""Order without a producer id, per connection and partition as every Kafka broker keeps it: real clients at full rate,
-their defaults, a real broker process."""
+"""Order without a producer id, per connection and partition, as every Kafka broker guarantees it: real clients with
+default settings at full rate, and a real broker process.
+"""
 
 from __future__ import annotations
 

@@ -222,7 +222,7 @@ def test_what_is_taken_for_a_repetition_is_one(version: int, data: st.DataObject
             return
         for topic in changes:
             for each in topic.partitions:
-                # Broken bytes may differ where a fetch is the same to us: in an epoch, in a broker's id.
+                # Broken bytes may differ in fields that this broker ignores: an epoch, a broker's id.
                 assert was_broken or known[topic.topic, each.partition] != each
                 known[topic.topic, each.partition] = each
         assert read(body) == known

@@ -316,7 +316,7 @@ def test_what_is_pipelined_behind_a_proof_waits_for_it(plain: FakeBroker) -> Non
 
 
 def test_f243_nothing_is_served_before_a_proof(plain: FakeBroker) -> None:
-    """Every API but three ends the connection; so do large frames, strange mechanisms, and messages out of order."""
+    """Every API but three ends the connection, as do large frames, unknown mechanisms, and messages out of order."""
     from tidemill.kafka.handlers import APIS
 
     for key in sorted(APIS.keys() - {17, 18, 36}):
@@ -416,7 +416,7 @@ def test_a_session_that_expires_proves_anew_or_ends() -> None:
     code, lifetime_ms = client.authenticate(plainly())
     assert code == 0 and 0 < lifetime_ms <= 1000
     for _ in range(2):
-        time.sleep(1.1)  # the session's life, which the clock of the broker counts
+        time.sleep(1.1)  # the lifetime of the session, by the broker's clock
         assert client.handshake("PLAIN") == 0
         assert client.authenticate(plainly())[0] == 0
         assert client.asks()

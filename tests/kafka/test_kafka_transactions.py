@@ -101,7 +101,7 @@ def test_who_takes_a_partition_over_waits_for_the_offsets_that_a_transaction_may
     def committed(partition: int, within_s: float = 1.0) -> int:
         return int(member.committed([ck.TopicPartition("in", partition)], timeout=within_s)[0].offset)
 
-    client.list_topics("in", timeout=DEADLINE_S)  # the endpoint knows it from here on
+    client.list_topics("in", timeout=DEADLINE_S)  # so that the endpoint knows the topic
     member.commit(offsets=[ck.TopicPartition("in", 1, 4)], asynchronous=False)
     for commit in (True, False):
         client.begin_transaction()
@@ -183,7 +183,7 @@ def test_a_timeout_beyond_the_most_is_refused(broker: RealBroker) -> None:
 
 @pytest.fixture
 def stuck(broker: RealBroker, monkeypatch: pytest.MonkeyPatch) -> RealBroker:
-    """A broker whose partitions take no markers until it is started again."""
+    """A broker whose partitions accept no markers until it is restarted."""
     broker.create_topic("t", 2)
     broker.create_topic("in", 1)
 

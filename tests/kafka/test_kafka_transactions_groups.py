@@ -46,7 +46,7 @@ def wanting(offset: int) -> Callable[[], Awaitable[Offsets]]:
 
 
 async def test_who_comes_late_with_a_transactions_offsets_puts_nothing_back() -> None:
-    """Two nodes carry one transaction to its end; the slow one reads that it is prepared, and is overtaken."""
+    """Two nodes complete one transaction. The slow one reads the prepared state and is overtaken."""
     async with World() as world:
         slow, fast = (CoordinatedOffsets(world.node(), lambda _: "", world.clock) for _ in range(2))
         asked, go_on = asyncio.Event(), asyncio.Event()
@@ -157,7 +157,7 @@ async def test_a_group_forgets_ids_that_do_not_hold_it_in_two_steps() -> None:
         assert await undecided(consensus, "g/ü") == {("t", 0)}
         await forget(0)
         await hold("a")
-        await hold("b", "g/ü")  # named before the first step, held after it
+        await hold("b", "g/ü")  # indexed before the first step, added to the transaction after it
         assert await undecided(consensus, "g/ü") == {("t", 0)}
         await forget(LEAVE_MS)
         assert await undecided(consensus, "g/ü") == {("t", 0)}

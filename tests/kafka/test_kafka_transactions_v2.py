@@ -1,4 +1,6 @@
-"""Transactions of version 2 (KIP-890) by hand, as clients of Kafka 4 speak: an epoch for each, nothing added ahead."""
+"""Transactions of version 2 (KIP-890) by raw requests, as clients of Kafka 4 send them: one epoch per transaction, and
+no partition added in advance.
+"""
 
 from __future__ import annotations
 

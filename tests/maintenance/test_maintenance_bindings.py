@@ -16,7 +16,7 @@ SOURCE = "topic/clicks"
 
 
 async def mint_for(world: World, remap: LogRemap, seconds: int) -> None:
-    """A binding every half second, of one table that moves."""
+    """Mint a binding every half second, for one table that advances."""
     for _ in range(seconds * 2):
         world.clock.advance(500)
         latest = await remap.latest()
@@ -25,7 +25,7 @@ async def mint_for(world: World, remap: LogRemap, seconds: int) -> None:
 
 
 async def source_of_pipeline(world: World, *tables: str) -> tuple[BindingsUpkeep, LogRemap]:
-    """A topic with bindings, and a pipeline with these tables of it."""
+    """Create a topic with bindings, and a pipeline that feeds these tables from it."""
     world.rows.listed["topic"] = [TopicRow("clicks", "t", 1)]
     if tables:
         world.rows.listed["pipeline"] = [PipelineRow("p", dict.fromkeys(tables, "topic:clicks"))]

@@ -1,5 +1,6 @@
-"""Collection of L0 objects: scenarios of docs/internals/topics-scenarios.md that test_maintenance_topics.py does not
-hold."""
+"""Collection of L0 objects: the scenarios of docs/internals/topics-scenarios.md that test_maintenance_topics.py does
+not cover.
+"""
 
 from __future__ import annotations
 
@@ -143,7 +144,7 @@ async def test_a_reset_at_any_time_loses_nothing_and_collection_begins_anew(roun
 
 
 async def test_two_that_collect_at_once_delete_the_same_and_nothing_more() -> None:
-    """A node that was paused and believes that the job is still its own."""
+    """A node that was paused and still believes that it owns the job."""
     world = World()
     stays = await garbage_of(world, 6)
     other = L0GarbageCollector(world.collector._g, quiet_s=0)

@@ -197,7 +197,7 @@ async def test_an_object_goes_though_its_log_is_cut_again_before_each_row_of_it_
         await world.send(node, row, 0)
     led = node._led[row.topic_id, 0]
     for start in range(1, 19):
-        # The row is always of the round before.
+        # The row always shows the state of the round before.
         await world.metastore.commit([PARTITIONS.encode(PartitionRow(row.topic_id, 0, start - 1, 20))])
         led.advance_log_start(start)
         while led.state.log_start < start:

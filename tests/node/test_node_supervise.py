@@ -39,6 +39,9 @@ async def test_a_killed_child_comes_back_under_a_new_pid_and_stop_ends_it(tmp_pa
     second = child.pid
     assert second is not None
     assert child.restarts == 1
+    [(process, ended)] = supervisor.recent_restarts().items()
+    assert (process, ended["count"]) == ("process:sleeper", 1)
+    assert "killed by SIGKILL" in str(ended["reason"])
     await supervisor.stop()
     assert not alive(second)
     assert failures == []
@@ -62,6 +65,7 @@ async def test_a_child_that_was_asked_to_end_is_started_anew_and_tells_no_failur
     child = supervisor.add(ChildSpec("ends", [sys.executable, "-c", "pass"], marks=("pipeline:p",)))
     await until(lambda: child.restarts >= 2)
     assert supervisor.tracker.failure("pipeline:p") is None and not said
+    assert supervisor.recent_restarts() == {}
     await supervisor.stop()
 
 

@@ -121,6 +121,7 @@ def test_errors_end_in_error() -> None:
         ('''"""Return it. What is left goes to the caller."""''', "subject"),
         ('''"""Return it, once it is durable (K1)."""''', "lettered"),
         ('''"""Return it, as notes/kafka.md says."""''', "outside"),
+        ('''"""Return it, as seed 002 demands."""''', "outside"),
         ("""raise InvalidError("The name is wrong.")""", "capital"),
         ("""x = 1  # it is made anew""", "dialect"),
         ('''"""Read it. Raises MissingError, Unavailable."""''', "error"),
@@ -129,3 +130,11 @@ def test_errors_end_in_error() -> None:
 def test_a_planted_sentence_is_found(tmp_path: Path, source: str, rule: str) -> None:
     (tmp_path / "planted.py").write_text(source)
     assert rule in {finding.rule for finding in findings_of(tmp_path / "planted.py")}
+
+
+def test_errors_that_a_test_file_raises_and_seeds_of_the_simulation_are_allowed(tmp_path: Path) -> None:
+    source = '''"""Found by the simulation, seed 341."""\nraise InvalidError("The name is wrong.")'''
+    (tmp_path / "test_planted.py").write_text(source)
+    (tmp_path / "planted.py").write_text(source)
+    assert [finding.rule for finding in findings_of(tmp_path / "test_planted.py")] == []
+    assert [finding.rule for finding in findings_of(tmp_path / "planted.py")] == ["capital"]
