@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Spark Connect, with a client that has no py4j: reads, writes, changes, and what needs a session with a JVM."""
-=======
-"""`tidemill.spark.read` under Spark Connect: parts of a frame are held while its client has a frame derived from it."""
->>>>>>> 1121fa0b46537e703cdf8886346d78faf49fa542
 
 from __future__ import annotations
 
