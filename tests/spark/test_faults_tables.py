@@ -1,4 +1,4 @@
-"""Faults of records, values, schemas and tables in a running pipeline: each ends its own unit and nothing larger."""
+"""Faults of records, values, schemas and tables in a running pipeline: each ends only its own unit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_f301_a_record_that_cannot_be_read_is_a_dead_letter_and_the_pipeline_goe
 
 
 def forged(whole: bytes, at: int, with_bytes: bytes) -> bytes:
-    """A batch with other contents under a right checksum."""
+    """Return the batch with other contents and a correct checksum."""
     out = bytearray(whole)
     out[at : at + len(with_bytes)] = with_bytes
     out[17:21] = crc32c.crc32c(bytes(out[21:])).to_bytes(4, "big")
@@ -197,7 +197,7 @@ def test_f309_a_scratch_directory_that_cannot_be_written_is_told_and_heals(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file replaces the directory. Work without scratch continues; other work waits and resumes without a restart."""
-    monkeypatch.setattr("tidemill.spark.upsert.mirror.SPILL_BYTES", 1 << 20)
+    monkeypatch.setattr("tidemill.spark.merge.mirror.SPILL_BYTES", 1 << 20)
     topic = harbour.create_topic("clicks")
     with pipeline(harbour, tmp_path, f"def build(p):\n    {CLICKS}\n") as runner:
         harbour.produce(topic, [(b"k", {"click_id": "a"})])

@@ -1,4 +1,4 @@
-"""Records that cannot be read, in a stream of rows: a row of their own, the query's end, or left out."""
+"""Unreadable records in a stream of rows: a separate row, the end of the query, or omitted."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import TIME, Column, ShardSchema
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
+from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION, RECORD_KEY, UNCHANGED, command_schema
 from tidemill.spark.source.corrupt import CorruptRecordMode
 from tidemill.spark.source.options import SourceOptions
 from tidemill.spark.source.stream import RowReader, stream_columns
 from tidemill.spark.types import spark_schema
-from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, RECORD_KEY, UNCHANGED, command_schema
 
 SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "string")), ("k",))
 

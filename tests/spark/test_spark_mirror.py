@@ -17,8 +17,8 @@ from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Column
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema
-from tidemill.spark.upsert import mirror as mirror_file
-from tidemill.spark.upsert.mirror import RUNS_MAX, Mirror
+from tidemill.spark.merge import mirror as mirror_file
+from tidemill.spark.merge.mirror import RUNS_MAX, Mirror
 
 
 def rows(found: pa.Table) -> dict[int, int]:
@@ -128,7 +128,7 @@ def test_a_saved_mirror_of_another_shard_boot_or_schema_is_not_trusted(tmp_path:
 def test_a_mirror_that_was_saved_under_an_older_version_goes_on_under_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidemill.spark.upsert.sorted_runs.PIECE_ROWS", 64)
+    monkeypatch.setattr("tidemill.spark.merge.sorted_runs.PIECE_ROWS", 64)
     mirror = Mirror(SCHEMA, directory=tmp_path)
     mirror.apply(delta(*[(k, k, 0, 1) for k in range(200)]), 0, 1)
     mirror.apply(delta((5, 5, 1, -1), (6, 6, 1, -1), (6, 7, 1, 1)), 1, 2)
@@ -184,7 +184,7 @@ def test_a_merge_of_a_damaged_run_is_corrupt_and_names_the_file(tmp_path: Path) 
 
 
 def test_f332_a_run_that_rots_after_it_was_opened_is_not_opened_again(tmp_path: Path) -> None:
-    """A flipped bit changes no time of the file, by which a run that was verified before is known."""
+    """A flipped bit does not change the file's times, which identify a run that was verified before."""
     mirror = Mirror(SCHEMA, directory=tmp_path)
     mirror.apply(delta(*[(k, k, 0, 1) for k in range(1000)]), 0, 1)
     mirror.save("shard-1", "boot-1")
@@ -213,7 +213,8 @@ def stored_bytes(directory: Path) -> int:
 def test_files_of_merged_runs_go_at_once_but_for_those_that_are_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every run a file, every key written again and again: the directory stays within a multiple of what lives."""
+    """Every run is a file, and every key is overwritten repeatedly: the directory stays within a multiple of the live
+    rows."""
     monkeypatch.setattr(mirror_file, "SPILL_BYTES", 1)
     mirror = Mirror(SCHEMA, directory=tmp_path)
     live = [(k, 0) for k in range(4000)]
@@ -251,7 +252,7 @@ def test_a_run_of_the_form_before_is_made_anew(tmp_path: Path) -> None:
 def test_a_mirror_in_files_needs_no_memory_for_what_is_not_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidemill.spark.upsert.sorted_runs.PIECE_ROWS", 1_000)
+    monkeypatch.setattr("tidemill.spark.merge.sorted_runs.PIECE_ROWS", 1_000)
     monkeypatch.setattr(mirror_file, "SPILL_BYTES", 1)
     mirror = Mirror(SCHEMA, directory=tmp_path)
     mirror.apply(delta(*[(k, k, 0, 1) for k in range(100_000)]), 0, 1)
@@ -268,7 +269,7 @@ def test_a_mirror_in_files_needs_no_memory_for_what_is_not_asked_for(
 
 def test_runs_of_many_pieces_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is in memory or in a file; keys that share a hash stay in one piece."""
-    from tidemill.spark.upsert import sorted_runs as runs
+    from tidemill.spark.merge import sorted_runs as runs
 
     monkeypatch.setattr(runs, "PIECE_ROWS", 50)
     for directory, spill in ((None, 1 << 40), (tmp_path, 1)):
@@ -298,7 +299,8 @@ def test_runs_of_many_pieces_are_one_run(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_file_of_a_process_that_had_this_pid_is_not_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver is always pid 1 in a container, and counts its files from 1 again: what it reads is what is there."""
+    """A driver is always pid 1 in a container, and numbers its files from 1 again: a new name may be that of a mapped
+    file."""
     monkeypatch.setattr(mirror_file, "_FILES", itertools.count(1))
     mirror = Mirror(SCHEMA, directory=tmp_path)
     first = mirror._new_file()
