@@ -13,6 +13,7 @@ import pytest
 from tidemill.base.errors import InvalidError
 from tidemill.spark.session import java
 from tidemill.spark.session.java import find_bash, find_java
+from tidemill.spark.session.requirements import check_has_jvm, check_spark_version
 from tidemill.spark.session.session import log_option
 
 
@@ -91,6 +92,19 @@ def test_a_jvm_that_does_not_start_is_told_in_its_own_words(tmp_path: Path) -> N
 def test_the_configuration_of_sparks_log_is_a_file() -> None:
     option, _, path = log_option().partition("=file://")
     assert option == "-Dlog4j2.configurationFile" and Path(path).is_file()
+
+
+def test_a_session_of_the_client_of_spark_connect_alone_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_has_jvm()
+    monkeypatch.setitem(sys.modules, "py4j", None)  # pyspark-client has no py4j
+    with pytest.raises(InvalidError, match="installed is `pyspark-client`, which has no JVM"):
+        check_has_jvm()
+
+
+def test_a_feature_of_a_newer_spark_names_the_version() -> None:
+    check_spark_version("4.1.0.dev3", (4, 1), "this")
+    with pytest.raises(InvalidError, match=r"this needs Spark 4\.1 or newer: version=4\.0\.5"):
+        check_spark_version("4.0.5", (4, 1), "this")
 
 
 @pytest.mark.spark
