@@ -99,7 +99,7 @@ class Box:
 
 @dataclass(frozen=True)
 class Arrow:
-    """From `box.side` or `box.side:share` to another one.
+    """A connection from `box.side` or `box.side:share` to another one.
 
     A path of three parts has its middle part at `via`.
     """
