@@ -18,6 +18,7 @@ from support.waiting import DEADLINE_S
 from tidemill import __version__
 from tidemill.cli.examples import EXAMPLES
 from tidemill.cli.main import COMMANDS, app, load_command, with_global_options
+from tidemill.cli.output.output import Form
 
 GLOBAL_SHORT_FLAGS = {"-c": "config", "-o": "output", "-y": "yes", "-f": "follow"}
 """A short flag has the same meaning in every command that has it."""
@@ -73,16 +74,14 @@ def test_every_example_is_of_a_command() -> None:
 def test_options_before_a_command_are_given_to_it_and_its_own_override_them() -> None:
     given = {"config": "a.toml", "as_json": True}
     table = load_command("table")
-    assert with_global_options(table, ["list"], given) == ["list", "--config", "a.toml", "--json"]
-    assert with_global_options(table, ["list", "-c", "b.toml"], given)[1:] == [
-        "--config",
-        "a.toml",
-        "--json",
-        "-c",
-        "b.toml",
-    ]
+    before = ["--config", "a.toml", "--output", "json"]
+    assert with_global_options(table, ["list"], given) == ["list", *before]
+    assert with_global_options(table, ["list", "-c", "b.toml"], given) == ["list", *before, "-c", "b.toml"]
     assert with_global_options(table, ["--help"], given) == ["--help"]
-    assert with_global_options(load_command("version"), [], given) == ["--json"]
+    assert with_global_options(load_command("version"), [], given) == before[2:]
+    assert with_global_options(load_command("version"), [], {"output": Form.CSV}) == ["--output", "csv"]
+    assert with_global_options(load_command("version"), ["--json"], {"output": Form.CSV}) == ["--json"]
+    assert with_global_options(load_command("topic"), ["produce", "t"], {"as_json": True}) == ["produce", "t"]
 
 
 def test_the_version_is_one_line_and_the_command_names_the_stored_formats() -> None:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tidemill.base.errors import InvalidError
+from tidemill.base.extras import missing_extra
 from tidemill.shards.api import ShardSchema
 from tidemill.spark.types import Names, split_names, stream_schema
 
@@ -291,6 +292,13 @@ def load_pipeline(path: Path, name: str, pipeline: Pipeline | None = None) -> Pi
         ) from error
     except KeyboardInterrupt:
         raise
+    except ModuleNotFoundError as error:
+        missing = missing_extra(error)
+        raise InvalidError(
+            f"pipeline file needs a module that is not installed: file={path} line={_line_in(path, error)}"
+            f" module={error.name}.",
+            fix=missing.fix if missing is not None else "Install it in the environment of tidemill.",
+        ) from error
     except BaseException as error:  # also sys.exit: the file is the user's, the process is not
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
         raise InvalidError(

@@ -13,19 +13,18 @@ from tidemill.base.config.config import Config
 from tidemill.base.errors import MissingError, nearest_name
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.freshness import Verdict, resolve_status_name, verdict_of
-from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of
+from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of, status_row
 from tidemill.cli.captured_tables import maintain_line, tables_of_any_name
 from tidemill.cli.cluster.status import Watch, read_stage_statuses, redraw_screen
 from tidemill.cli.context import (
     EXIT_STUCK,
     OPEN_TIMEOUT_S,
     ConfigOption,
-    JsonOption,
     OpenConsensus,
     open_consensus_only,
     open_stores,
-    print_json,
 )
+from tidemill.cli.output.output import TABLE, Output
 from tidemill.console.views.captures import shown_state
 from tidemill.console.views.stages import verdict_row
 
@@ -35,15 +34,15 @@ Name = Annotated[
 ]
 
 
-def why(name: Name = "", config: ConfigOption = None, watch: Watch = False, as_json: JsonOption = False) -> None:
+def why(name: Name = "", config: ConfigOption = None, watch: Watch = False, out: Output = TABLE) -> None:
     """Show how fresh a table is and what blocks it. Exit 0 fresh, 1 lagging, 3 stuck: the worst up to its source."""
     with open_consensus_only(config, OPEN_TIMEOUT_S) as opened:
         while watch:
-            redraw_screen(lambda: _explain(name, config, opened, as_json))
-        raise SystemExit(_explain(name, config, opened, as_json))
+            redraw_screen(lambda: _explain(name, config, opened, out))
+        raise SystemExit(_explain(name, config, opened, out))
 
 
-def _explain(name: str, config: Path | None, opened: OpenConsensus, as_json: bool) -> int:
+def _explain(name: str, config: Path | None, opened: OpenConsensus, out: Output) -> int:
     """Print the verdict, and return its exit code."""
     marks = read_stage_statuses(opened)
     note = ""
@@ -57,10 +56,11 @@ def _explain(name: str, config: Path | None, opened: OpenConsensus, as_json: boo
     if holder:
         found = msgspec.structs.replace(found, root=holder)
     exit_code = EXIT_STUCK if holder else found.exit_code
-    if as_json:
-        print_json(verdict_row(found, exit_code) | ({"note": note} if note else {}))
-    else:
+    if out.is_text:
         print("\n".join([*([note] if note else []), *format_verdict(found, exit_code)]))
+    else:
+        answer = verdict_row(found, exit_code) | ({"note": note} if note else {})
+        out.rows([status_row(derived) for derived in found.chain], value=answer)
     return exit_code
 
 
