@@ -6,7 +6,6 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ import typer
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
+from support.cli.commands import EVERY, SHOWN
 from support.waiting import DEADLINE_S
 from tidemill import __version__
 from tidemill.cli.examples import EXAMPLES
@@ -22,24 +22,6 @@ from tidemill.cli.output.output import Form
 
 GLOBAL_SHORT_FLAGS = {"-c": "config", "-o": "output", "-y": "yes", "-f": "follow"}
 """A short flag has the same meaning in every command that has it."""
-
-
-def commands() -> Iterator[tuple[str, Any]]:
-    """Every command that has no commands below it, with its full name."""
-
-    def below(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-        if not isinstance(command, TyperGroup):
-            yield name, command
-            return
-        for part, each in command.commands.items():
-            yield from below(f"{name} {part}", each)
-
-    for name in COMMANDS:
-        yield from below(name, load_command(name))
-
-
-EVERY = dict(commands())
-SHOWN = {name: each for name, each in EVERY.items() if not each.hidden and not COMMANDS[name.split()[0]].hidden}
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from tidemill.base.errors import InvalidError, TidemillError
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.capture.catalog.foreign_publications import Objection, find_objections
 from tidemill.capture.catalog.table_choice import choose_tables
 from tidemill.capture.catalog.table_discovery import TableInfo, list_tables
@@ -74,7 +74,8 @@ async def diagnose_capture(
         facts, problems = await find_server_problems(wire, config)
         if facts.version < OLDEST_VERSION:
             return "", problems
-        problems += await find_stream_problems(wire, config)
+        if not any(isinstance(problem, UnavailableError) for problem in problems):  # a standby has no WAL position
+            problems += await find_stream_problems(wire, config)
         found = await _check_tables(wire, config, facts)
         missing = await find_missing_statements(wire, config, found.able)
         full = (

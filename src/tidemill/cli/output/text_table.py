@@ -47,10 +47,7 @@ def format_table(
     styles = [[column.style(row) if column.style and colour else "" for column in columns] for row in rows]
     if not widths:
         return _format_blocks(headings, cells, styles, width, colour)
-    right = [
-        column.right or (bool(rows) and all(_is_number(line[at]) for line in values))
-        for at, column in enumerate(columns)
-    ]
+    right = [column.right or _are_numbers([line[at] for line in values]) for at, column in enumerate(columns)]
     out = _format_line(headings, widths, right, ["bold" if colour else ""] * len(columns))
     out.append(GAP.join("-" * each for each in widths))
     for line, style in zip(cells, styles, strict=True):
@@ -104,8 +101,9 @@ def fold(text: str, width: int) -> list[str]:
     return [*lines, line]
 
 
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+def _are_numbers(values: Sequence[Any]) -> bool:
+    known = [value for value in values if value is not None]
+    return bool(known) and all(isinstance(value, int | float) and not isinstance(value, bool) for value in known)
 
 
 def _fitting_widths(natural: Sequence[int], width: int) -> list[int]:
@@ -143,15 +141,15 @@ def _format_blocks(
     headings: Sequence[str], cells: Sequence[Sequence[str]], styles: Sequence[Sequence[str]], width: int, colour: bool
 ) -> list[str]:
     """Return each row as a block of one line per column that has a value, with an empty line between rows."""
-    margin = min(max(map(cell_width, headings), default=0), width // 2)
+    margin = min(max(map(cell_width, headings), default=0), width // 2 - len(GAP))
+    widths = [margin, max(1, width - margin - len(GAP))]
     out: list[str] = []
     for line, style in zip(cells, styles, strict=True):
         if out:
             out.append("")
         for heading, text, each in zip(headings, line, style, strict=True):
             if text:
-                out += _format_line([heading, text], [margin, max(LEAST_WIDTH, width - margin - len(GAP))],
-                                    [False, False], ["bold" if colour else "", each])  # fmt: skip
+                out += _format_line([heading, text], widths, [False, False], ["bold" if colour else "", each])
     return out or list(headings)
 
 
