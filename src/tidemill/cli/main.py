@@ -24,6 +24,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from tidemill.base.errors import TidemillError
 from tidemill.base.extras import missing_extra
+from tidemill.base.runtime.hidden_modules import hide_modules
 from tidemill.cli.context import (
     EXIT_BAD_INPUT,
     EXIT_GOOD,
@@ -209,6 +210,10 @@ def build_application() -> typer.Typer:
 app = build_application()
 
 
+HIDDEN = {"sql": ("pandas",), "group": ("hypothesis",), "txn": ("hypothesis",)}
+"""Modules that only slow a command down. Commands that run a user's pipeline file hide none."""
+
+
 def run() -> None:
     """Run the command line of this process."""
     if sys.stdout is None:  # closed by the shell: >&-
@@ -216,10 +221,7 @@ def run() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a locale without UTF-8 cannot show every name
-    if sys.argv[1:2] == ["sql"]:
-        from tidemill.cli.sql import block_pandas
-
-        block_pandas()
+    hide_modules(*HIDDEN.get("".join(sys.argv[1:2]), ()))
     run_application(lambda: app(prog_name="tidemill"))
 
 

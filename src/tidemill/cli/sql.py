@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.abc import MetaPathFinder
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -96,17 +95,3 @@ def _run_query(connection: Any, query: str) -> tuple[list[str], list[Any]]:
         ) from error
     except duckdb.Error as error:
         raise InvalidError(f"the query failed: {error}.", fix="Correct the query.") from error
-
-
-class PandasBlocker(MetaPathFinder):
-    """Import hook that hides pandas. Where pandas is installed, Arrow imports it to check whether a value is a
-    DataFrame, which costs a second of processor time, half of a small query. Arrow remembers the answer, so the hook is
-    only for a process that runs one command."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "pandas":
-            raise ModuleNotFoundError("pandas is disabled in this process", name=name)
-
-
-def block_pandas() -> None:
-    sys.meta_path.insert(0, PandasBlocker())

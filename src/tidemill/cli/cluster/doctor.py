@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version as version_of
-from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -23,7 +22,7 @@ from tidemill.base.address import Address
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config, exposed_servers, load
 from tidemill.base.errors import CorruptError, MissingError, TidemillError
-from tidemill.base.extras import require
+from tidemill.base.extras import is_installed, require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.cli.cluster.capture_checks import check_capture
 from tidemill.cli.cluster.check_results import Result, guard_check, run_check
@@ -159,7 +158,7 @@ def _check_python(_: Config) -> str:
 
 
 def _check_spark(config: Config) -> str:
-    if not config.pipeline and find_spec("pyspark") is None:
+    if not config.pipeline and not is_installed("pyspark"):
         return "not needed: no pipeline is configured"
     require("pyspark")
     return version_of("pyspark")
@@ -168,7 +167,7 @@ def _check_spark(config: Config) -> str:
 def _check_java(_: Config) -> str:
     from tidemill.spark.session.java import find_java
 
-    if find_spec("pyspark") is None:
+    if not is_installed("pyspark"):
         return "not needed: Spark is not installed"
     found = find_java()
     return f"{found.build or found.major} of {found.origin}, at {found.home}"

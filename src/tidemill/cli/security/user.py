@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from tidemill.base.config.config import load
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import ConfigOption, DryRunOption, YesOption, confirm, open_stores, preview
 from tidemill.cli.output.output import TABLE, Output
@@ -31,6 +32,7 @@ def add(
 
     check_user(name)
     check_iterations(iterations)
+    load(config)  # a wrong configuration is reported before the question
     password = _read_password(name)
     with open_stores(config, create=True) as opened:
         users = Users(opened.metastore, opened.clock)
