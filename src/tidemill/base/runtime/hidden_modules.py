@@ -22,4 +22,4 @@ class HiddenModules:
 
 
 def hide_modules(*names: str) -> None:
-    sys.meta_path.insert(0, HiddenModules(names))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, HiddenModules(names))

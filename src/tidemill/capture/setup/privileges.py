@@ -76,7 +76,10 @@ async def diagnose_capture(
             return "", problems
         if not any(isinstance(problem, UnavailableError) for problem in problems):  # a standby has no WAL position
             problems += await find_stream_problems(wire, config)
-        found = await _check_tables(wire, config, facts)
+        try:
+            found = await _check_tables(wire, config, facts)
+        except InvalidError as error:  # no pattern matches
+            return "", [*problems, error]
         missing = await find_missing_statements(wire, config, found.able)
         full = (
             {table.name: await find_partial_identities(wire, table.oid) for table in found.able}
