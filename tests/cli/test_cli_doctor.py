@@ -81,7 +81,7 @@ def test_every_problem_of_every_pipeline_is_found_before_the_first_start(tmp_pat
         }
     ]
     assert "does not parse" in found["pipeline.parse"][0]["found"]
-    assert "module=no_such_module" in found["pipeline.imports"][0]["found"]
+    assert "ModuleNotFoundError" in found["pipeline.imports"][0]["found"]
     assert (
         "raises" in found["pipeline.loud"][0]["found"] and "no such pipeline file" in found["pipeline.gone"][0]["found"]
     )

@@ -292,17 +292,11 @@ def load_pipeline(path: Path, name: str, pipeline: Pipeline | None = None) -> Pi
         ) from error
     except KeyboardInterrupt:
         raise
-    except ModuleNotFoundError as error:
-        missing = missing_extra(error)
-        raise InvalidError(
-            f"pipeline file needs a module that is not installed: file={path} line={_line_in(path, error)}"
-            f" module={error.name}.",
-            fix=missing.fix if missing is not None else "Install it in the environment of tidemill.",
-        ) from error
     except BaseException as error:  # also sys.exit: the file is the user's, the process is not
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
+        extra = missing_extra(error) if isinstance(error, ModuleNotFoundError) else None
         raise InvalidError(
-            f"pipeline file raises: file={path} line={_line_in(path, error)} error={said}.", fix="Correct it."
+            f"pipeline file raises: file={path} line={_line_in(path, error)} error={said}.", fix=extra.fix if extra is not None else "Correct it."
         ) from error
     if not callable(build):
         raise InvalidError(f"pipeline file has no build: file={path}.", fix="Define build(p: Pipeline).")

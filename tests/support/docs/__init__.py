@@ -1,0 +1,1 @@
+"""Helpers of the tests that run what the pages show."""
