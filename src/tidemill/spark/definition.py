@@ -296,7 +296,8 @@ def load_pipeline(path: Path, name: str, pipeline: Pipeline | None = None) -> Pi
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
         extra = missing_extra(error) if isinstance(error, ModuleNotFoundError) else None
         raise InvalidError(
-            f"pipeline file raises: file={path} line={_line_in(path, error)} error={said}.", fix=extra.fix if extra is not None else "Correct it."
+            f"pipeline file raises: file={path} line={_line_in(path, error)} error={said}.",
+            fix=extra.fix if extra is not None else "Correct it.",
         ) from error
     if not callable(build):
         raise InvalidError(f"pipeline file has no build: file={path}.", fix="Define build(p: Pipeline).")

@@ -24,4 +24,4 @@ def _commands() -> Iterator[tuple[str, Any]]:
 
 EVERY = dict(_commands())
 SHOWN = {name: each for name, each in EVERY.items() if not each.hidden and not COMMANDS[name.split()[0]].hidden}
-"""Without earlier names."""
+"""The same commands without their earlier names."""

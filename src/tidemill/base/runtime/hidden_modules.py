@@ -18,7 +18,7 @@ class HiddenModules:
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name in self._names:
-            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
+            raise ModuleNotFoundError(f"{name} is hidden from this process", name=name)
 
 
 def hide_modules(*names: str) -> None:

@@ -24,7 +24,7 @@ def run_check(name: str, check: Callable[[], str]) -> Result:
 
 
 def guard_check(name: str, check: Callable[[], list[Result]]) -> list[Result]:
-    """Run a check with any number of results. Whatever it raises is its result, so that the others run."""
+    """Run a check with any number of results. An exception becomes its result, so that the others run."""
     try:
         return check()
     except TidemillError as error:

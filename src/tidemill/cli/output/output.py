@@ -58,7 +58,7 @@ class Output:
 
     @property
     def is_text(self) -> bool:
-        """Whether a person reads the output: sentences may stand around tables."""
+        """True if a person reads the output, so that sentences may stand around tables."""
         return self.form is Form.TABLE
 
     def rows(
@@ -126,7 +126,7 @@ def has_colours() -> bool:
 
 
 def print_csv(lines: Iterable[str]) -> None:
-    """Print lines of CSV in UTF-8, whatever the locale."""
+    """Print lines of CSV in UTF-8, in any locale."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(encoding="utf-8", newline="\n")
     print_lines(lines)
