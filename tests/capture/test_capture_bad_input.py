@@ -165,7 +165,7 @@ def test_wal_level_and_slots(replica_level_server: EmbeddedPostgres) -> None:
 async def test_rc9_an_invalidated_slot_is_an_error_and_its_way_out_copies_all_anew(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """The server throws WAL away that the slot still needs (max_slot_wal_keep_size)."""
+    """The server removes WAL that the slot still needs (max_slot_wal_keep_size)."""
     data_dir: Path = tmp_path_factory.mktemp("small") / "data"
     settings = {
         "fsync": "off", "shared_buffers": "16MB", "max_slot_wal_keep_size": "1MB", "min_wal_size": "32MB",

@@ -11,7 +11,6 @@ import typer
 
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
-from tidemill.cli.captured_tables import matching_tables
 from tidemill.cli.context import (
     ConfigOption,
     DryRunOption,
@@ -25,6 +24,7 @@ from tidemill.cli.context import (
 )
 from tidemill.cli.output.output import TABLE, Output
 from tidemill.cli.output.text_table import Column
+from tidemill.console.captured_names import matching_tables
 from tidemill.console.views.captures import captured_table_row, shown_state
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SideTopicState
 
