@@ -64,7 +64,10 @@ COMMANDS = {
     "why": Entry(WATCH, "Show how fresh a table is and what blocks it.", "cluster.why", "why"),
     "logs": Entry(WATCH, "Show the logs of the node and of the drivers on this machine.", "cluster.logs", "logs"),
     "doctor": Entry(
-        WATCH, "Check Python, Java, bash, disk, ports, bucket, consensus and Postgres.", "cluster.doctor", "doctor"
+        WATCH,
+        "Check Python, Java, bash, disk, ports, bucket, consensus, Postgres and pipelines.",
+        "cluster.doctor",
+        "doctor",
     ),
     "version": Entry(
         WATCH, "Show the versions of tidemill, Python, Spark and the stored formats.", "version", "version"
