@@ -1,4 +1,4 @@
-"""`tidemill doctor`: every check runs whatever another one does, and pipelines are checked before they run."""
+"""`tidemill doctor`: every check runs, also after another one failed, and pipelines are checked before they run."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Commands on a cluster of which no process runs, or whose consensus is away, and without a terminal. What each
-command does without any cluster is in `test_cli_table_of_situations`."""
+"""Commands on a cluster without a running process or without consensus, without a terminal, and as a dry run. The table
+of all commands without any cluster is `test_cli_table_of_situations`."""
 
 from __future__ import annotations
 
