@@ -161,7 +161,14 @@ def _check_spark(config: Config) -> str:
     if not config.pipeline and not is_installed("pyspark"):
         return "not needed: no pipeline is configured"
     require("pyspark")
-    return version_of("pyspark")
+    from tidemill.spark.session.requirements import OLDEST_SPARK, check_has_jvm, check_spark_version
+
+    if config.pipeline:
+        check_has_jvm()
+    distribution = "pyspark" if is_installed("py4j") else "pyspark-client"
+    version = version_of(distribution)
+    check_spark_version(version, OLDEST_SPARK, "tidemill")
+    return f"{distribution} {version}"
 
 
 def _check_java(_: Config) -> str:
