@@ -13,8 +13,8 @@ import typer
 
 from tidemill.base.address import Address
 from tidemill.base.errors import InvalidError
-from tidemill.cli.context import JsonOption, print_json
 from tidemill.cli.main import run_application
+from tidemill.cli.output.output import JSON, JsonOption
 
 if TYPE_CHECKING:
     from demo.latency_report import Report
@@ -72,7 +72,7 @@ def demo(
     if seconds is None:
         return
     if as_json:
-        print_json(msgspec.to_builtins(report))
+        JSON.one(msgspec.to_builtins(report), "")
     else:
         _print_report(report)
     raise SystemExit(0 if report.clean else 1)

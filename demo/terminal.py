@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.status import StageState
-from tidemill.cli.cluster.status import status_table
+from tidemill.cli.cluster.status import STAGE_COLUMNS, status_lines
+from tidemill.cli.output.text_table import format_table
 
 if TYPE_CHECKING:
     from demo.runner import Runner
@@ -30,10 +31,13 @@ async def live_view(runner: Runner) -> AsyncIterator[None]:
 async def _live(runner: Runner) -> None:
     from rich.console import Console, Group
     from rich.live import Live
+    from rich.text import Text
 
-    with Live(console=Console(stderr=True), refresh_per_second=4, transient=False) as live:
+    console = Console(stderr=True)
+    with Live(console=console, refresh_per_second=4, transient=False) as live:
         while True:
-            live.update(Group(_headline(runner), status_table(runner.marks)))
+            lines = format_table(STAGE_COLUMNS, status_lines(runner.marks), width=console.width, colour=True)
+            live.update(Group(_headline(runner), Text.from_ansi("\n".join(lines))))
             await asyncio.sleep(REFRESH_S)
 
 

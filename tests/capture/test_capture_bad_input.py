@@ -15,7 +15,7 @@ from support.waiting import until
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.errors import SlotLostError
-from tidemill.capture.setup.privileges import check_database
+from tidemill.capture.setup.privileges import check_database, diagnose_capture
 from tidemill.metastore.catalogue import CaptureRow, TopicRow
 
 pytestmark = pytest.mark.postgres
@@ -153,6 +153,13 @@ def test_wal_level_and_slots(replica_level_server: EmbeddedPostgres) -> None:
         asyncio.run(check_database(replica_level_server.dsn))
     assert "wal_level=replica" in str(error.value)
     assert "ALTER SYSTEM SET wal_level = 'logical'" in error.value.fix
+    config = CaptureConfig(name="shop", dsn=replica_level_server.dsn)
+    _, problems = asyncio.run(diagnose_capture(config))
+    assert [str(problem).partition(":")[0] for problem in problems] == [
+        "PostgreSQL does not log logical changes",
+        "no replication slot is free",
+        "the capture's patterns match no table",
+    ]
 
 
 async def test_rc9_an_invalidated_slot_is_an_error_and_its_way_out_copies_all_anew(

@@ -18,7 +18,7 @@ from tidemill.capture.catalog.table_discovery import list_tables
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.session import teardown
-from tidemill.capture.session.teardown import drop_capture
+from tidemill.capture.session.teardown import drop_capture, plan_drop
 from tidemill.capture.setup.publication import Identities, PublishRequest, create_publication, publish_tables
 from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_key, try_advisory_lock
 from tidemill.metastore.catalogue import PipelineRow, TopicRow
@@ -36,7 +36,11 @@ async def test_an_identity_that_somebody_set_meanwhile_is_left(postgres_dsn: str
         async with world.capture():
             pass
         await world.sql("ALTER TABLE plain REPLICA IDENTITY NOTHING")
+        plan = await plan_drop(world.config(), world.catalogue)
+        assert (plan.slot, plan.publication, len(plan.topics)) == (True, True, 1) and plan.identities
+        assert await world.catalogue.tables(world.name) and await world.select("SELECT FROM pg_publication")
         done = await drop_capture(world.config(), world.catalogue)
+        assert (done.slot, done.publication, done.topics) == (plan.slot, plan.publication, plan.topics)
         assert done.identities == {} and await identities(world) == {"plain": "n"}
 
 

@@ -9,6 +9,7 @@ import pytest
 from tidemill.base.status.histogram import SINCE_BOUND, StageHistograms
 from tidemill.base.status.status import StatusReport
 from tidemill.cli.cluster.status import BAR, latency_bars, show_latency
+from tidemill.cli.output.output import JSON, TABLE
 from tidemill.console.views.stages import merge_latencies
 
 
@@ -27,7 +28,7 @@ ODD = [StatusReport("old", 0, (), facts) for facts in ({}, {"latency": 3}, {"lat
 def test_stages_stand_in_their_order_and_those_of_several_drivers_are_added_up(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    show_latency([*DRIVERS, NODE, *ODD, report("node:b", "capture/crm", received=[5])], True)
+    show_latency([*DRIVERS, NODE, *ODD, report("node:b", "capture/crm", received=[5])], JSON)
     shown = json.loads(capsys.readouterr().out)
     assert list(shown) == ["capture/crm", "capture/shop"]
     assert list(shown["capture/shop"]) == ["received", "durable", "bound", "appended", SINCE_BOUND]
@@ -46,5 +47,5 @@ def test_a_bar_begins_where_the_stage_before_has_its_median() -> None:
 
 
 def test_where_nothing_was_measured_there_is_an_empty_table(capsys: pytest.CaptureFixture[str]) -> None:
-    show_latency(ODD, False)
+    show_latency(ODD, TABLE)
     assert "stage" in capsys.readouterr().out

@@ -37,6 +37,11 @@ def describe(config: Path, *more: str) -> str:
     return done.stdout
 
 
+def words(output: str, count: int = 3) -> set[tuple[str, ...]]:
+    """Return the first words of each line."""
+    return {tuple(line.split()[:count]) for line in output.splitlines()}
+
+
 def put(config: Path, row: PipelineRow, **facts: Any) -> None:
     with open_stores(config, create=True) as opened:
         opened.portal.call(opened.catalogue.put(row))
@@ -49,11 +54,7 @@ def test_a_derived_table_is_described_with_its_inputs_how_it_is_kept_and_why(con
     row = PipelineRow("p", {"clicks": "topic:clicks", "sums": "derived", "top": "derived"}, "", MADE)
     put(config, row)
     reported = describe(config)
-    assert (
-        "sums ← clicks, lines, names  upper=0" in reported
-        and "top ← sums  " in reported
-        and "clicks ← topic:clicks" in reported
-    )
+    assert words(reported) >= {("clicks", "topic:clicks", "0"), ("sums", "clicks,", "lines,"), ("top", "sums", "0")}
     assert (
         "by group: by=… groups by clicks (product), lines (item); a change in names, which is read whole, r" in reported
     )
@@ -73,7 +74,7 @@ def test_a_derived_table_is_described_with_its_inputs_how_it_is_kept_and_why(con
 
 def test_a_derived_table_of_an_older_driver_is_described_without_its_inputs(config: Path) -> None:
     put(config, PipelineRow("p", {"sums": "derived"}), a={"sums": {"recomputed": 3, "groups": -1}})
-    assert "sums ← derived  " in describe(config)
+    assert ("sums", "derived", "0") in words(describe(config))
     put(config, PipelineRow("p", {"sums": "derived"}, "", {"sums": {"t": ("k",)}}))
     assert "by=… groups by t (k); last round whole\n" in describe(config)
 
@@ -103,9 +104,10 @@ def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restart
         publish("pipeline:other", driver.pid + 1)
         publish("pipeline:gone", driver.pid, 2 * STATUS_BLIND_AFTER_MS)
         opened.portal.call(board.publish(paused("pipeline:q", driver.pid, clock.now_ms())))
-        assert f"pid {driver.pid} on {host}  tables=0  shared with pipeline:q\n" in describe(config)
+        assert ("pipeline:p", "starting", str(driver.pid), host) in words(described := describe(config), 4)
+        assert "shared with pipeline:q\n" in described
         lines = CliRunner().invoke(app, ["pipeline", "list", "--config", str(config)]).stdout.splitlines()
-        assert [line for line in lines if line.startswith("q  0 running  0 silent  1 parked")], lines
+        assert [line.split()[:4] for line in lines if line.startswith("q ")] == [["q", "0", "0", "1"]], lines
 
         def started_anew() -> None:
             driver.wait()

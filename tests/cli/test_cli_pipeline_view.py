@@ -6,7 +6,7 @@ import pytest
 
 from tidemill.base.status.status import DerivedStatus, StageStatus, StatusReport, derive_status, this_process
 from tidemill.cli.cluster.why import format_stage
-from tidemill.cli.pipeline.view import format_instance, format_lag
+from tidemill.cli.pipeline.view import format_driver_note, format_lag
 from tidemill.console.views.pipelines import PipelineView, instance_row, table_row
 
 NOW_MS = 1_000_000_000
@@ -49,4 +49,4 @@ def test_a_driver_that_began_before_its_file_was_changed_is_told_as_older(
     report = StatusReport("pipeline:p", 1000, (), {"began_ms": 400}, pid=7, host=host)
     found = instance_row(report, "p", [report], 1000, changed_ms)
     assert found["older_than_file"] is older
-    assert ("older than its file" in format_instance(found)) is older
+    assert ("older than its file" in format_driver_note(found)) is older

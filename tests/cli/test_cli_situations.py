@@ -1,17 +1,15 @@
-"""Commands in situations that are not the usual one: the exit code, the first words, and nothing created.
-
-situation        a directory without a cluster; a configuration whose cluster was never started; a missing file; a
-                 missing variable; a cluster of which no process runs; a consensus server that is away
-exit code        2 for bad input and for no cluster, 4 for unavailable
-"""
+"""Commands on a cluster without a running process or without consensus, without a terminal, and as a dry run. The table
+of all commands without any cluster is `test_cli_table_of_situations`."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from support.cli.cluster import Cluster, create_stores
+from support.cli.commands import EVERY
 from support.cli.process import run_tidemill
 from support.ports import free_port
 from tidemill.cli.context import open_stores
@@ -21,19 +19,6 @@ from tidemill.metastore.rows.groups import GroupOffsetRow
 from tidemill.security.scram import SCRAM_SHA_256, derive_credential
 from tidemill.security.users import Users
 
-READING = (
-    "status", "status --latency", "why", "why orders", "verify", "verify orders", "capture list", "topic list",
-    "topic describe clicks", "topic lost clicks", "group list", "group describe g", "txn list", "user list",
-    "acl list", "schema list", "schema show s", "pipeline list", "pipeline describe shop", "dead-letters",
-    "table list", "table describe orders", "table history orders", "table export orders out",
-)  # fmt: skip
-CHANGING = (
-    "topic create clicks", "topic alter clicks --partitions 8", "topic delete clicks", "group delete g",
-    "group reset g --to earliest", "txn abort t", "acl add User:a read topic:t", "acl delete User:a read topic:t",
-    "user delete alice", "pipeline delete shop", "pipeline restart shop", "table compact orders", "table drop orders",
-    "table evolve orders --add 'a int'", "capture resnapshot public.t", "capture accept public.t", "capture drop shop",
-    "schema delete s",
-)  # fmt: skip
 PREPARING = ("topic create clicks", "acl add User:a read topic:t")
 """Commands that may prepare a cluster before its first start, if a configuration is present."""
 
@@ -42,49 +27,11 @@ def entries(directory: Path) -> list[str]:
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*"))
 
 
-@pytest.mark.parametrize("command", [*READING, *CHANGING])
-def test_in_a_directory_without_a_cluster(tmp_path: Path, command: str) -> None:
-    done = run_tidemill(command, cwd=tmp_path)
-    assert done.exit_code == 2
-    assert done.errors.startswith(f"tidemill: no cluster here: directory={tmp_path} has neither"), done.errors
-    assert len(done.errors.splitlines()) == 1 and done.output == ""
-    assert entries(tmp_path) == []
-
-
-@pytest.mark.parametrize("command", sorted({*READING, *CHANGING} - set(PREPARING)))
-def test_of_a_cluster_that_was_never_started(tmp_path: Path, command: str) -> None:
-    (tmp_path / "tidemill.toml").write_text('[node]\nname = "n"\n')
-    done = run_tidemill(command, cwd=tmp_path)
-    assert done.exit_code == 2
-    assert done.errors.startswith("tidemill: the cluster of tidemill.toml was never started"), done.errors
-    assert "Start it: tidemill up" in done.errors
-    assert entries(tmp_path) == ["tidemill.toml"]
-
-
 @pytest.mark.parametrize("command", PREPARING)
 def test_a_cluster_is_prepared_before_its_first_start(tmp_path: Path, command: str) -> None:
     (tmp_path / "tidemill.toml").touch()
     assert run_tidemill(command, cwd=tmp_path).exit_code == 0
     assert run_tidemill("topic list", cwd=tmp_path).exit_code == 0
-
-
-@pytest.mark.parametrize("command", ["status", "up", "topic create clicks", "doctor", "pipeline run shop"])
-def test_with_a_file_that_is_not_there(tmp_path: Path, command: str) -> None:
-    done = run_tidemill(f"{command} --config nope.toml", cwd=tmp_path)
-    assert (done.exit_code, done.output) == (2, "")
-    assert done.errors.startswith("tidemill: no such configuration file: path=nope.toml"), done.errors
-    assert run_tidemill(f"-c nope.toml {command}", cwd=tmp_path).errors == done.errors
-    named = run_tidemill(command, cwd=tmp_path, environ={"TIDEMILL_CONFIG": "nope.toml"})
-    assert named.exit_code == 2 and "TIDEMILL_CONFIG=nope.toml" in named.errors
-    assert entries(tmp_path) == []
-
-
-@pytest.mark.parametrize("command", ["status", "up", "doctor"])
-def test_with_a_variable_that_is_not_set(tmp_path: Path, command: str) -> None:
-    (tmp_path / "tidemill.toml").write_text('[capture.shop]\ndsn = "${NO_SUCH_VARIABLE}"\n')
-    done = run_tidemill(command, cwd=tmp_path)
-    assert done.exit_code == 2 and "${NO_SUCH_VARIABLE}, which is not set. Export NO_SUCH_VARIABLE" in done.errors
-    assert entries(tmp_path) == ["tidemill.toml"]
 
 
 @pytest.mark.parametrize("command", ["status", "why", "why orders", "status --json"])
@@ -102,15 +49,6 @@ def test_with_a_consensus_server_that_is_away(tmp_path: Path, command: str) -> N
     (tmp_path / "tidemill.toml").write_text(f'[consensus]\nurl = "{url}"\n')
     done = run_tidemill(command, cwd=tmp_path)
     assert done.exit_code == 4 and done.errors.count("\n") == 1, done.errors
-
-
-@pytest.mark.parametrize("line", ["stats", "table lst", "status --jsn", "why a b", "topic", "topic create"])
-def test_a_mistyped_line_is_a_usage_error(tmp_path: Path, line: str) -> None:
-    done = run_tidemill(line, cwd=tmp_path)
-    assert done.exit_code == 2 and "Usage: tidemill" in done.errors + done.output
-    assert entries(tmp_path) == []
-    if line == "stats":
-        assert "Did you mean 'status'?" in done.errors
 
 
 def test_doctor_creates_nothing(tmp_path: Path) -> None:
@@ -140,14 +78,43 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        "group reset g --to latest", "group delete g", "topic delete clicks", "user delete alice",
-        "acl delete User:a read topic:t", "schema delete s --permanent", "pipeline delete shop",
-        "table evolve orders --add 'more int'", "table drop orders",
-    ],
-)  # fmt: skip
+SHOWN_BY = {
+    "group reset g --to latest": "group describe g",
+    "group delete g": "group list",
+    "topic delete clicks": "topic list",
+    "topic lost clicks --accept-loss all": "topic describe clicks",
+    "topic alter clicks --partitions 8": "topic describe clicks",
+    "user delete alice": "user list",
+    "acl delete User:a read topic:t": "acl list",
+    "schema delete s --permanent": "schema list --deleted",
+    "pipeline delete shop": "pipeline list",
+    "table evolve orders --add 'more int'": "table describe orders",
+    "table compact orders": "table describe orders",
+    "table drop orders": "table list",
+}
+"""Commands that destroy or change something, with the command that shows it."""
+QUESTIONS = [line for line in SHOWN_BY if line.split()[1] not in ("lost", "alter", "compact")]
+
+
+@pytest.mark.parametrize("command", SHOWN_BY)
+def test_a_dry_run_asks_nothing_says_what_would_happen_and_changes_nothing(prepared: Path, command: str) -> None:
+    before = run_tidemill(f"{SHOWN_BY[command]} --json", cwd=prepared)
+    assert before.exit_code == 0, before
+    text, plain = (run_tidemill(f"{command} --dry-run{form}", cwd=prepared) for form in ("", " --json"))
+    assert (text.exit_code, text.errors) == (plain.exit_code, plain.errors) == (0, "")
+    assert text.output.startswith("dry run: "), text.output
+    assert isinstance(json.loads(plain.output), dict | list)
+    assert run_tidemill(f"{SHOWN_BY[command]} --json", cwd=prepared) == before
+
+
+def test_every_command_that_destroys_something_has_a_dry_run() -> None:
+    asking = {name for name, command in EVERY.items() if "yes" in {param.name for param in command.params}}
+    wanted = asking | {"pipeline restart", "restore", "table compact", "topic alter", "topic lost", "group alter"}
+    have = {name for name, command in EVERY.items() if "--dry-run" in {o for p in command.params for o in p.opts}}
+    assert wanted <= have, wanted - have
+
+
+@pytest.mark.parametrize("command", QUESTIONS)
 def test_without_a_terminal_nothing_is_destroyed_unless_it_was_confirmed(prepared: Path, command: str) -> None:
     for form in ("", " --json"):
         done = run_tidemill(command + form, cwd=prepared)

@@ -6,7 +6,6 @@ import json
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,31 +13,15 @@ import typer
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
+from support.cli.commands import EVERY, SHOWN
 from support.waiting import DEADLINE_S
 from tidemill import __version__
 from tidemill.cli.examples import EXAMPLES
 from tidemill.cli.main import COMMANDS, app, load_command, with_global_options
+from tidemill.cli.output.output import Form
 
 GLOBAL_SHORT_FLAGS = {"-c": "config", "-o": "output", "-y": "yes", "-f": "follow"}
 """A short flag has the same meaning in every command that has it."""
-
-
-def commands() -> Iterator[tuple[str, Any]]:
-    """Every command that has no commands below it, with its full name."""
-
-    def below(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-        if not isinstance(command, TyperGroup):
-            yield name, command
-            return
-        for part, each in command.commands.items():
-            yield from below(f"{name} {part}", each)
-
-    for name in COMMANDS:
-        yield from below(name, load_command(name))
-
-
-EVERY = dict(commands())
-SHOWN = {name: each for name, each in EVERY.items() if not each.hidden and not COMMANDS[name.split()[0]].hidden}
 
 
 @pytest.mark.parametrize("name", EVERY)
@@ -73,16 +56,14 @@ def test_every_example_is_of_a_command() -> None:
 def test_options_before_a_command_are_given_to_it_and_its_own_override_them() -> None:
     given = {"config": "a.toml", "as_json": True}
     table = load_command("table")
-    assert with_global_options(table, ["list"], given) == ["list", "--config", "a.toml", "--json"]
-    assert with_global_options(table, ["list", "-c", "b.toml"], given)[1:] == [
-        "--config",
-        "a.toml",
-        "--json",
-        "-c",
-        "b.toml",
-    ]
+    before = ["--config", "a.toml", "--output", "json"]
+    assert with_global_options(table, ["list"], given) == ["list", *before]
+    assert with_global_options(table, ["list", "-c", "b.toml"], given) == ["list", *before, "-c", "b.toml"]
     assert with_global_options(table, ["--help"], given) == ["--help"]
-    assert with_global_options(load_command("version"), [], given) == ["--json"]
+    assert with_global_options(load_command("version"), [], given) == before[2:]
+    assert with_global_options(load_command("version"), [], {"output": Form.CSV}) == ["--output", "csv"]
+    assert with_global_options(load_command("version"), ["--json"], {"output": Form.CSV}) == ["--json"]
+    assert with_global_options(load_command("topic"), ["produce", "t"], {"as_json": True}) == ["produce", "t"]
 
 
 def test_the_version_is_one_line_and_the_command_names_the_stored_formats() -> None:

@@ -60,6 +60,42 @@ def test_the_wheel_holds_the_product_alone_with_its_metadata(wheel: Path) -> Non
     assert "# tidemill" in metadata.get_payload()[:200]
 
 
+LOWEST = """
+import tidemill, tidemill.node.node, tidemill.capture.session.capture, tidemill.kafka.handlers, tidemill.registry.http
+table = tidemill.connect().table("orders")
+print(table.to_arrow().num_rows, table.to_polars().height)
+"""
+
+
+@pytest.mark.extended
+def test_the_lowest_declared_versions_work_together(wheel: Path, tmp_path: Path) -> None:
+    """The lock holds recent versions; an environment of a user may hold those of the declared lower bounds."""
+    Cluster(tmp_path).append([(1, "a", 1), (2, "b", 1)])
+    environment = tmp_path / "env"
+    run(sys.executable, "-m", "venv", "--without-pip", str(environment), cwd=tmp_path)
+    python, tidemill = str(environment / "bin" / "python"), str(environment / "bin" / "tidemill")
+    target = f"tidemill[node,duckdb,polars] @ file://{wheel}"
+    lowest = ["--resolution", "lowest-direct", "--no-cache", "--python", python]
+    bounds = tmp_path / "pyproject.txt"
+    bounds.write_text("\n".join([target, *direct_requirements("node", "duckdb", "polars")]))
+    run(UV, "pip", "install", "--quiet", *lowest, "-r", str(bounds), cwd=tmp_path)
+    installed = run(UV, "pip", "list", "--format", "json", "--python", python, cwd=tmp_path).stdout
+    versions = {each["name"]: each["version"] for each in json.loads(installed)}
+    assert versions["pyarrow"].startswith("22.") and versions["typer"].startswith("0.20."), versions
+    assert run(python, "-c", LOWEST, cwd=tmp_path).stdout == "2 2\n"
+    assert run(tidemill, "sql", "SELECT count(*) AS n FROM orders", "-o", "csv", cwd=tmp_path).stdout == "n\n2\n"
+    for line in ("topic create clicks", "acl add User:a read topic:t", "group list", "schema list", "doctor", "--help"):
+        run(tidemill, *line.split(), cwd=tmp_path)
+
+
+def direct_requirements(*extras: str) -> list[str]:
+    """Return the declared requirements as direct ones, whose lower bounds `lowest-direct` chooses."""
+    found = list(PROJECT["dependencies"])
+    for extra in extras:
+        found += PROJECT["optional-dependencies"][extra]
+    return found
+
+
 @pytest.mark.extended
 def test_each_extra_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
     table = Cluster(tmp_path)
@@ -98,10 +134,11 @@ def test_each_extra_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None
 
     install("[node]")
     checks = json.loads(run(tidemill, "doctor", "--json", cwd=tmp_path).stdout)
-    assert {"check": "java", "ok": True}.items() <= next(c for c in checks if c["check"] == "java").items()
+    for name in ("spark", "java"):
+        assert {"check": name, "ok": True}.items() <= next(c for c in checks if c["check"] == name).items()
     (tmp_path / "tidemill.toml").write_text(f'[node]\ndata = "{tmp_path}/data"\n[pipeline.p]\nfile = "p.py"\n')
     failed = run(tidemill, "doctor", cwd=tmp_path, code=1).stdout
-    assert "FAIL java: pyspark is not installed." in failed and "pip install 'tidemill[spark]'" in failed
+    assert "FAIL spark: pyspark is not installed." in failed and "pip install 'tidemill[spark]'" in failed
     driver = [python, "-m", "tidemill.spark.pipeline.driver", "--objects", "memory:", "--consensus", "memory:"]
     driver += ["--name", "p", "--pipeline", "p.py", "--scratch", "scratch"]
     spark = run(*driver, cwd=tmp_path, code=2).stderr

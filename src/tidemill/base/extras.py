@@ -36,12 +36,16 @@ def missing_extra(error: ModuleNotFoundError) -> InvalidError | None:
 
 def require(module: str, remark: str = "") -> None:
     """Raise InvalidError unless an optional library is installed. `remark`: what works without it, as a sentence."""
-    try:
-        found = find_spec(module)
-    except ModuleNotFoundError:
-        found = None
-    if found is None:
+    if not is_installed(module):
         raise _not_installed(module, remark)
+
+
+def is_installed(module: str) -> bool:
+    """Return whether a module of the first level can be imported. It is not imported."""
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
 
 
 def _not_installed(module: str, remark: str = "") -> InvalidError:

@@ -1,4 +1,4 @@
-"""Shared parts of every command: exit codes, groups of options, configuration and stores, JSON output, progress bars.
+"""Shared parts of every command: exit codes, groups of options, configuration and stores, questions, progress bars.
 
     exit code   meaning
     0           good: done, equal, fresh
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -38,6 +37,7 @@ from tidemill.base.errors import (
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.status.freshness import EXIT_BY_STATE
 from tidemill.base.status.status import StageState
+from tidemill.cli.output.output import Output
 
 if TYPE_CHECKING:
     from tidemill.consensus.api import Consensus
@@ -52,8 +52,7 @@ OldForce = Annotated[bool, typer.Option("--yes-really", hidden=True)]
 """Earlier name of --force."""
 
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print one JSON value as the last line.")]
-
+DryRunOption = Annotated[bool, typer.Option("--dry-run", help="Only show what would happen; change nothing.")]
 
 EXIT_GOOD = 0
 EXIT_FAILED = 1
@@ -72,7 +71,7 @@ def exit_code_of(error: TidemillError) -> int:
 
 def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Replace each parameter of a command that is a dataclass by the options of its fields. Typer reads flat signatures
-    only."""
+    only. `main` does this for every command."""
     groups: dict[str, type] = {}
     flat: list[inspect.Parameter] = []
     for parameter in inspect.signature(command, eval_str=True).parameters.values():
@@ -82,6 +81,8 @@ def with_option_groups(command: Callable[..., None]) -> Callable[..., None]:
             flat += inspect.signature(group, eval_str=True).parameters.values()
         else:
             flat.append(parameter)
+    if not groups:
+        return command
 
     def run(**given: Any) -> None:
         for name, group in groups.items():
@@ -256,18 +257,20 @@ def is_terminal() -> bool:
     return sys.stdin.isatty()
 
 
-def confirm(question: str, *, yes: bool, as_json: bool = False) -> None:
-    """Ask for confirmation on a terminal. Raises InvalidError unless the user agrees, or without a terminal."""
+def confirm(question: str, *, yes: bool, out: Output) -> None:
+    """Ask for confirmation on a terminal. Raises InvalidError unless the user agrees, without a terminal, and if the
+    output is for a program."""
     if yes:
         return
-    if as_json or not is_terminal():
+    if not out.is_text or not is_terminal():
         raise InvalidError(f"nothing was done, because it was not confirmed: {question}", fix="Add --yes.")
     if not typer.confirm(question):
         raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
 
 
-def print_json(value: Any) -> None:
-    print(json.dumps(value, default=str), flush=True)
+def preview(out: Output, row: dict[str, Any], sentence: str) -> None:
+    """Print the result that a command would have, for --dry-run."""
+    out.one({"dry_run": True, **row}, f"dry run: {sentence}")
 
 
 class ProgressBars:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, YesOption, confirm, open_stores, print_json
+from tidemill.cli.context import ConfigOption, DryRunOption, OpenStores, YesOption, confirm, open_stores, preview
+from tidemill.cli.output.output import TABLE, Output
+from tidemill.cli.output.text_table import Column
 from tidemill.cli.topic.commands import Set, Unset, parse_config_changes
 
 if TYPE_CHECKING:
@@ -17,42 +19,34 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="List, describe, alter, reset and delete consumer groups.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="Name of the group.")]
-Row = dict[str, object]
+Row = dict[str, Any]
 
 
 @app.command("list")
-def list_groups(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def list_groups(config: ConfigOption = None, out: Output = TABLE) -> None:
     """List the consumer groups with their members and their lag."""
     from tidemill.metastore.rows import GROUPS
 
     with open_stores(config) as opened:
         view = GroupView(opened)
         found = [view.summary(head) for head in opened.portal.call(opened.metastore.rows(GROUPS))]
-    if as_json:
-        print_json(found)
-        return
-    for row in found:
-        print(f"{row['group']}  {row['kind']}  {row['state']}  members={row['members']}  lag={row['lag']}")
+    out.rows(found, empty="no groups")
 
 
 @app.command("describe")
-def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def describe(name: Name, config: ConfigOption = None, out: Output = TABLE) -> None:
     """Show one group: its members and, for each partition, the committed offset, the end offset, the lag and the member
     that owns it."""
     with open_stores(config) as opened:
         found = GroupView(opened).describe(name)
-    if as_json:
-        print_json(found)
-        return
-    what = f"{found['protocol_type']} {found['protocol']}  generation={found['generation']}"
-    print(f"{name}  {found['kind']}  {found['state']}  {what}{_format_configs(found['configs'])}")
-    for member in found["members"]:  # type: ignore[attr-defined]
-        static = f"  instance={member['instance_id']}" if member["instance_id"] else ""
-        epoch = f"  epoch={member['epoch']}" if "epoch" in member else ""
-        print(f"  member {member['member_id']}  {member['client_id']} {member['host']}{static}{epoch}")
-    for row in found["offsets"]:  # type: ignore[attr-defined]
-        who = f"  {row['member']}" if row["member"] else ""
-        print(f"  {row['topic']}/{row['partition']}  {row['offset']} of {row['end']}  lag={row['lag']}{who}")
+    if out.is_text:
+        what = f"{found['protocol_type']} {found['protocol']}  generation={found['generation']}"
+        print(f"{name}  {found['kind']}  {found['state']}  {what}{_format_configs(found['configs'])}")
+        if found["members"]:
+            names = ("member_id", "client_id", "host", "instance_id", "epoch")
+            out.rows(found["members"], [Column(each.replace("_", " "), each) for each in names])
+    shown = ("topic", "partition", "offset", "end", "lag", "member")
+    out.rows(found["offsets"], [Column(each) for each in shown], value=found, empty="no committed offsets")
 
 
 @app.command("alter")
@@ -60,9 +54,9 @@ def alter(
     name: Name,
     settings: Set = None,
     unset: Unset = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only check whether the change is allowed.")] = False,
+    dry_run: DryRunOption = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Set configs of one group, even before it has members. The group's coordinator applies them within a moment."""
     from tidemill.kafka.groups.configs import GROUP, GroupConfigCache
@@ -79,10 +73,7 @@ def alter(
         configs = GroupConfigCache(opened.catalogue, KafkaSettings(opened.config.kafka).group_limits)
         change = configs.change(name, lambda own: apply_changes(own, changes, GROUP, typed=True), validate_only=dry_run)
         found = {"group": name, "configs": opened.portal.call(change)}
-    if as_json:
-        print_json(found)
-    else:
-        print(f"{name}{_format_configs(found['configs'])}")
+    out.one(found, f"{name}{_format_configs(found['configs'])}")
 
 
 def _format_configs(configs: object) -> str:
@@ -100,10 +91,10 @@ def reset(
         list[str] | None,
         typer.Option(help="NAME or NAME:PARTITION; repeatable. Default: every partition with a committed offset."),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be committed.")] = False,
+    dry_run: DryRunOption = False,
     yes: YesOption = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Move the committed offsets of a group. The group must have no members."""
     from tidemill.kafka.groups.offline_admin import OfflineGroupAdmin
@@ -115,34 +106,45 @@ def reset(
     with open_stores(config) as opened:
         moves = GroupView(opened).plan_moves(name, to, by, topic or [])
         if not dry_run:
-            confirm(f"Commit {len(moves)} other offsets for group {name}?", yes=yes, as_json=as_json)
+            confirm(f"Commit {len(moves)} other offsets for group {name}?", yes=yes, out=out)
             apart = OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand)
             opened.portal.call(apart.reset(name, [row for _, _, row in moves]))
     rows: list[Row] = [
         {"topic": topic_name, "partition": row.partition, "before": before, "offset": row.offset}
         for topic_name, before, row in moves
     ]
-    if as_json:
-        print_json(rows)
-        return
-    for row in rows:
-        print(f"{row['topic']}/{row['partition']}  {row['before']} -> {row['offset']}")
+    if dry_run and out.is_text:
+        print("dry run: commit these offsets")
+    out.rows(rows)
 
 
 @app.command("delete")
-def delete(name: Name, yes: YesOption = False, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def delete(
+    name: Name,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+    config: ConfigOption = None,
+    out: Output = TABLE,
+) -> None:
     """Delete a group with all its committed offsets. The group must have no members."""
     from tidemill.kafka.groups.offline_admin import OfflineGroupAdmin
     from tidemill.kafka.transactions.store import drop_group_offsets
 
     with open_stores(config) as opened:
-        confirm(f"Delete group {name} with its committed offsets?", yes=yes, as_json=as_json)
+        if dry_run:
+            found = GroupView(opened).describe(name)
+            if found["members"]:
+                raise InvalidError(
+                    f"the group has members: group={name} members={len(found['members'])}.",
+                    fix="Stop them first; a killed member leaves at its session timeout.",
+                )
+            count = len(found["offsets"])
+            preview(out, {"deleted": name, "offsets": count}, f"delete group {name} with {count} committed offsets")
+            return
+        confirm(f"Delete group {name} with its committed offsets?", yes=yes, out=out)
         forget = partial(drop_group_offsets, opened.consensus, opened.rand, name, None, opened.clock.now_ms())
         opened.portal.call(OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand).delete(name, forget))
-    if as_json:
-        print_json({"deleted": name})
-    else:
-        print(f"deleted {name}")
+    out.one({"deleted": name}, f"deleted {name}")
 
 
 def _member_fields(member: GroupMemberRow) -> Row:

@@ -6,8 +6,8 @@
 
 Earlier names of commands and options remain as hidden aliases: the same behaviour, absent from --help.
 
-Exit codes: see `cli.context`. An error is one sentence on stderr. With --json the answer is the last line of stdout;
-logs go to stderr.
+Exit codes: see `cli.context`. An error is one sentence on stderr. The answer is on stdout, in the format of `-o`; logs
+go to stderr.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from io import TextIOWrapper
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -23,8 +24,17 @@ from typer.core import TyperCommand, TyperGroup
 
 from tidemill.base.errors import TidemillError
 from tidemill.base.extras import missing_extra
-from tidemill.cli.context import EXIT_BAD_INPUT, EXIT_GOOD, EXIT_INTERRUPTED, ConfigOption, JsonOption, exit_code_of
+from tidemill.base.runtime.hidden_modules import hide_modules
+from tidemill.cli.context import (
+    EXIT_BAD_INPUT,
+    EXIT_GOOD,
+    EXIT_INTERRUPTED,
+    ConfigOption,
+    exit_code_of,
+    with_option_groups,
+)
 from tidemill.cli.examples import add_examples
+from tidemill.cli.output.output import Form, FormOption, JsonOption, Output, flush_output
 
 RUN, WATCH, TABLES, SOURCES, CLIENTS = "Run", "Watch", "Tables", "Sources", "Kafka clients and users"
 
@@ -54,7 +64,10 @@ COMMANDS = {
     "why": Entry(WATCH, "Show how fresh a table is and what blocks it.", "cluster.why", "why"),
     "logs": Entry(WATCH, "Show the logs of the node and of the drivers on this machine.", "cluster.logs", "logs"),
     "doctor": Entry(
-        WATCH, "Check Python, Java, bash, disk, ports, bucket, consensus and Postgres.", "cluster.doctor", "doctor"
+        WATCH,
+        "Check Python, Java, bash, disk, ports, bucket, consensus, Postgres and pipelines.",
+        "cluster.doctor",
+        "doctor",
     ),
     "version": Entry(
         WATCH, "Show the versions of tidemill, Python, Spark and the stored formats.", "version", "version"
@@ -97,6 +110,10 @@ COMMANDS = {
 }
 
 
+class OutputClosedError(Exception):
+    """The reader of the output, such as `head`, has ended."""
+
+
 class LazyGroup(TyperGroup):
     """The commands of `COMMANDS`. Help and completion use their entries; `resolve_command` imports one of them."""
 
@@ -119,6 +136,15 @@ class LazyGroup(TyperGroup):
             configure_logs()
         return name, command, with_global_options(command, rest, ctx.params)
 
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            try:
+                return super().invoke(ctx)
+            finally:
+                flush_output()
+        except BrokenPipeError as error:  # Typer would exit with 1
+            raise OutputClosedError from error
+
 
 def load_command(name: str) -> Any:
     """Import the command of an entry of `COMMANDS`."""
@@ -126,10 +152,13 @@ def load_command(name: str) -> Any:
     found = getattr(import_module(f"tidemill.cli.{entry.module}"), entry.attribute)
     command: Any
     if isinstance(found, typer.Typer):
+        for registered in found.registered_commands:
+            if registered.callback is not None:
+                registered.callback = with_option_groups(registered.callback)
         command = typer.main.get_group(found)
     else:
         single = typer.Typer(add_completion=False)
-        single.command(name)(found)
+        single.command(name)(with_option_groups(found))
         command = typer.main.get_command(single)
     command.name = name
     add_examples(name, command)
@@ -147,7 +176,9 @@ def with_global_options(command: Any, args: list[str], given: Mapping[str, Any])
         path += 1
     known = {param.name for param in command.params}
     options = ["--config", str(given["config"])] if given.get("config") and "config" in known else []
-    options += ["--json"] if given.get("as_json") and "as_json" in known else []
+    form = Output(given.get("output", Form.TABLE), bool(given.get("as_json"))).form
+    if form is not Form.TABLE and "output" in known and "--json" not in args:
+        options += ["--output", str(form)]
     return [*args[:path], *options, *args[path:]]
 
 
@@ -168,6 +199,7 @@ def build_application() -> typer.Typer:
     @app.callback()
     def tidemill(
         config: ConfigOption = None,
+        output: FormOption = Form.TABLE,
         as_json: JsonOption = False,
         version: Annotated[
             bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit.")
@@ -181,12 +213,18 @@ def build_application() -> typer.Typer:
 app = build_application()
 
 
+HIDDEN = {"sql": ("pandas",), "group": ("hypothesis",), "txn": ("hypothesis",)}
+"""Modules that only slow a command down. Commands that run a user's pipeline file hide none."""
+
+
 def run() -> None:
     """Run the command line of this process."""
-    if sys.argv[1:2] == ["sql"]:
-        from tidemill.cli.sql import block_pandas
-
-        block_pandas()
+    if sys.stdout is None:  # closed by the shell: >&-
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the life of the process)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a locale without UTF-8 cannot show every name
+    hide_modules(*HIDDEN.get("".join(sys.argv[1:2]), ()))
     run_application(lambda: app(prog_name="tidemill"))
 
 
@@ -205,6 +243,6 @@ def run_application(application: Callable[[], object]) -> None:
         raise SystemExit(EXIT_BAD_INPUT) from None
     except KeyboardInterrupt:
         raise SystemExit(EXIT_INTERRUPTED) from None
-    except BrokenPipeError:  # the reader of the output, such as `head`, has ended
+    except OutputClosedError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(EXIT_GOOD) from None

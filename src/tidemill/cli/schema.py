@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.errors import InvalidError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, YesOption, confirm, open_stores, print_json
+from tidemill.cli.context import ConfigOption, DryRunOption, OpenStores, YesOption, confirm, open_stores, preview
+from tidemill.cli.output.output import TABLE, Output
 
 if TYPE_CHECKING:
     from tidemill.metastore.rows.registry import Reference
@@ -36,7 +37,7 @@ def list_schemas(
         bool, typer.Option("--deleted", help="Include versions that were deleted, but not permanently.")
     ] = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """List the subjects with their versions."""
     with open_stores(config) as opened:
@@ -49,29 +50,19 @@ def list_schemas(
                 subject["ids"].append(row.id)
         for name, subject in found.items():
             subject["compatibility"] = opened.portal.call(registry.level(name))
-    if as_json:
-        print_json(list(found.values()))
-        return
-    for subject in found.values():
-        places = ", ".join(f"{v} (id {i})" for v, i in zip(subject["versions"], subject["ids"], strict=True))
-        print(f"{subject['subject']}  {subject['compatibility']}  versions {places}")
+    out.rows(list(found.values()), empty="no schemas")
 
 
 @app.command("show")
-def show_schema(
-    subject: Subject, version: Version = None, config: ConfigOption = None, as_json: JsonOption = False
-) -> None:
+def show_schema(subject: Subject, version: Version = None, config: ConfigOption = None, out: Output = TABLE) -> None:
     """Show one version of a subject."""
     from tidemill.registry.http.messages import version_body
 
     with open_stores(config) as opened:
         found = opened.portal.call(_open_registry(opened).find(subject, version, deleted=bool(version)))
     body = version_body(found.version, found.schema, "")
-    if as_json:
-        print_json(body)
-    else:
-        print(f"{subject}  version {found.version.version}  id {found.version.id}  {found.schema.kind}")
-        print(body["schema"])
+    head = f"{subject}  version {found.version.version}  id {found.version.id}  {found.schema.kind}"
+    out.one(body, f"{head}\n{body['schema']}")
 
 
 @app.command("register")
@@ -82,16 +73,14 @@ def register(
     reference: References = None,
     normalize: Normalize = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Register a schema. A schema that the subject already has keeps its version."""
     given = _read_schema_file(file, kind, reference, normalize)
     with open_stores(config, create=True) as opened:
         found = opened.portal.call(_open_registry(opened).register(_checked_subject(subject), given))
-    if as_json:
-        print_json({"subject": subject, "version": found.version.version, "id": found.version.id})
-    else:
-        print(f"{subject}  version {found.version.version}  id {found.version.id}")
+    row = {"subject": subject, "version": found.version.version, "id": found.version.id}
+    out.one(row, f"{subject}  version {found.version.version}  id {found.version.id}")
 
 
 @app.command("delete")
@@ -102,18 +91,22 @@ def delete(
         bool, typer.Option("--permanent", help="Delete permanently; the subject or version must be deleted already.")
     ] = False,
     yes: YesOption = False,
+    dry_run: DryRunOption = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Delete a subject, or one version of it. The first deletion hides it; a second one with --permanent removes it."""
     with open_stores(config) as opened:
+        if dry_run:
+            found = opened.portal.call(_open_registry(opened).versions_to_delete(subject, version, permanent=permanent))
+            row = {"subject": subject, "deleted": found, "permanent": permanent}
+            preview(out, row, f"delete {_format_versions(subject, found, permanent)}")
+            return
         if permanent:
-            confirm(f"Delete {subject} permanently?", yes=yes, as_json=as_json)
+            confirm(f"Delete {subject} permanently?", yes=yes, out=out)
         numbers = opened.portal.call(_open_registry(opened).delete(subject, version, permanent=permanent))
-    if as_json:
-        print_json({"subject": subject, "deleted": numbers, "permanent": permanent})
-    else:
-        print(f"deleted {subject} versions {', '.join(map(str, numbers))}{' permanently' if permanent else ''}")
+    row = {"subject": subject, "deleted": numbers, "permanent": permanent}
+    out.one(row, f"deleted {_format_versions(subject, numbers, permanent)}")
 
 
 @app.command("check")
@@ -124,7 +117,7 @@ def check(
     reference: References = None,
     normalize: Normalize = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Check whether a schema could be registered. Exit 0 if so, else 1 with the reasons."""
     given, name = _read_schema_file(file, kind, reference, normalize), _checked_subject(subject)
@@ -132,12 +125,14 @@ def check(
         registry = _open_registry(opened)
         found = opened.portal.call(registry.check_compatibility(name, given, None, all_versions=True))
         level = opened.portal.call(registry.level(name))
-    if as_json:
-        print_json({"subject": subject, "compatibility": level, "is_compatible": not found, "messages": found})
-    else:
-        print("\n".join(found) if found else f"compatible ({level})")
+    row = {"subject": subject, "compatibility": level, "is_compatible": not found, "messages": found}
+    out.one(row, "\n".join(found) if found else f"compatible ({level})")
     if found:
         raise typer.Exit(1)
+
+
+def _format_versions(subject: str, numbers: list[int], permanent: bool) -> str:
+    return f"{subject} versions {', '.join(map(str, numbers))}{' permanently' if permanent else ''}"
 
 
 def _open_registry(opened: OpenStores) -> Registry:

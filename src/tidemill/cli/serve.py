@@ -19,6 +19,7 @@ from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolled
 from tidemill.base.limits import MIB
 from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
+from tidemill.base.runtime.hidden_modules import hide_modules
 from tidemill.base.runtime.memory_budget import retain_freed_memory
 from tidemill.base.status.logging import configure_logs
 from tidemill.console.app import console_routes
@@ -33,20 +34,9 @@ async def _serve(config: Config) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    from tidemill.node.node import Node  # behind HiddenModules
+    from tidemill.node.node import Node  # behind hide_modules
 
     await Node(config, console_routes).run(stop)
-
-
-class HiddenModules:
-    """Import hook that hides pandas and Hypothesis from this process. Arrow would load pandas at its first array, which
-    costs a second on the running loop and 40 MiB, only to check whether values are pandas objects. kio would load
-    Hypothesis, which costs half a second of each start, only to register test strategies for its types."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> None:
-        if name in ("pandas", "hypothesis"):
-            raise ModuleNotFoundError(f"No module named '{name}'", name=name)
 
 
 def _preload_modules(config: Config) -> None:
@@ -69,7 +59,7 @@ def main() -> int:
     configure_logs()
     file_descriptors.raise_limit()
     retain_freed_memory(RETAINED_FREE_BYTES)
-    sys.meta_path.insert(0, HiddenModules)
+    hide_modules("pandas", "hypothesis")
     config = Config.model_validate(json.loads(Path(sys.argv[1]).read_text()))
     try:
         gc.disable()  # nearly all containers that imports create live on: walking them took an eighth of the start

@@ -16,7 +16,8 @@ from tidemill.base.address import Address
 from tidemill.base.config.config import Config, load
 from tidemill.base.config.listeners import SigningSection
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
-from tidemill.cli.context import ConfigOption, JsonOption, print_json, with_option_groups
+from tidemill.cli.context import ConfigOption
+from tidemill.cli.output.output import TABLE, Output
 
 if TYPE_CHECKING:
     from tidemill.shapes.definition.planner import ShapeRequest
@@ -30,14 +31,10 @@ Where = Annotated[str, typer.Option(help="Filter, in PostgreSQL syntax.")]
 
 
 @app.command("list")
-def list_shapes(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def list_shapes(config: ConfigOption = None, out: Output = TABLE) -> None:
     """List the shapes that the node currently serves."""
     shapes = json.loads(_get_from_configured_node(config, "/api/shapes", {})[1])
-    if as_json:
-        print_json(shapes)
-        return
-    for shape in shapes:
-        print("  ".join(f"{key}={value}" for key, value in shape.items()))
+    out.rows(shapes, empty="no shapes")
 
 
 @app.command("get")
@@ -45,7 +42,7 @@ def get(
     table: Table,
     where: Where = "",
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Print the current rows of a shape."""
     parameters = {"table": table, "offset": "-1", **({"where": where} if where else {})}
@@ -61,11 +58,7 @@ def get(
         if "electric-up-to-date" in headers:
             break
         parameters |= {"offset": headers["electric-offset"], "handle": headers["electric-handle"]}
-    if as_json:
-        print_json(list(rows.values()))
-        return
-    for row in rows.values():
-        print(json.dumps(row))
+    out.rows(list(rows.values()), empty="no rows", null="NULL")
 
 
 @dataclass(frozen=True)
@@ -83,14 +76,13 @@ class DefinitionOptions:
 
 
 @app.command("sign")
-@with_option_groups
 def sign(
     shape: DefinitionOptions,
     expires_s: Annotated[int, typer.Option(help="Seconds from now until the URL expires.", min=1)] = 3_600,
     key: Annotated[str, typer.Option(help="Id of the signing key. Default: security.signing.use.")] = "",
     url: Annotated[str, typer.Option(help="URL at which clients reach the node. Default: node.http.")] = "",
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Print a URL that shows one shape to anyone who has it, until it expires. No node needs to run."""
     from tidemill.base.clock import SystemClock
@@ -108,10 +100,7 @@ def sign(
     start = url or f"http{'s' if loaded.http.tls else ''}://{loaded.node.http}"
     query = urlencode(signed_url_params(request, expires, key_id, signing.keys[key_id]))
     signed = f"{start.rstrip('/')}/v1/shape?{query}"
-    if as_json:
-        print_json({"url": signed, "expires": expires, "key": key_id, "table": request.table})
-    else:
-        print(signed)
+    out.one({"url": signed, "expires": expires, "key": key_id, "table": request.table}, signed)
 
 
 def _parse_shape(shape: DefinitionOptions) -> ShapeRequest:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.abc import MetaPathFinder
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
@@ -12,7 +11,9 @@ import typer
 from tidemill.base.config.config import load
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.status.logging import configure_logs
-from tidemill.cli.context import ConfigOption, JsonOption, print_json
+from tidemill.cli.context import ConfigOption
+from tidemill.cli.output.output import TABLE, Form, Output
+from tidemill.cli.output.text_table import Column
 
 
 def sql(
@@ -21,7 +22,7 @@ def sql(
         str, typer.Option(help="Time to read: ms, or as in 2026-11-22T12:00:00Z. Default: the newest common time.")
     ] = "latest",
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Run a SQL query over tables at one time, which is printed with the result."""
     import duckdb
@@ -45,14 +46,30 @@ def sql(
                 names = tables | (either & set(cluster.tables()) if either else set())
                 at = cluster.to_duckdb(connection, sorted(names), as_of=as_of, wait_s=0)
                 columns, rows = _run_query(connection, query)
-    if as_json:
-        print_json({"as_of_ms": at if at >= 0 else None, "columns": columns, "rows": rows})
-        return
-    from rich.console import Console
+    print_result(columns, rows, at, out)
 
-    Console().print(_result_table(columns, rows))
-    if at >= 0:
-        print(f"as of {at}")
+
+def print_result(columns: list[str], rows: list[Any], at: int, out: Output) -> None:
+    """Print the result and its time, which is -1 if no table was read. Columns of the same name are numbered where
+    rows are objects."""
+    answer = {"as_of_ms": at if at >= 0 else None, "columns": columns, "rows": rows}
+    names = _distinct_names(columns)
+    shown = [Column(heading, name) for heading, name in zip(columns, names, strict=True)]
+    objects = [dict(zip(names, row, strict=True)) for row in rows]
+    out.rows(objects, shown, value=answer, fields=names, null="NULL")
+    if at >= 0 and out.form is not Form.JSON:
+        print(f"as of {at}", file=sys.stdout if out.is_text else sys.stderr)
+
+
+def _distinct_names(columns: list[str]) -> list[str]:
+    names: list[str] = []
+    for column in columns:
+        name, number = column, 1
+        while name in names:
+            number += 1
+            name = f"{column}_{number}"
+        names.append(name)
+    return names
 
 
 _TEXT_RENDERED_TYPES = ("DATE", "TIMESTAMP", "BLOB")
@@ -78,29 +95,3 @@ def _run_query(connection: Any, query: str) -> tuple[list[str], list[Any]]:
         ) from error
     except duckdb.Error as error:
         raise InvalidError(f"the query failed: {error}.", fix="Correct the query.") from error
-
-
-class PandasBlocker(MetaPathFinder):
-    """Import hook that hides pandas. Where pandas is installed, Arrow imports it to check whether a value is a
-    DataFrame, which costs a second of processor time, half of a small query. Arrow remembers the answer, so the hook is
-    only for a process that runs one command."""
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
-        if name == "pandas":
-            raise ModuleNotFoundError("pandas is disabled in this process", name=name)
-
-
-def block_pandas() -> None:
-    sys.meta_path.insert(0, PandasBlocker())
-
-
-def _result_table(columns: list[str], rows: list[Any]) -> Any:
-    from rich.table import Table
-    from rich.text import Text  # Text, because brackets and colons in a value are no markup
-
-    view = Table()
-    for column in columns:
-        view.add_column(Text(column))
-    for row in rows:
-        view.add_row(*(Text("NULL" if value is None else str(value)) for value in row))
-    return view

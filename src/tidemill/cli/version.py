@@ -7,12 +7,13 @@ from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 
 from tidemill import __version__
-from tidemill.cli.context import JsonOption, print_json
+from tidemill.cli.output.output import TABLE, Output
+from tidemill.cli.output.text_table import Column
 
 LIBRARIES = ("pyspark", "pyarrow", "duckdb", "psycopg", "obstore")
 
 
-def version(as_json: JsonOption = False) -> None:
+def version(out: Output = TABLE) -> None:
     """Show the versions of tidemill, Python, Spark and the stored formats."""
     found: dict[str, str | None] = {
         "tidemill": __version__,
@@ -21,12 +22,10 @@ def version(as_json: JsonOption = False) -> None:
     }
     found |= {name: _installed(name) for name in LIBRARIES}
     formats = stored_formats()
-    if as_json:
-        print_json({**found, "formats": formats})
-        return
-    for name, number in found.items():
-        print(f"{name:10} {number or _missing(name)}")
-    print("formats    " + "  ".join(f"{name} {number}" for name, number in formats.items()))
+    rows: list[dict[str, object]] = [{"name": name, "version": number} for name, number in found.items()]
+    rows += [{"name": f"format {name}", "version": number} for name, number in formats.items()]
+    shown = Column("version", lambda row: row["version"] or _missing(str(row["name"])))
+    out.rows(rows, [Column("name"), shown], value={**found, "formats": formats})
 
 
 def stored_formats() -> dict[str, int]:

@@ -179,16 +179,7 @@ class Registry:
 
         async def decide(head: RegistryHeadRow) -> Change[list[int]]:
             versions = await self.book.versions(subject)
-            transitions.require_writable(subject, await self.mode(subject))
-            number = version
-            if latest:
-                shown = versions if permanent else live_versions(versions)
-                if not shown:
-                    raise subject_not_found(subject)
-                number = shown[-1].version
-            numbers = transitions.versions_to_delete(subject, versions, number, permanent)
-            for one in numbers:
-                await self._require_unreferenced(subject, one, permanent)
+            numbers = await self.versions_to_delete(subject, version, permanent=permanent, latest=latest)
             if not permanent:
                 configured = await self.book.config(subject) is not None
                 return transitions.delete_versions(head, subject, versions, numbers, configured)
@@ -197,6 +188,22 @@ class Registry:
             return transitions.purge_versions(head, subject, versions, numbers, schemas)
 
         return await self._changes.apply_change(decide)
+
+    async def versions_to_delete(
+        self, subject: str, version: int | None, *, permanent: bool = False, latest: bool = False
+    ) -> list[int]:
+        """Return the versions that `delete` would hide or purge. Raises the same errors, and changes nothing."""
+        versions = await self.book.versions(subject)
+        transitions.require_writable(subject, await self.mode(subject))
+        if latest:
+            shown = versions if permanent else live_versions(versions)
+            if not shown:
+                raise subject_not_found(subject)
+            version = shown[-1].version
+        numbers = transitions.versions_to_delete(subject, versions, version, permanent)
+        for one in numbers:
+            await self._require_unreferenced(subject, one, permanent)
+        return numbers
 
     async def set_level(self, subject: str, level: str, normalize: bool | None = None, *, clear: bool = False) -> None:
         """Change the level and normalization. An omitted value is unchanged; `clear` removes both first."""

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tidemill.base.errors import InvalidError
+from tidemill.base.extras import missing_extra
 from tidemill.shards.api import ShardSchema
 from tidemill.spark.types import Names, split_names, stream_schema
 
@@ -293,8 +294,10 @@ def load_pipeline(path: Path, name: str, pipeline: Pipeline | None = None) -> Pi
         raise
     except BaseException as error:  # also sys.exit: the file is the user's, the process is not
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": ")
+        extra = missing_extra(error) if isinstance(error, ModuleNotFoundError) else None
         raise InvalidError(
-            f"pipeline file raises: file={path} line={_line_in(path, error)} error={said}.", fix="Correct it."
+            f"pipeline file raises: file={path} line={_line_in(path, error)} error={said}.",
+            fix=extra.fix if extra is not None else "Correct it.",
         ) from error
     if not callable(build):
         raise InvalidError(f"pipeline file has no build: file={path}.", fix="Define build(p: Pipeline).")

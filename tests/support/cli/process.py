@@ -24,7 +24,7 @@ class Done:
 def run_tidemill(line: str, *, cwd: Path, environ: Mapping[str, str] = {}) -> Done:
     """Run one command line. The environment has no TIDEMILL_ variable but those of `environ`."""
     clean = {name: value for name, value in os.environ.items() if not name.startswith("TIDEMILL_")}
-    output, errors = io.StringIO(), io.StringIO()
+    output, errors = (io.TextIOWrapper(io.BytesIO(), "utf-8", newline="\n", write_through=True) for _ in range(2))
     with (
         mock.patch.dict(os.environ, {**clean, **environ}, clear=True),
         contextlib.chdir(cwd),
@@ -36,4 +36,4 @@ def run_tidemill(line: str, *, cwd: Path, environ: Mapping[str, str] = {}) -> Do
             code = 0
         except SystemExit as exit:
             code = exit.code if isinstance(exit.code, int) else 0 if exit.code is None else 1
-    return Done(code, output.getvalue(), errors.getvalue())
+    return Done(code, *(stream.buffer.getvalue().decode() for stream in (output, errors)))  # type: ignore[attr-defined]

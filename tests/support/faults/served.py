@@ -26,6 +26,7 @@ from tidemill.base.config.config import parse
 from tidemill.base.errors import TidemillError
 from tidemill.cli.cluster.status import status
 from tidemill.cli.cluster.why import why
+from tidemill.cli.output.output import JSON
 from tidemill.console.app import console_routes
 from tidemill.node.node import Node
 
@@ -155,7 +156,7 @@ def named(
     places: dict[str, Callable[[], str]] = {
         "/readyz": readyz,
         "why": lambda: asked(why, mark, config),
-        "status": lambda: asked(partial(status, config, as_json=True)),
+        "status": lambda: asked(partial(status, config, out=JSON)),
     }
     began_s = time.monotonic() if since_s is None else since_s
     last: dict[str, str] = {}

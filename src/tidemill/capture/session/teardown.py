@@ -66,6 +66,51 @@ async def drop_capture(config: CaptureConfig, catalogue: Catalogue, *, really: b
     Raises MissingError for an unknown capture, ConflictError while it runs, InvalidError while it is read or if the
     cluster is another one, UnavailableError.
     """
+    row, tables = await _find_unread_capture(config, catalogue, really)
+    wire = await PgConnection.connect(config.dsn, purpose="drop", capture=config.name)
+    try:
+        await _lock_stopped_capture(wire, config, row, really)
+        done = TeardownResult()
+        await _revert_database(wire, config, tables, done, given=row is not None and row.given_publication)
+        if not done.left:
+            # The lock is still held: a session that waits for it would re-create, under the same names, what is deleted
+            # here.
+            await _delete_local_state(catalogue, config, tables, done)
+    finally:
+        await wire.aclose()
+    return done
+
+
+async def plan_drop(config: CaptureConfig, catalogue: Catalogue, *, really: bool = False) -> TeardownResult:
+    """Return what `drop_capture` would do, and change nothing. Raises the same errors.
+
+    `identities` lists every identity that was recorded; whether the role may restore each is known at the drop.
+    """
+    row, tables = await _find_unread_capture(config, catalogue, really)
+    wire = await PgConnection.connect(config.dsn, purpose="drop", capture=config.name)
+    try:
+        await _lock_stopped_capture(wire, config, row, really)
+        plan = TeardownResult(slot=await read_slot_state(wire, config.slot) is not None)
+        publication = await _find_publication(wire, config)
+        if publication is not None:
+            owned, owner = publication
+            plan.publication_left = (row is not None and row.given_publication) or not owned
+            plan.publication = not plan.publication_left
+            if plan.publication_left:
+                _report_kept_publication(config, owner, plan)
+        for table in tables:
+            plan.identities |= {relation: before for relation, before in table.identities.values()}
+        await _report_asked_identities(wire, tables, plan)
+        plan.topics = [table.topic for table in tables if table.topic]
+    finally:
+        await wire.aclose()
+    return plan
+
+
+async def _find_unread_capture(
+    config: CaptureConfig, catalogue: Catalogue, really: bool
+) -> tuple[CaptureRow | None, Sequence[CaptureTableRow]]:
+    """Return the rows of the capture. Raises MissingError if it is unknown, InvalidError while a pipeline reads it."""
     tables = await catalogue.tables(config.name)
     row = await catalogue.get(CaptureRow, config.name)
     if not tables and row is None:
@@ -76,24 +121,20 @@ async def drop_capture(config: CaptureConfig, catalogue: Catalogue, *, really: b
             f"the capture is in use: capture={config.name} by={','.join(read_by)}.",
             fix="End those pipelines first; their tables keep their rows. To drop it anyway: --force",
         )
-    wire = await PgConnection.connect(config.dsn, purpose="drop", capture=config.name)
-    try:
-        if not await _retry_until_done(lambda: try_advisory_lock(wire, config)):
-            holder = await find_lock_holder(wire, ADVISORY_CLASS, advisory_lock_key(config))
-            raise ConflictError(
-                f"the capture is running: capture={config.name} {holder or 'pid=gone'}.",
-                fix=f"Remove [capture.{config.name}] from tidemill.toml and restart its node, then drop it.",
-            )
-        await _check_cluster(wire, config, row, really)
-        done = TeardownResult()
-        await _revert_database(wire, config, tables, done, given=row is not None and row.given_publication)
-        if not done.left:
-            # The lock is still held: a session that waits for it would re-create, under the same names, what is deleted
-            # here.
-            await _delete_local_state(catalogue, config, tables, done)
-    finally:
-        await wire.aclose()
-    return done
+    return row, tables
+
+
+async def _lock_stopped_capture(
+    wire: PgConnection, config: CaptureConfig, row: CaptureRow | None, really: bool
+) -> None:
+    """Acquire the lock of the capture. Raises ConflictError while it runs, InvalidError for another cluster."""
+    if not await _retry_until_done(lambda: try_advisory_lock(wire, config)):
+        holder = await find_lock_holder(wire, ADVISORY_CLASS, advisory_lock_key(config))
+        raise ConflictError(
+            f"the capture is running: capture={config.name} {holder or 'pid=gone'}.",
+            fix=f"Remove [capture.{config.name}] from tidemill.toml and restart its node, then drop it.",
+        )
+    await _check_cluster(wire, config, row, really)
 
 
 async def _retry_until_done(done: Callable[[], Awaitable[bool]]) -> bool:
@@ -139,20 +180,34 @@ async def _is_slot_inactive(wire: PgConnection, config: CaptureConfig) -> bool:
 
 async def _drop_publication(wire: PgConnection, config: CaptureConfig, done: TeardownResult, given: bool) -> bool:
     """Return whether the publication was dropped, or is meant to stay."""
-    statement = f"DROP PUBLICATION {identifier(config.publication)}"
+    found = await _find_publication(wire, config)
+    if found is None:
+        return True
+    owned, owner = found
+    if given or not owned:
+        done.publication_left = True
+        _report_kept_publication(config, owner, done)
+        return True
+    done.publication = await _try_statement(wire, _drop_statement(config), done)
+    return done.publication
+
+
+async def _find_publication(wire: PgConnection, config: CaptureConfig) -> tuple[bool, str] | None:
+    """Return whether the role may drop the publication, and its owner; None if there is no publication."""
     rows = await wire.query(
         "SELECT pg_has_role(pubowner, 'USAGE'), pg_get_userbyid(pubowner) FROM pg_publication"
         f" WHERE pubname = {literal(config.publication)}"
     )
-    if not rows:
-        return True
-    owned, owner = rows[0][0] == "t", rows[0][1]
-    if given or not owned:
-        done.publication_left = True
-        done.for_administrator[statement] = f"the publication was not created by the capture: owner={owner}"
-        return True
-    done.publication = await _try_statement(wire, statement, done)
-    return done.publication
+    return (rows[0][0] == "t", rows[0][1] or "") if rows else None
+
+
+def _drop_statement(config: CaptureConfig) -> str:
+    return f"DROP PUBLICATION {identifier(config.publication)}"
+
+
+def _report_kept_publication(config: CaptureConfig, owner: str, done: TeardownResult) -> None:
+    why = f"the publication was not created by the capture: owner={owner}"
+    done.for_administrator[_drop_statement(config)] = why
 
 
 async def _restore_identity(wire: PgConnection, oid: int, relation: str, before: str, done: TeardownResult) -> None:

@@ -15,14 +15,21 @@ from typing import Literal
 
 import msgspec
 
-from tidemill.base.errors import InvalidError
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.capture.catalog.foreign_publications import Objection, find_objections
 from tidemill.capture.catalog.table_choice import choose_tables
 from tidemill.capture.catalog.table_discovery import TableInfo, list_tables
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection, literal
 from tidemill.capture.setup.publication import Identities, find_partial_identities
-from tidemill.capture.setup.server_checks import check_server
+from tidemill.capture.setup.server_checks import (
+    FAILOVER_VERSION,
+    OLDEST_VERSION,
+    ServerFacts,
+    check_server,
+    find_server_problems,
+    find_stream_problems,
+)
 from tidemill.capture.setup.statements import find_missing_statements, full_identity_statement
 
 
@@ -35,7 +42,7 @@ async def check_database(
     wire = await PgConnection.connect(dsn, purpose="check")
     try:
         config = CaptureConfig(name="check", dsn=dsn, tables=tuple(tables), identity=identity)
-        return (await _check_database(wire, config)).line
+        return (await _check_tables(wire, config, await check_server(wire, config))).line
     finally:
         await wire.aclose()
 
@@ -45,20 +52,45 @@ StoreIdentities = Callable[[dict[str, Identities]], Awaitable[None]]
 
 
 async def check_capture(config: CaptureConfig, keep: StoreIdentities | None = None) -> str:
-    """Check for `tidemill doctor` that the database can be captured and that no statement is left for an administrator.
-    Raises InvalidError or UnavailableError, and the errors of `keep`.
+    """Check that the database can be captured and that no statement is left for an administrator. Raises the first
+    problem of `diagnose_capture`, and its errors.
+    """
+    line, problems = await diagnose_capture(config, keep)
+    if problems:
+        raise problems[0]
+    return line
+
+
+async def diagnose_capture(
+    config: CaptureConfig, keep: StoreIdentities | None = None
+) -> tuple[str, list[TidemillError]]:
+    """Return for `tidemill doctor` a line about the database and every problem that prevents its capture: settings and
+    rights, the slot, other publications, and statements that are left for an administrator.
+
+    Raises UnavailableError if the database does not answer, and the errors of `keep`.
     """
     wire = await PgConnection.connect(config.dsn, purpose="doctor")
     try:
-        found = await _check_database(wire, config)
+        facts, problems = await find_server_problems(wire, config)
+        if facts.version < OLDEST_VERSION:
+            return "", problems
+        if not any(isinstance(problem, UnavailableError) for problem in problems):  # a standby has no WAL position
+            problems += await find_stream_problems(wire, config)
+        try:
+            found = await _check_tables(wire, config, facts)
+        except InvalidError as error:  # no pattern matches
+            return "", [*problems, error]
         missing = await find_missing_statements(wire, config, found.able)
         full = (
             {table.name: await find_partial_identities(wire, table.oid) for table in found.able}
             if config.requires_full_identity and missing
             else {}
         )
-        if config.failover:
-            await check_standbys(wire)
+        if config.failover and facts.version >= FAILOVER_VERSION:
+            try:
+                await check_standbys(wire)
+            except InvalidError as error:
+                problems.append(error)
     finally:
         await wire.aclose()
     asked = {name: _identities_to_replace(identities, missing) for name, identities in full.items()}
@@ -69,14 +101,16 @@ async def check_capture(config: CaptureConfig, keep: StoreIdentities | None = No
     if found.objected:
         first, more = found.objected[0], len(found.objected) - 1
         said = f"{first.reason.rstrip('.')} more={more}." if more else first.reason
-        raise InvalidError(said, fix=f"{first.fix} {run}".strip())
-    if missing:
-        raise InvalidError(
-            f"the role {'must not' if config.manual else 'may not'} do everything that its capture needs:"
-            f" capture={config.name} statements={len(missing)}{_format_way_back(asked)}.",
-            fix=run,
+        problems.append(InvalidError(said, fix=f"{first.fix} {run}".strip()))
+    elif missing:
+        problems.append(
+            InvalidError(
+                f"the role {'must not' if config.manual else 'may not'} do everything that its capture needs:"
+                f" capture={config.name} statements={len(missing)}{_format_way_back(asked)}.",
+                fix=run,
+            )
         )
-    return found.line
+    return found.line, problems
 
 
 async def check_standbys(wire: PgConnection) -> None:
@@ -131,8 +165,8 @@ class _DatabaseCheck(msgspec.Struct, frozen=True):
     objected: list[Objection]
 
 
-async def _check_database(wire: PgConnection, config: CaptureConfig) -> _DatabaseCheck:
-    facts, found = await check_server(wire, config), await list_tables(wire)
+async def _check_tables(wire: PgConnection, config: CaptureConfig, facts: ServerFacts) -> _DatabaseCheck:
+    found = await list_tables(wire)
     objected = await find_objections(wire, config)
     choice = choose_tables(
         config.tables, found, wire.server_version, whole=config.requires_full_identity, objections=objected
@@ -140,8 +174,9 @@ async def _check_database(wire: PgConnection, config: CaptureConfig) -> _Databas
     wanted = choose_tables(config.tables, found, wire.server_version).tables
     refusing = {oid: each for oid, each in objected.items() if each.refuses}
     left = f", not captured: {', '.join(sorted(choice.refused))}" if choice.refused else ""
+    odd = ", encoding SQL_ASCII: values that are not UTF-8 pause their table" if wire.is_encoding_unchecked else ""
     return _DatabaseCheck(
-        f"PostgreSQL {facts.version // 10_000}.{facts.version % 10_000}, {len(choice.tables)} tables{left}",
+        f"PostgreSQL {facts.version // 10_000}.{facts.version % 10_000}, {len(choice.tables)} tables{left}{odd}",
         tuple(table for table in wanted if table.oid not in refusing),
         [refusing[table.oid] for table in wanted if table.oid in refusing],
     )

@@ -15,7 +15,7 @@ import zlib
 import msgspec
 import structlog
 
-from tidemill.base.errors import InvalidError, UnavailableError
+from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection, identifier, literal
@@ -69,8 +69,18 @@ async def check_server(wire: PgConnection, config: CaptureConfig) -> ServerFacts
     """Check the settings of the server and the privileges of the role. Raises InvalidError, which names the missing
     setting or privilege and the statement that sets it, and UnavailableError.
     """
+    facts, problems = await find_server_problems(wire, config)
+    if problems:
+        raise problems[0]
+    return facts
+
+
+async def find_server_problems(wire: PgConnection, config: CaptureConfig) -> tuple[ServerFacts, list[TidemillError]]:
+    """Return facts about the server, and every setting and privilege that prevents a capture. Only reads."""
     if wire.server_version < OLDEST_VERSION:
-        raise InvalidError(f"PostgreSQL is too old: version={wire.server_version}.", fix="Use PostgreSQL 14 or newer.")
+        old = InvalidError(f"PostgreSQL is too old: version={wire.server_version}.", fix="Use PostgreSQL 14 or newer.")
+        return ServerFacts(wire.server_version, "", 0), [old]
+    found: list[TidemillError] = []
     rows = await wire.query(
         "SELECT current_setting('wal_level'), current_setting('max_replication_slots')::int,"
         " current_setting('max_wal_senders')::int, pg_is_in_recovery(),"
@@ -82,38 +92,71 @@ async def check_server(wire: PgConnection, config: CaptureConfig) -> ServerFacts
     wal_level, slots, senders, in_recovery, sender_timeout, may_replicate, user, used, exists = rows[0]
     restart = "and restart PostgreSQL."
     if wal_level != "logical":
-        raise InvalidError(
-            f"PostgreSQL does not log logical changes: wal_level={wal_level}.",
-            fix=f"Run ALTER SYSTEM SET wal_level = 'logical' {restart}",
+        found.append(
+            InvalidError(
+                f"PostgreSQL does not log logical changes: wal_level={wal_level}.",
+                fix=f"Run ALTER SYSTEM SET wal_level = 'logical' {restart}",
+            )
         )
     if in_recovery == "t":
         # A promoted standby is a primary, so an operator may not have to act.
-        raise UnavailableError(
-            f"the server is a standby: {wire.target}.",
-            fix="Point the DSN at the primary, or promote the standby.",
+        found.append(
+            UnavailableError(
+                f"the server is a standby: {wire.target}.",
+                fix="Point the DSN at the primary, or promote the standby.",
+            )
         )
     if int(senders or 0) < 1:
-        raise InvalidError(
-            f"no WAL senders are allowed: max_wal_senders={senders}.",
-            fix=f"Run ALTER SYSTEM SET max_wal_senders = 10 {restart}",
+        found.append(
+            InvalidError(
+                f"no WAL senders are allowed: max_wal_senders={senders}.",
+                fix=f"Run ALTER SYSTEM SET max_wal_senders = 10 {restart}",
+            )
         )
     if exists != "t" and int(used or 0) >= int(slots or 0):
-        raise InvalidError(
-            f"no replication slot is free: max_replication_slots={slots} used={used}.",
-            fix=f"Drop an unused slot, or raise max_replication_slots {restart}",
+        found.append(
+            InvalidError(
+                f"no replication slot is free: max_replication_slots={slots} used={used}.",
+                fix=f"Drop an unused slot, or raise max_replication_slots {restart}",
+            )
         )
     if may_replicate != "t":
-        raise InvalidError(
-            f"the role lacks the REPLICATION attribute: role={user}.",
-            fix=f"Run ALTER ROLE {identifier(user or '')} REPLICATION.",
+        found.append(
+            InvalidError(
+                f"the role lacks the REPLICATION attribute: role={user}.",
+                fix=f"Run ALTER ROLE {identifier(user or '')} REPLICATION.",
+            )
         )
     system_id = await wire.value("SELECT system_identifier FROM pg_control_system()")
     if config.failover and wire.server_version < FAILOVER_VERSION:
-        raise InvalidError(
-            f"this PostgreSQL has no failover slots: version={wire.server_version // 10_000}.",
-            fix=f"Remove capture.{config.name}.failover from tidemill.toml, or use PostgreSQL 17 or newer.",
+        found.append(
+            InvalidError(
+                f"this PostgreSQL has no failover slots: version={wire.server_version // 10_000}.",
+                fix=f"Remove capture.{config.name}.failover from tidemill.toml, or use PostgreSQL 17 or newer.",
+            )
         )
-    return ServerFacts(wire.server_version, system_id or "", int(sender_timeout or 0))
+    return ServerFacts(wire.server_version, system_id or "", int(sender_timeout or 0)), found
+
+
+async def find_stream_problems(wire: PgConnection, config: CaptureConfig) -> list[TidemillError]:
+    """Return what prevents the stream of a capture that does not run now: no WAL sender is free, or its slot lost
+    WAL."""
+    state = await read_slot_state(wire, config.slot)
+    if state is not None and state.active_pid is not None:
+        return []
+    found: list[TidemillError] = []
+    limit, used = (await wire.query(
+        "SELECT current_setting('max_wal_senders')::int, (SELECT count(*) FROM pg_stat_replication)"
+    ))[0]  # fmt: skip
+    if 0 < int(limit or 0) <= int(used or 0):
+        fix = "End an unused standby or subscriber, or raise max_wal_senders and restart PostgreSQL."
+        found.append(InvalidError(f"no WAL sender is free: max_wal_senders={limit} used={used}.", fix=fix))
+    if state is not None and not is_slot_usable(state):
+        try:
+            check_slot(config, state)
+        except SlotLostError as error:
+            found.append(error)
+    return found
 
 
 def advisory_lock_key(config: CaptureConfig) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import OpenStores, confirm, print_json
+from tidemill.cli.context import OpenStores, confirm
+from tidemill.cli.output.output import Output
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 
 if TYPE_CHECKING:
@@ -14,8 +15,9 @@ if TYPE_CHECKING:
     from tidemill.shards.api import ShardSchema
 
 
-def accept_table(opened: OpenStores, row: CaptureTableRow, *, yes: bool, as_json: bool) -> None:
-    """Show the difference and the effect on each shard, ask for confirmation, and record what was agreed to.
+def accept_table(opened: OpenStores, row: CaptureTableRow, *, yes: bool, dry_run: bool, out: Output) -> None:
+    """Show the difference and the effect on each shard, ask for confirmation, and record what was agreed to. With
+    `dry_run` only show them.
 
     Raises InvalidError if the user declines or the table cannot be captured any more, MissingError if it is gone.
     """
@@ -27,24 +29,25 @@ def accept_table(opened: OpenStores, row: CaptureTableRow, *, yes: bool, as_json
     shards = _affected_shards(opened, row, _wanted_schema(row, now))
     needed = [found.accepted for found in shards if found.accepted is not None]
     done = bool(copied or needed)
-    if not as_json:
+    if out.is_text:
         _print_changes(row, difference, shards, copied)
-    if done:
-        confirm(f"Capture {row.table} with these changes?", yes=yes, as_json=as_json)
+    if done and not dry_run:
+        confirm(f"Capture {row.table} with these changes?", yes=yes, out=out)
         opened.portal.call(
             recopy_requests.accept_effects(opened.catalogue, row.capture, row.table, needed, copied=copied)
         )
-    if as_json:
-        print_json(
-            {
-                "capture": row.capture, "table": row.table, "difference": difference, "copied_again": copied,
-                "shards": [
-                    {"shard": s.shard, "becomes": s.how, "changes": s.changes}
-                    | ({"instants": list(s.instants)} if s.instants else {})
-                    for s in shards
-                ],
-            }
-        )  # fmt: skip
+    effects = [
+        {"shard": s.shard, "becomes": s.how, "changes": s.changes}
+        | ({"instants": list(s.instants)} if s.instants else {})
+        for s in shards
+    ]
+    answer = {
+        "capture": row.capture, "table": row.table, "difference": difference, "copied_again": copied, "shards": effects
+    }  # fmt: skip
+    if not out.is_text:
+        out.rows(effects, value=answer | ({"dry_run": True} if dry_run else {}))
+    elif done and dry_run:
+        print("dry run: nothing was accepted")
     elif done:
         print("Accepted. The change takes effect within seconds. See: tidemill capture list, tidemill why")
     else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,15 +13,17 @@ from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
 from tidemill.cli.context import (
     ConfigOption,
-    JsonOption,
+    DryRunOption,
     OldForce,
     OpenStores,
     YesOption,
     confirm,
     either_name,
     open_stores,
-    print_json,
+    preview,
 )
+from tidemill.cli.output.output import TABLE, Output
+from tidemill.cli.output.text_table import Column
 from tidemill.console.captured_names import matching_tables
 from tidemill.console.views.captures import captured_table_row, shown_state
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SideTopicState
@@ -37,34 +40,39 @@ CaptureOption = Annotated[
 
 
 @app.command("list")
-def list_tables(capture: CaptureOption = "", config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def list_tables(capture: CaptureOption = "", config: ConfigOption = None, out: Output = TABLE) -> None:
     """List tables with their state (captured, copying, parked, dropped, refused or skipped), replica identity, the
     reason for the state, and what to do about it."""
     with open_stores(config) as opened:
         rows = [row for row in opened.portal.call(opened.catalogue.all_tables()) if capture in ("", row.capture)]
         captures = opened.portal.call(opened.catalogue.list(CaptureRow))
-    if as_json:
-        print_json([captured_table_row(row) for row in rows])
+    fields = [captured_table_row(row) | {"state": shown_state(row)} for row in rows]
+    if not out.is_text:
+        out.rows([captured_table_row(row) for row in rows])
         return
+    notes = {(row.capture, row.table): "; ".join(_table_notes(row)) for row in rows}
+    columns = [Column(name) for name in ("capture", "table", "state", "identity")]
+    columns += [Column("at", "parked_at"), Column("note", lambda row: notes[row["capture"], row["table"]])]
+    out.rows(fields, columns, empty="no captured tables")
     for found in captures:
         if found.recopied and capture in ("", found.name):
             when = datetime.fromtimestamp(found.recopied_ms / 1000, UTC)
-            print(f"{found.name:12} copied again at {when:%Y-%m-%d %H:%M:%S} UTC: {found.recopied}")
-    for row in rows:
-        at = f"  at {Lsn(row.paused_lsn)}" if row.paused_lsn else ""
-        identity = f"  {row.identity}" if row.identity else ""
-        asked = "  resnapshot requested" if row.recopy else ""
-        print(f"{row.capture:12} {row.table:32} {shown_state(row):9}{identity}{at}{asked}")
-        if row.copy is not None:
-            print(f"    {row.copy.rows:,} rows, {row.copy.done} of {row.copy.count} chunks, are copied durably")
-        if row.side_topic is not None:
-            print(f"    {_side_topic_text(row.side_topic)}")
-        if row.reason:
-            print(f"    {row.reason} {row.fix}".rstrip())
-        for relation, before in row.identities.values():
-            print(f"    {relation} was set to REPLICA IDENTITY FULL; before, it had {before}")
-        for relation, before in row.identities_asked.values():
-            print(f"    {relation} had REPLICA IDENTITY {before} when an administrator was asked to set FULL")
+            print(f"{found.name} was copied again at {when:%Y-%m-%d %H:%M:%S} UTC: {found.recopied}")
+
+
+def _table_notes(row: CaptureTableRow) -> Iterator[str]:
+    if row.reason:
+        yield f"{row.reason} {row.fix}".rstrip()
+    if row.recopy:
+        yield "resnapshot requested"
+    if row.copy is not None:
+        yield f"{row.copy.rows:,} rows, {row.copy.done} of {row.copy.count} chunks, are copied durably"
+    if row.side_topic is not None:
+        yield _side_topic_text(row.side_topic)
+    for relation, before in row.identities.values():
+        yield f"{relation} was set to REPLICA IDENTITY FULL; before, it had {before}"
+    for relation, before in row.identities_asked.values():
+        yield f"{relation} had REPLICA IDENTITY {before} when an administrator was asked to set FULL"
 
 
 @app.command("resnapshot")
@@ -73,8 +81,9 @@ def resnapshot(
     table: Annotated[str, typer.Argument(help="schema.table, as shown by `tidemill capture list`.")],
     capture: CaptureOption = "",
     yes: YesOption = False,
+    dry_run: DryRunOption = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Copy one table again into a new generation of its topic, while the other tables continue to stream.
 
@@ -86,13 +95,15 @@ def resnapshot(
     with open_stores(config) as opened:
         row = find_table(opened, table, capture)
         rows = row.snapshot.rows if row.snapshot is not None else 0
+        if dry_run:
+            what = f"copy {row.table} again ({rows:,} rows last time); its topic {row.topic} is deleted and re-created"
+            preview(out, {"capture": row.capture, "table": row.table, "topic": row.topic, "rows_copied": rows}, what)
+            return
         question = f"Copy {row.table} again ({rows:,} rows last time)? Its topic {row.topic} is deleted and re-created."
-        confirm(question, yes=yes, as_json=as_json)
+        confirm(question, yes=yes, out=out)
         row = opened.portal.call(request_recopy(opened.catalogue, row.capture, row.table))
-    if as_json:
-        print_json(captured_table_row(row))
-    else:
-        print(f"Capture {row.capture} starts to copy {row.table} again within seconds. See: tidemill capture list")
+    said = f"Capture {row.capture} starts to copy {row.table} again within seconds. See: tidemill capture list"
+    out.one(captured_table_row(row), said)
 
 
 @app.command("accept")
@@ -100,8 +111,9 @@ def accept(
     table: Annotated[str, typer.Argument(help="schema.table, as shown by `tidemill capture list`.")],
     capture: CaptureOption = "",
     yes: YesOption = False,
+    dry_run: DryRunOption = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Resume a table whose columns or key changed: it is copied again, and the pipelines' tables adopt the change.
 
@@ -112,7 +124,7 @@ def accept(
     from tidemill.cli.capture.accept import accept_table
 
     with open_stores(config) as opened:
-        accept_table(opened, find_table(opened, table, capture), yes=yes, as_json=as_json)
+        accept_table(opened, find_table(opened, table, capture), yes=yes, dry_run=dry_run, out=out)
 
 
 @app.command("drop")
@@ -126,8 +138,9 @@ def drop(
         bool, typer.Option("--force", help="Drop it even if a pipeline reads it or it belongs to another cluster.")
     ] = False,
     yes_really: OldForce = False,
+    dry_run: DryRunOption = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Undo everything that a capture created: publication, slot, replica identities, topics and rows.
 
@@ -136,7 +149,7 @@ def drop(
     the command again to execute them.
     """
     from tidemill.capture.config import CaptureConfig
-    from tidemill.capture.session.teardown import drop_capture
+    from tidemill.capture.session.teardown import drop_capture, plan_drop
 
     force = either_name(force, yes_really, "--force", "--yes-really")
     with open_stores(config) as opened:
@@ -146,18 +159,39 @@ def drop(
             raise InvalidError(
                 f"no database is configured for this capture: capture={capture}.", fix="Add --dsn postgresql://…"
             )
-        question = f"Drop capture {capture}, its publication, slot and topics? The pipelines' tables are kept."
-        confirm(question, yes=yes or force, as_json=as_json)
         settings = CaptureConfig(name=capture, dsn=dsn, manual=section is not None and section.manual)
+        if dry_run:
+            plan = opened.portal.call(plan_drop(settings, opened.catalogue, really=force))
+            _print_drop_plan(capture, plan, out)
+            return
+        question = f"Drop capture {capture}, its publication, slot and topics? The pipelines' tables are kept."
+        confirm(question, yes=yes or force, out=out)
         done = opened.portal.call(drop_capture(settings, opened.catalogue, really=force))
-    if as_json:
-        print_json(msgspec.to_builtins(done))
-    else:
+    if out.is_text:
         _print_drop_result(capture, done, section is not None)
+    else:
+        row = msgspec.to_builtins(done)
+        out.rows([row], value=row)
     if done.left:
         raise UnavailableError(
             f"the capture is only partly dropped: capture={capture} left={len(done.left)}.", fix="Run it again."
         )
+
+
+def _print_drop_plan(capture: str, plan: TeardownResult, out: Output) -> None:
+    if not out.is_text:
+        preview(out, msgspec.to_builtins(plan), "")
+        return
+    print(f"dry run: drop capture {capture}; the pipelines' tables are kept")
+    kept = "keep the publication: not created by this capture" if plan.publication_left else "no publication"
+    print("drop the publication" if plan.publication else kept)
+    print("drop the replication slot" if plan.slot else "no replication slot")
+    for relation, before in plan.identities.items():
+        print(f"set {relation} to REPLICA IDENTITY {before}")
+    for topic in plan.topics:
+        print(f"delete topic {topic}")
+    for statement, why in plan.for_administrator.items():
+        print(f"for an administrator: {statement}; -- {why}")
 
 
 def _print_drop_result(capture: str, done: TeardownResult, configured: bool) -> None:

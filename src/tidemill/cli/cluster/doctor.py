@@ -1,4 +1,4 @@
-"""`tidemill doctor`: one line per check; each failure names its fix."""
+"""`tidemill doctor`: one line per check; each failure names its fix, and hides no other check."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import shutil
 import socket
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec
+from functools import partial
+from importlib.metadata import version as version_of
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 from urllib.request import urlopen
 
 import msgspec
@@ -21,9 +22,13 @@ from tidemill.base.address import Address
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config, exposed_servers, load
 from tidemill.base.errors import CorruptError, MissingError, TidemillError
-from tidemill.base.extras import require
+from tidemill.base.extras import is_installed, require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.cli.context import ConfigOption, JsonOption, ProgressBars, print_json
+from tidemill.cli.cluster.capture_checks import check_capture
+from tidemill.cli.cluster.check_results import Result, guard_check, run_check
+from tidemill.cli.cluster.pipeline_checks import check_pipelines
+from tidemill.cli.context import ConfigOption, ProgressBars
+from tidemill.cli.output.output import TABLE, Output
 from tidemill.metastore.check.findings import Findings
 
 if TYPE_CHECKING:
@@ -31,7 +36,6 @@ if TYPE_CHECKING:
 
 MINIMUM_FREE_BYTES = 2 << 30
 PROBE_TIMEOUT_S = 3.0
-Result = dict[str, object]
 Check = Callable[[Config], str]
 """Check that returns its result as text, or raises TidemillError whose `fix` says what to do."""
 
@@ -44,15 +48,22 @@ def doctor(
         bool, typer.Option("--contents", help="With --deep: read every stored byte and verify its checksum.")
     ] = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
-    """Check Python, Java, bash, disk, ports, bucket, consensus and Postgres. Exit 1 when a check fails."""
+    """Check Python, Java, bash, disk, ports, bucket, consensus, Postgres and pipelines. Exit 1 when a check fails.
+
+    Every check runs. The file of each pipeline and its `build` run in this process.
+    """
     loaded = load(config)
     if deep or contents:
-        _run_deep_check(loaded, as_json, contents)
-    results = [_run_check(name, check, loaded) for name, check in _configured_checks(loaded)] + _check_objects(loaded)
-    if as_json:
-        print_json(results)
+        _run_deep_check(loaded, out, contents)
+    results = [run_check(name, partial(check, loaded)) for name, check in _configured_checks(loaded)]
+    results += guard_check("objects.url", lambda: _check_objects(loaded))
+    for name in loaded.capture:
+        results += guard_check(f"capture.{name}", partial(check_capture, loaded, name))
+    results += guard_check("pipelines", lambda: check_pipelines(loaded, config))
+    if not out.is_text:
+        out.rows(results)
     else:
         for result in results:
             mark = "ok  " if result["ok"] else "FAIL"
@@ -60,7 +71,7 @@ def doctor(
     raise SystemExit(0 if all(r["ok"] for r in results) else 1)
 
 
-def _run_deep_check(config: Config, as_json: bool, contents: bool) -> NoReturn:
+def _run_deep_check(config: Config, out: Output, contents: bool) -> NoReturn:
     """Run the deep check, with nodes up or down. Exit 0 clean, 1 with findings."""
     from tidemill.consensus.factory import open_consensus
     from tidemill.consensus.memory import MemoryConsensus
@@ -88,7 +99,7 @@ def _run_deep_check(config: Config, as_json: bool, contents: bool) -> NoReturn:
             portal.call(consensus.aclose())
             portal.call(objects.aclose())
     found = checked.findings
-    report = {
+    report: dict[str, Any] = {
         "clean": found.clean,
         "cluster": checked.cluster_uuid,
         "incarnation": checked.incarnation,
@@ -99,8 +110,8 @@ def _run_deep_check(config: Config, as_json: bool, contents: bool) -> NoReturn:
         "orphan_bytes": found.orphan_bytes,
         "findings": [msgspec.to_builtins(finding) for finding in found.broken],
     }
-    if as_json:
-        print_json(report)
+    if not out.is_text:
+        out.rows(report["findings"], value=report)
     else:
         for finding in found.broken:
             print(f"FAIL {finding}")
@@ -127,16 +138,10 @@ def _check_mirrors(config: Config, findings: Findings) -> None:
         findings.walked["mirror files"] += 1
 
 
-def _run_check(name: str, check: Check, config: Config) -> Result:
-    try:
-        return {"check": name, "ok": True, "found": check(config), "fix": ""}
-    except TidemillError as error:
-        return {"check": name, "ok": False, "found": error.message, "fix": error.fix}
-
-
 def _configured_checks(config: Config) -> list[tuple[str, Check]]:
     fixed: list[tuple[str, Check]] = [
         ("python", _check_python),
+        ("spark", _check_spark),
         ("java", _check_java),
         ("bash", _check_bash),
         ("disk", _check_disk),
@@ -145,19 +150,32 @@ def _configured_checks(config: Config) -> list[tuple[str, Check]]:
         ("exposure", _check_exposure),
         ("consensus.url", _check_consensus),
     ]
-    return fixed + [(f"capture.{name}", lambda c, n=name: _check_capture(c, n)) for name in config.capture]
+    return fixed
 
 
 def _check_python(_: Config) -> str:
     return ".".join(str(part) for part in sys.version_info[:3])
 
 
-def _check_java(config: Config) -> str:
+def _check_spark(config: Config) -> str:
+    if not config.pipeline and not is_installed("pyspark"):
+        return "not needed: no pipeline is configured"
+    require("pyspark")
+    from tidemill.spark.session.requirements import OLDEST_SPARK, check_has_jvm, check_spark_version
+
+    if config.pipeline:
+        check_has_jvm()
+    distribution = "pyspark" if is_installed("py4j") else "pyspark-client"
+    version = version_of(distribution)
+    check_spark_version(version, OLDEST_SPARK, "tidemill")
+    return f"{distribution} {version}"
+
+
+def _check_java(_: Config) -> str:
     from tidemill.spark.session.java import find_java
 
-    if not config.pipeline and find_spec("pyspark") is None:
-        return "not needed: Spark is not installed, and no pipeline is configured"
-    require("pyspark")
+    if not is_installed("pyspark"):
+        return "not needed: Spark is not installed"
     found = find_java()
     return f"{found.build or found.major} of {found.origin}, at {found.home}"
 
@@ -252,52 +270,3 @@ def _check_consensus(config: Config) -> str:
         finally:
             portal.call(consensus.aclose())
     return f"{config.consensus_url.partition(':')[0]} answers; live nodes: {sum(lease.live for lease in nodes)}"
-
-
-def _check_capture(config: Config, name: str) -> str:
-    from tidemill.capture.config import CaptureConfig
-    from tidemill.capture.setup.privileges import check_capture
-
-    section = config.capture[name]
-    with BlockingPortal() as portal:
-        settings = CaptureConfig(
-            name, section.dsn, tuple(section.tables), identity=section.identity, manual=section.manual,
-            failover=section.failover, envelope=section.envelope, cleanup=section.cleanup,
-        )  # fmt: skip
-        return portal.call(check_capture(settings, lambda asked: _store_prior_identities(config, name, asked)))
-
-
-async def _store_prior_identities(config: Config, capture: str, asked: dict[str, dict[int, tuple[str, str]]]) -> None:
-    """Store the replica identities that tables have before an administrator sets FULL, for `capture list` and `capture
-    drop`. If the stores do not answer, the identities are only printed."""
-    if not asked:
-        return  # only what has to be remembered creates the stores of a cluster that was never started
-    from tidemill.capture.setup.publication import with_asked_identities
-    from tidemill.consensus.factory import open_consensus
-    from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
-    from tidemill.metastore.factory import create_metastore
-    from tidemill.objects.factory import open_objects
-
-    clock, rand = SystemClock(), Rand()
-    with contextlib.suppress(TidemillError):
-        async with contextlib.AsyncExitStack() as opened:
-            consensus = await open_consensus(config.consensus_url, clock, rand)
-            opened.push_async_callback(consensus.aclose)
-            objects = await open_objects(config.objects_url, clock, rand)
-            opened.push_async_callback(objects.aclose)
-            metastore = create_metastore(consensus, objects, clock, rand, domains=config.metastore.domains)
-            opened.push_async_callback(metastore.aclose)
-            catalogue = Catalogue(metastore, clock, rand)
-            for table, identities in asked.items():
-
-                def with_identities(
-                    found: CaptureTableRow | None, name: str = table, seen: dict[int, tuple[str, str]] = identities
-                ) -> CaptureTableRow:
-                    return with_asked_identities(
-                        found or CaptureTableRow(capture, name, state="refused", reason=PREPARATION_REQUESTED), seen
-                    )
-
-                await catalogue.change_table(capture, table, with_identities)
-
-
-PREPARATION_REQUESTED = "an administrator was asked to prepare it"

@@ -20,11 +20,14 @@ import typer
 
 from tidemill.base.config.config import load
 from tidemill.base.errors import MissingError, unknown_name_fix
-from tidemill.cli.context import ConfigOption, JsonOption
+from tidemill.cli.context import ConfigOption
+from tidemill.cli.output.output import TABLE, Form, Output
 
 POLL_S = 0.25
 BLOCK_BYTES = 1 << 16
 FIELDS = ("timestamp", "level", "event")
+COLUMNS = ("process", *FIELDS, "more")
+"""Columns of CSV. `more` holds the other fields as JSON."""
 
 Name = Annotated[
     list[str] | None,
@@ -37,11 +40,11 @@ def logs(
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Continue with new lines until Ctrl-C.")] = False,
     lines: Annotated[int, typer.Option("--lines", "-n", min=0, help="Show this many last lines of each log.")] = 20,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Show the logs of the node and of the drivers on this machine.
 
-    With --json each line is an object with the name of its process.
+    With -o json or jsonl each line is an object with the name of its process.
     """
     directory = Path(load(config).node.data) / "logs"
     files = {path.stem: path for path in sorted(directory.glob("*.log"))}
@@ -50,13 +53,14 @@ def logs(
     wanted = [_log_name(each, files) for each in name or ()] or list(files)
     tails = [LogTail(each, files[each], lines) for each in wanted]
     merged = heapq.merge(*map(_timed_lines, tails), key=lambda each: each[0])
+    out.begin(COLUMNS)
     for _, owner, line in merged:
-        _print_line(owner, line, as_json)
+        _print_line(owner, line, out)
     pause = threading.Event()
     while follow:
         for tail in tails:
             for line in tail.read():
-                _print_line(tail.name, line, as_json)
+                _print_line(tail.name, line, out)
         pause.wait(POLL_S)
 
 
@@ -122,16 +126,20 @@ def _fields_of(line: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _print_line(name: str, line: str, as_json: bool) -> None:
+def _print_line(name: str, line: str, out: Output) -> None:
     fields = _fields_of(line)
-    if as_json:
-        print(msgspec.json.encode({"process": name, **(fields or {"event": line})}).decode(), flush=True)
-        return
+    if out.form is Form.CSV:
+        more = {key: value for key, value in fields.items() if key not in FIELDS}
+        row = {"process": name, **(fields or {"event": line}), "more": more or None}
+    else:
+        row = {"process": name, **(fields or {"event": line})}
+    out.line(row, _format_line(name, fields, line), COLUMNS)
+
+
+def _format_line(name: str, fields: dict[str, Any], line: str) -> str:
     if not fields:
-        print(f"{name}  {line}", flush=True)
-        return
-    time_text, level, event = (str(fields.pop(field, "")) for field in FIELDS)
-    more = "  ".join(f"{key}={value}" for key, value in fields.items() if key != "exception")
-    print(f"{time_text[:23]} {level:7} {name}  {event}{'  ' + more if more else ''}", flush=True)
-    if "exception" in fields:
-        print(fields["exception"], flush=True)
+        return f"{name}  {line}"
+    time_text, level, event = (str(fields.get(field, "")) for field in FIELDS)
+    more = "  ".join(f"{key}={value}" for key, value in fields.items() if key not in (*FIELDS, "exception"))
+    exception = f"\n{fields['exception']}" if "exception" in fields else ""
+    return f"{time_text[:23]} {level:7} {name}  {event}{'  ' + more if more else ''}{exception}"

@@ -12,7 +12,9 @@ from tidemill.base.config.config import load
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.status.logging import configure_logs
-from tidemill.cli.context import ConfigOption, JsonOption, ProgressBars, print_json
+from tidemill.cli.context import ConfigOption, DryRunOption, ProgressBars
+from tidemill.cli.output.output import TABLE, Output
+from tidemill.cli.output.text_table import Column, Row
 
 if TYPE_CHECKING:
     from tidemill.consensus.api import Consensus
@@ -35,9 +37,9 @@ def restore(
     source: From = "",
     consensus: To = "",
     manifest: Manifest = None,
-    dry_run: Annotated[bool, typer.Option(help="Only show what would be restored, and how old it is.")] = False,
+    dry_run: DryRunOption = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Restore topics, bindings, tables and the catalogue from the bucket. Stop every node first.
 
@@ -71,10 +73,10 @@ def restore(
         finally:
             portal.call(target.aclose())
             portal.call(objects.aclose())
-    if as_json:
-        print_json(report)
+    if not out.is_text:
+        out.rows(_report_rows(report), value=report)
     else:
-        _print_report(report)
+        _print_report(report, out)
         if source and not dry_run and source != loaded.objects_url:
             print(
                 "note    this configuration names another bucket: set objects.url to the bucket that was restored from"
@@ -121,17 +123,26 @@ async def _run_restore(
     }
 
 
-def _print_report(report: dict[str, Any]) -> None:
+def _report_rows(report: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the parts of a cluster as rows: its metadata domains, topics and tables."""
+    kinds = {"domain": report["domains"], "topic": report["topics"], "table": report["shards"]}
+    found = [(kind, part) for kind, parts in kinds.items() for part in parts]
+    return [{"kind": kind, "name": part.get("name", part.get("uuid")), **part} for kind, part in found]
+
+
+def _format_contents(row: Row) -> str:
+    if row["kind"] == "topic":
+        return f"partitions {row['partitions']}, records {row['records']:,}, {row['size_bytes']:,} bytes"
+    if row["kind"] == "table":
+        return f"since {row['since']}, upper {row['upper']}, batches {row['batches']:,}"
+    age = f"{row['age_ms'] / 1000:,.0f} s old" if row["age_ms"] is not None else "nothing persisted"
+    return f"seqno {row['seqno']:,}, {age}, {row['manifest']}"
+
+
+def _print_report(report: dict[str, Any], out: Output) -> None:
     cluster = report["cluster"]
     print(f"cluster {cluster['uuid']}  incarnation {cluster['incarnation']}  {cluster['manifest']}")
-    for domain in report["domains"]:
-        age = f"{domain['age_ms'] / 1000:,.0f} s old" if domain["age_ms"] is not None else "nothing persisted"
-        print(f"domain  {domain['uuid']}  seqno {domain['seqno']:,}  {age}  {domain['manifest']}")
-    for topic in report["topics"]:
-        print(f"topic   {topic['name']}  partitions {topic['partitions']}  records {topic['records']:,}"
-              f"  {topic['size_bytes']:,} bytes")  # fmt: skip
-    for shard in report["shards"]:
-        print(f"table   {shard['name']}  since {shard['since']}  upper {shard['upper']}  batches {shard['batches']:,}")
+    out.rows(_report_rows(report), [Column("kind"), Column("name"), Column("contents", _format_contents)])
     for kind in ("captures", "pipelines", "groups"):
         if report[kind]:
             print(f"{kind}  {', '.join(report[kind])}")

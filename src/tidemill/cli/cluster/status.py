@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -40,15 +40,9 @@ from tidemill.base.status.status import (
     lag_text,
     severity_of,
 )
-from tidemill.cli.context import (
-    EXIT_GOOD,
-    OPEN_TIMEOUT_S,
-    ConfigOption,
-    JsonOption,
-    OpenConsensus,
-    open_consensus_only,
-    print_json,
-)
+from tidemill.cli.context import EXIT_GOOD, OPEN_TIMEOUT_S, ConfigOption, OpenConsensus, open_consensus_only
+from tidemill.cli.output.output import JSON, TABLE, Output, print_table
+from tidemill.cli.output.text_table import Column, Row
 from tidemill.console.views.stages import facts_by_process, latency_summaries, merge_latencies, stage_rows
 
 BAR = 40
@@ -70,7 +64,11 @@ All = Annotated[bool, typer.Option("--all", help="Show every stage, including in
 Watch = Annotated[bool, typer.Option("--watch", help="Show it again every two seconds, until Ctrl-C.")]
 
 Facts = Annotated[
-    bool, typer.Option("--facts", help="Instead, print the facts (counters and gauges) of each process as JSON.")
+    bool,
+    typer.Option(
+        "--facts",
+        help="Instead, print the facts (counters and gauges) of each process, as JSON or in the format of -o.",
+    ),
 ]
 
 
@@ -81,7 +79,7 @@ def status(
     memory: Memory = False,
     latency: Latency = False,
     facts: Facts = False,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Show each source and table: its state, its delay, and what blocks it.
 
@@ -93,17 +91,17 @@ def status(
         """Print the requested view, and return the exit code."""
         reports = read_reports(opened)
         if memory:
-            show_memory(reports, as_json)
+            show_memory(reports, out)
         elif latency:
-            show_latency(reports, as_json)
+            show_latency(reports, out)
         elif facts:
-            print_json(facts_by_process(reports))
+            show_facts(reports, out)
         else:
             marks = derive_statuses(reports, opened.clock.now_ms())
-            if as_json:
-                print_json(stage_rows(marks))
-            else:
+            if out.is_text:
                 show_status(marks, reports, every)
+            else:
+                out.rows(stage_rows(marks))
             return max((EXIT_BY_STATE.get(derived.state, 0) for derived in marks.values()), default=0)
         return EXIT_GOOD
 
@@ -128,39 +126,45 @@ def read_stage_statuses(opened: OpenConsensus) -> dict[str, DerivedStatus]:
     return derive_statuses(read_reports(opened), opened.clock.now_ms())
 
 
-def show_memory(reports: list[StatusReport], as_json: bool) -> None:
+def show_facts(reports: list[StatusReport], out: Output) -> None:
+    """Print the facts of each process: as one JSON object, or as one row for each fact."""
+    found = facts_by_process(reports)
+    facts = [
+        {"process": process, "fact": fact, "value": value}
+        for process in found
+        for fact, value in found[process].items()
+    ]
+    (JSON if out.is_text else out).rows(facts, value=found)
+
+
+def show_memory(reports: list[StatusReport], out: Output) -> None:
     """Print the memory of each process: resident size, and each share with its limit, from the fact `memory` of its
     report."""
     found = {report.process: report.facts.get("memory", {}) for report in reports}
-    if as_json:
-        print_json(found)
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    view = Table(expand=False)
-    for heading, justify in (("process", "left"), ("share", "left"), ("MiB", "right"), ("limit MiB", "right")):
-        view.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    for process, shares in sorted(found.items()):
-        for share, (used, limit) in sorted(shares.items() if isinstance(shares, dict) else ()):
-            view.add_row(Text(process), Text(share), f"{used / MIB:,.1f}", f"{limit / MIB:,.0f}" if limit else "")
-    Console().print(view)
+    rows = [
+        {"process": process, "share": share, "bytes": used, "limit_bytes": limit or None}
+        for process, shares in sorted(found.items())
+        for share, (used, limit) in sorted(shares.items() if isinstance(shares, dict) else ())
+    ]
+    columns = [
+        Column("process"),
+        Column("share"),
+        Column("MiB", lambda row: f"{row['bytes'] / MIB:,.1f}", right=True),
+        Column("limit MiB", lambda row: f"{row['limit_bytes'] / MIB:,.0f}" if row["limit_bytes"] else "", right=True),
+    ]
+    out.rows(rows, columns, value=found)
 
 
 def show_status(marks: Mapping[str, DerivedStatus], reports: Sequence[StatusReport], every: bool) -> None:
-    from rich.console import Console
-
-    console = Console()
     if every:
-        console.print(status_table(marks))
+        print_table(STAGE_COLUMNS, status_lines(marks))
         return
     groups = group_stages(marks)
     for title, (shown, more) in groups.items():
         if shown:
-            console.print(status_table(shown, title))
-        if more:
-            print(f"and {more:,} more: tidemill status --all")
+            print(title)
+            print_table(STAGE_COLUMNS, status_lines(shown))
+            print(f"and {more:,} more: tidemill status --all\n" if more else "")
     counts = {report.process: report.facts.get("shapes") for report in reports}
     shapes = {process: facts["shapes"] for process, facts in counts.items() if isinstance(facts, dict)}
     listed = ", ".join(f"{count:,} shapes on {process.removeprefix(NODE)}" for process, count in sorted(shapes.items()))
@@ -229,56 +233,56 @@ def _show_outage(error: TidemillError) -> None:
     threading.Event().wait(WATCH_INTERVAL_S)
 
 
-def status_table(marks: Mapping[str, DerivedStatus], title: str = "") -> Any:
-    """Return a rich table of stage statuses, the troubled ones first."""
-    from rich.table import Table
-    from rich.text import Text  # names and reasons are no markup: a name is pipeline:x:spark, an error has brackets
+_STYLES = {
+    StageState.MOVING: "green",
+    StageState.IDLE: "dim green",
+    StageState.WAITING: "yellow",
+    StageState.STUCK: "bold red",
+    StageState.BLIND: "red",
+}
 
-    colours = {
-        StageState.MOVING: "green",
-        StageState.IDLE: "dim green",
-        StageState.WAITING: "yellow",
-        StageState.STUCK: "bold red",
-        StageState.BLIND: "red",
-    }
-    view = Table(title=title or None, expand=False)
-    for heading, justify in (("stage", "left"), ("state", "left"), ("behind", "right"), ("age", "right")):
-        view.add_column(heading, justify=justify)  # type: ignore[arg-type]
-    view.add_column("blocked by")
-    for name, derived in sorted(marks.items(), key=lambda item: (-severity_of(item[1])[0], item[0])):
-        mark = derived.mark
-        view.add_row(
-            Text(name),
-            Text(str(derived.state), style=colours[derived.state]),
-            lag_text(mark),
-            f"{derived.report_age_ms / 1000:.1f} s",
-            Text(" ".join(part for part in (mark.held_by, mark.reason) if part)),
-        )
-    return view
+STAGE_COLUMNS = (
+    Column("stage"),
+    Column("state", style=lambda row: _STYLES[row["state"]]),
+    Column("behind", right=True),
+    Column("age", right=True),
+    Column("blocked by"),
+)
 
 
-def show_latency(reports: Sequence[StatusReport], as_json: bool) -> None:
+def status_lines(marks: Mapping[str, DerivedStatus]) -> list[Row]:
+    """Return the rows of `STAGE_COLUMNS`, the troubled stages first."""
+    return [
+        {
+            "stage": name,
+            "state": derived.state,
+            "behind": lag_text(derived.mark),
+            "age": f"{derived.report_age_ms / 1000:.1f} s",
+            "blocked by": " ".join(part for part in (derived.mark.held_by, derived.mark.reason) if part),
+        }
+        for name, derived in sorted(marks.items(), key=lambda item: (-severity_of(item[1])[0], item[0]))
+    ]
+
+
+def show_latency(reports: Sequence[StatusReport], out: Output) -> None:
     found = merge_latencies(reports)
-    if as_json:
-        print_json(latency_summaries(found))
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
+    summaries = latency_summaries(found)
+    rows = [
+        {"source": source, "stage": stage, **summary}
+        for source, stages in summaries.items()
+        for stage, summary in stages.items()
+    ]
+    drawn = {source: latency_bars(stages) for source, stages in found.items()}
+    columns = [Column("source"), Column("stage")]
+    columns += [Column(name, partial(_format_figure, name), right=True) for name in FIGURES]
+    columns.append(Column("", lambda row: drawn[row["source"]][row["stage"]]))
+    out.rows(rows, columns, value=summaries)
+    if out.is_text:
+        print("ms since the commit, over the last five to ten minutes with data")
 
-    view = Table(expand=False, caption="ms since the commit, over the last five to ten minutes with data")
-    view.add_column("source")
-    view.add_column("stage")
-    for heading in FIGURES:
-        view.add_column(heading, justify="right", min_width=5)
-    view.add_column("", no_wrap=True, overflow="crop")
-    for source, stages in found.items():
-        drawn = latency_bars(stages)
-        for stage, histogram in stages.items():
-            summary = histogram.summary()
-            figures = ["" if summary[name] is None else f"{summary[name]:,}" for name in FIGURES]
-            view.add_row(Text(source), stage, *figures, drawn[stage])
-    Console().print(view)
+
+def _format_figure(name: str, row: Row) -> str:
+    return "" if row[name] is None else f"{row[name]:,}"
 
 
 def latency_bars(stages: Mapping[str, Histogram]) -> dict[str, str]:

@@ -15,13 +15,12 @@ from tidemill.base.extras import require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.cli.cluster.ready_block import ready_block
-from tidemill.cli.context import ConfigOption, with_option_groups
+from tidemill.cli.context import ConfigOption
 from tidemill.cli.run_supervised import InstancesOption, SparkOptions, run_supervised
 from tidemill.node.supervise.processes import start_all, supervised_pipelines
 from tidemill.node.supervise.supervisor import Supervisor
 
 
-@with_option_groups
 def up(config: ConfigOption = None, instances: InstancesOption = None, *, spark: SparkOptions) -> None:
     """Run a node (Kafka, HTTP, capture) and the Spark drivers of its pipelines."""
     require("granian")

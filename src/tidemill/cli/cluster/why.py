@@ -12,18 +12,17 @@ import typer
 from tidemill.base.config.config import Config
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.freshness import Verdict, resolve_status_name, verdict_of
-from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of
+from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of, status_row
 from tidemill.cli.cluster.status import Watch, read_stage_statuses, watch_screen
 from tidemill.cli.context import (
     EXIT_STUCK,
     OPEN_TIMEOUT_S,
     ConfigOption,
-    JsonOption,
     OpenConsensus,
     open_consensus_only,
     open_stores_of,
-    print_json,
 )
+from tidemill.cli.output.output import TABLE, Output
 from tidemill.console.views.stages import verdict_row
 
 if TYPE_CHECKING:
@@ -35,22 +34,22 @@ Name = Annotated[
 ]
 
 
-def why(name: Name = "", config: ConfigOption = None, watch: Watch = False, as_json: JsonOption = False) -> None:
+def why(name: Name = "", config: ConfigOption = None, watch: Watch = False, out: Output = TABLE) -> None:
     """Show how fresh a table is and what blocks it. Exit 0 fresh, 1 lagging, 3 stuck: the worst up to its source."""
     if watch:
-        watch_screen(config, lambda opened, stack: _Explainer(name, opened, stack, as_json).explain)
+        watch_screen(config, lambda opened, stack: _Explainer(name, opened, stack, out).explain)
     with open_consensus_only(config, OPEN_TIMEOUT_S) as opened, ExitStack() as stack:
-        raise SystemExit(_Explainer(name, opened, stack, as_json).explain())
+        raise SystemExit(_Explainer(name, opened, stack, out).explain())
 
 
 class _Explainer:
     """Verdict on one name. The stores are opened when a name is no stage, and stay open until `stack` closes."""
 
-    def __init__(self, name: str, opened: OpenConsensus, stack: ExitStack, as_json: bool) -> None:
+    def __init__(self, name: str, opened: OpenConsensus, stack: ExitStack, out: Output) -> None:
         self._name = name
         self._opened = opened
         self._stack = stack
-        self._as_json = as_json
+        self._out = out
         self._stores: OpenStores | None = None
 
     def explain(self) -> int:
@@ -67,10 +66,11 @@ class _Explainer:
         if holder:
             found = msgspec.structs.replace(found, root=holder)
         exit_code = EXIT_STUCK if holder else found.exit_code
-        if self._as_json:
-            print_json(verdict_row(found, exit_code, note))
-        else:
+        if self._out.is_text:
             print("\n".join([*([note] if note else []), *format_verdict(found, exit_code)]))
+        else:
+            rows = [status_row(derived) for derived in found.chain]
+            self._out.rows(rows, value=verdict_row(found, exit_code, note))
         return exit_code
 
     def _find_captured_table(self, marks: Mapping[str, DerivedStatus]) -> tuple[str, str]:

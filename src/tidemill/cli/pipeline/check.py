@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from tidemill.cli.context import ConfigOption, JsonOption, open_stores, print_json
+from tidemill.cli.context import ConfigOption, open_stores
+from tidemill.cli.output.output import TABLE, Output
 
 
 def check(
@@ -20,7 +21,7 @@ def check(
         bool, typer.Option("--cluster", help="Also check topics, captured tables and inputs on the cluster.")
     ] = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Check a pipeline file: it imports, and its declarations, schemas, keys, names and inputs are valid.
 
@@ -34,19 +35,14 @@ def check(
         with open_stores(config) as opened:
             opened.portal.call(check_cluster(found, opened.catalogue, opened.consensus, reads))
     tables = sorted({*found.tables, *found.derived_tables})
-    if as_json:
-        print_json(
-            {
-                "file": str(file),
-                "pipeline": found.name,
-                "tables": tables,
-                "problems": [{"line": p.line, "problem": p.message, "fix": p.fix} for p in found.problems],
-            }
-        )
-    else:
+    if out.is_text:
         for problem in found.problems:
             print(f"{file}: {problem}")
         if not found.problems:
             print(f"{file}: pipeline {found.name} is valid: {', '.join(tables)}")
+    else:
+        problems = [{"line": p.line, "problem": p.message, "fix": p.fix} for p in found.problems]
+        answer = {"file": str(file), "pipeline": found.name, "tables": tables, "problems": problems}
+        out.rows(problems, value=answer)
     if found.problems:
         raise typer.Exit(1)

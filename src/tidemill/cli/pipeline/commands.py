@@ -11,22 +11,16 @@ from tidemill.base.config.config import Config, load
 from tidemill.base.config.sections import PipelineSection
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.base.status.drivers import is_silent
-from tidemill.cli.context import (
-    ConfigOption,
-    JsonOption,
-    YesOption,
-    confirm,
-    open_stores,
-    print_json,
-    with_option_groups,
-)
+from tidemill.cli.context import ConfigOption, DryRunOption, YesOption, confirm, open_stores, preview
+from tidemill.cli.output.output import TABLE, Output
+from tidemill.cli.output.text_table import Column
 from tidemill.cli.pipeline.check import check
 from tidemill.cli.pipeline.restart import Name, restart
 from tidemill.cli.pipeline.view import (
+    DRIVER_COLUMNS,
+    TABLE_COLUMNS,
     format_derived_table,
-    format_instance,
     format_lag,
-    format_table,
     read_driver_reports,
     read_pipeline_views,
 )
@@ -39,7 +33,6 @@ app = typer.Typer(help="Check, run, list, describe, restart and delete pipelines
 
 
 @app.command("run")
-@with_option_groups
 def run(
     name: Name,
     file: Annotated[
@@ -77,25 +70,22 @@ def run(
 
 
 @app.command("list")
-def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def list_all(config: ConfigOption = None, out: Output = TABLE) -> None:
     """List the pipelines: running drivers, tables, the lag of the slowest table, and dead letters."""
     with open_stores(config) as opened:
         views = read_pipeline_views(opened)
-    if as_json:
-        print_json([view.summary() for view in views.values()])
-        return
-    for view in views.values():
-        row = view.summary()
-        print(
-            f"{row['pipeline']}  {row['running']} running  {row['silent']} silent"
-            + (f"  {row['parked']} parked" if row["parked"] else "")
-            + f"  tables={len(view.tables)}"
-            f"  lag={format_lag(row['lag_ms'])}  dead_letters={row['dead_letters']}  {row['file']}".rstrip()
-        )
+    columns = [
+        *(Column(name) for name in ("pipeline", "running", "silent", "parked")),
+        Column("tables", lambda row: len(row["tables"])),
+        Column("lag", lambda row: format_lag(row["lag_ms"]), right=True),
+        Column("dead letters", "dead_letters"),
+        Column("file"),
+    ]
+    out.rows([view.summary() for view in views.values()], columns, empty="no pipelines")
 
 
 @app.command("describe")
-def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def describe(name: Name, config: ConfigOption = None, out: Output = TABLE) -> None:
     """Show one pipeline: its tables, dead letters, failing parts and drivers.
 
     For each table: input, upper, lag in time, rows and the number of drivers that work on it. For a derived table also
@@ -106,22 +96,19 @@ def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = Fals
     if name not in views:
         raise MissingError(f"no such pipeline: pipeline={name}.", fix="See `tidemill pipeline list`.")
     view = views[name]
-    if as_json:
-        print_json(view.summary() | {"tables": view.tables, "failing": view.failing, "instances": view.instances})
-        return
     row = view.summary()
-    print(f"{name}  {row['file']}".rstrip())
-    print(f"  dead letters {row['dead_letters']}" + (f" in {view.letters}" if view.letters else ""))
-    print("  tables")
-    for table in view.tables:
-        print(f"    {format_table(table)}")
-        if "inputs" in table:
-            print(f"      {format_derived_table(table)}")
-    for part in view.failing:
-        print(f"  {part['mark']}  {part['state']}: {part['reason']}")
-    print("  drivers" if view.instances else "  no driver is reporting")
-    for instance in view.instances:
-        print(f"    {format_instance(instance)}")
+    answer = row | {"tables": view.tables, "failing": view.failing, "instances": view.instances}
+    if out.is_text:
+        print(f"{name}  {row['file']}".rstrip())
+        print(f"dead letters: {row['dead_letters']}" + (f" in {view.letters}" if view.letters else ""))
+    out.rows(view.tables, TABLE_COLUMNS, value=answer, empty="no tables")
+    if out.is_text:
+        for table in view.tables:
+            if "inputs" in table:
+                print(f"{table['table']} is maintained {format_derived_table(table)}")
+        for part in view.failing:
+            print(f"{part['mark']} is {part['state']}: {part['reason']}")
+        out.rows(view.instances, DRIVER_COLUMNS, empty="no driver is reporting")
 
 
 app.command("check")(check)
@@ -129,7 +116,13 @@ app.command("restart")(restart)
 
 
 @app.command("delete")
-def delete(name: Name, yes: YesOption = False, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def delete(
+    name: Name,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+    config: ConfigOption = None,
+    out: Output = TABLE,
+) -> None:
     """Forget a pipeline that does not run. Its tables are kept until `table drop`.
 
     Bindings and records are no longer retained for it, and its silent drivers disappear from `status`. A running
@@ -143,15 +136,17 @@ def delete(name: Name, yes: YesOption = False, config: ConfigOption = None, as_j
                     f"the pipeline runs: pipeline={name} process={report.process} pid={report.pid} host={report.host}.",
                     fix="Stop it, and remove it from the configuration.",
                 )
-        confirm(f"Forget pipeline {name}? Its tables are kept.", yes=yes, as_json=as_json)
+        if dry_run:
+            silent = [report.process for report in reports]
+            drivers = f", and {len(silent)} silent drivers" if silent else ""
+            preview(out, {"deleted": name, "silent": silent}, f"forget pipeline {name}{drivers}; its tables are kept")
+            return
+        confirm(f"Forget pipeline {name}? Its tables are kept.", yes=yes, out=out)
         opened.portal.call(opened.catalogue.delete(PipelineRow, name))
         board = StatusBoard(opened.consensus, opened.rand)
         for report in reports:
             opened.portal.call(board.drop_report(report.process))
-    if as_json:
-        print_json({"deleted": name})
-    else:
-        print(f"deleted {name}; its tables are kept")
+    out.one({"deleted": name}, f"deleted {name}; its tables are kept")
 
 
 def _with_pipeline_file(config: Config, name: str, file: Path | None) -> Config:

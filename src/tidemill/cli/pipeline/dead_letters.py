@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from tidemill.base.errors import MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
+from tidemill.cli.context import ConfigOption, OpenStores, open_stores
+from tidemill.cli.output.output import TABLE, Output
 from tidemill.console.dead_letter_read import LettersRead, read_letters
 from tidemill.console.views.dead_letters import newest_letters
 from tidemill.metastore.catalogue import PipelineRow
@@ -18,7 +18,7 @@ def dead_letters(
     pipeline: Annotated[str, typer.Argument(help="Pipeline name. Default: all pipelines.")] = "",
     limit: Annotated[int, typer.Option(help="How many of the newest records to show.", min=1)] = 20,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """List dead letters: records and rows that a pipeline could not decode or hold.
 
@@ -31,16 +31,10 @@ def dead_letters(
         found = [_read_letters(opened, row.dead_letters, limit) for row in rows if row.dead_letters]
     total = sum(each.total for each in found)
     letters = newest_letters((letter for each in found for letter in each.letters), limit)
-    if as_json:
-        print_json({"total": total, "records": letters})
-        return
-    print(f"{total} dead letters")
-    for letter in letters:
-        print("  ".join(f"{key}={_format_value(value)}" for key, value in letter.items()))
-
-
-def _format_value(value: Any) -> str:
-    return value.isoformat() if isinstance(value, datetime) else repr(value)
+    if out.is_text:
+        print(f"{total} dead letters")
+    if letters or not out.is_text:
+        out.rows(letters, value={"total": total, "records": letters})
 
 
 def _read_letters(opened: OpenStores, name: str, limit: int) -> LettersRead:

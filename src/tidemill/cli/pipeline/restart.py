@@ -14,7 +14,8 @@ import typer
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.status.drivers import driver_reports, processes_sharing_driver
 from tidemill.base.status.status import StatusReport, this_process
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, open_stores, print_json
+from tidemill.cli.context import ConfigOption, DryRunOption, OpenStores, open_stores
+from tidemill.cli.output.output import TABLE, Output
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.node.supervise.driver_instances import is_driver, is_local_live_driver
 
@@ -27,8 +28,9 @@ Name = Annotated[str, typer.Argument(help="Pipeline name.")]
 def restart(
     name: Name,
     instance: Annotated[str, typer.Option("--instance", help="Restart only this driver, named as in `describe`.")] = "",
+    dry_run: DryRunOption = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Restart the drivers of a pipeline on this machine, one after the other.
 
@@ -36,7 +38,7 @@ def restart(
     one reports again, so that some of several identical drivers always work. Pipelines that share a driver restart
     together; the others are listed.
     """
-    done = []
+    done: list[dict[str, object]] = []
     with open_stores(config) as opened:
         reports = opened.portal.call(StatusBoard(opened.consensus, opened.rand).reports())
         found = driver_reports(reports, name)
@@ -51,14 +53,19 @@ def restart(
             )
         for report in found:
             others = processes_sharing_driver(report, reports, opened.clock.now_ms())
-            if others and not as_json:
+            if dry_run:
+                done.append({"process": report.process, "before": report.pid, "with": sorted(others), "dry_run": True})
+                continue
+            if others and out.is_text:
                 notice = f"its driver, pid {report.pid}, also runs {', '.join(others)}: all of them restart"
                 print(f"{report.process}: {notice}", flush=True)
             done.append(restart_driver(opened, report, others))
-            if not as_json:
+            if out.is_text:
                 print(f"{report.process}: pid {done[-1]['before']} → {done[-1]['pid']}", flush=True)
-    if as_json:
-        print_json(done)
+    if dry_run and out.is_text:
+        print("dry run: restart these drivers")
+    if dry_run or not out.is_text:
+        out.rows(done)
 
 
 def restart_driver(opened: OpenStores, report: StatusReport, others: Collection[str] = ()) -> dict[str, object]:

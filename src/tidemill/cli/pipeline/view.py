@@ -8,6 +8,7 @@ from typing import Any
 from tidemill.base.status.drivers import driver_reports
 from tidemill.base.status.status import StatusReport
 from tidemill.cli.context import OpenStores
+from tidemill.cli.output.text_table import Column, Row
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.console.views.pipelines import PipelineView, pipeline_views
 from tidemill.metastore.catalogue import PipelineRow
@@ -52,25 +53,43 @@ def format_lag(lag_ms: int | None) -> str:
     return "unknown" if lag_ms is None else f"{lag_ms} ms"
 
 
-def format_table(table: dict[str, Any]) -> str:
-    held = f"  blocked by {table['held_by']}" if table["held_by"] else ""
-    reason = f": {table['reason']}" if table["reason"] else ""
-    made_of = ", ".join(table["inputs"]) if "inputs" in table else table["input"]
-    return (
-        f"{table['table']} ← {made_of}  upper={table['upper']}  {table['state'] or 'not reported'}"
-        f"  lag={format_lag(table['lag_ms'])}  rows={table['rows']:,}  updates={table['updates']:,}"
-        f"  seats={len(table['seats'])}{held}{reason}"
-    )
+def format_blocker(table: Row) -> str:
+    """Return what blocks a table, and why."""
+    return ": ".join(part for part in (table["held_by"], table["reason"]) if part)
 
 
-def format_instance(instance: dict[str, Any]) -> str:
-    age = f"  age {instance['age_s']} s" if instance["age_s"] is not None else ""
+TABLE_COLUMNS = (
+    Column("table"),
+    Column("from", lambda table: list(table["inputs"]) if "inputs" in table else table["input"]),
+    Column("upper"),
+    Column("state", lambda table: table["state"] or "not reported"),
+    Column("lag", lambda table: format_lag(table["lag_ms"]), right=True),
+    Column("rows", lambda table: f"{table['rows']:,}", right=True),
+    Column("updates", lambda table: f"{table['updates']:,}", right=True),
+    Column("seats", lambda table: len(table["seats"])),
+    Column("blocked by", format_blocker),
+)
+
+
+def format_driver_note(instance: Row) -> str:
+    """Return the pipelines that share the driver, and whether it is older than its file."""
+    shared = f"shared with {', '.join(instance['with'])}" if instance["with"] else ""
+    older = "older than its file: restart it with `tidemill pipeline restart`" if instance["older_than_file"] else ""
+    return "; ".join(part for part in (shared, older) if part)
+
+
+def format_driver_state(instance: Row) -> str:
     silent = f" for {instance['report_age_ms'] // 1000} s" if instance["state"] == "silent" else ""
-    older = "  older than its file: restart it with `tidemill pipeline restart`" if instance["older_than_file"] else ""
-    shared = f"  shared with {', '.join(instance['with'])}" if instance["with"] else ""
-    return (
-        f"{instance['process']}  {instance['state']}{silent}  pid {instance['pid']} on {instance['host']}{age}"
-        f"  tables={instance['tables']}  {instance['master']}".rstrip()
-        + shared
-        + older
-    )
+    return f"{instance['state']}{silent}"
+
+
+DRIVER_COLUMNS = (
+    Column("driver", "process"),
+    Column("state", format_driver_state),
+    Column("pid"),
+    Column("host"),
+    Column("age", lambda each: "" if each["age_s"] is None else f"{each['age_s']} s", right=True),
+    Column("tables"),
+    Column("master"),
+    Column("note", format_driver_note),
+)

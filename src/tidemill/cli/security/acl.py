@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
-from tidemill.cli.context import (
-    ConfigOption,
-    JsonOption,
-    YesOption,
-    confirm,
-    open_stores,
-    print_json,
-    with_option_groups,
-)
+from tidemill.cli.context import ConfigOption, DryRunOption, YesOption, confirm, open_stores
+from tidemill.cli.output.output import TABLE, Output
 
 if TYPE_CHECKING:
     from tidemill.security.acls import AclRule
@@ -42,22 +35,21 @@ class RuleOptions:
 
 
 @app.command("add")
-@with_option_groups
-def add(named: RuleOptions, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def add(named: RuleOptions, config: ConfigOption = None, out: Output = TABLE) -> None:
     """Allow operations on a resource, or deny them: `tidemill acl add User:alice read,describe topic:orders`."""
     from tidemill.security.acl_cache import AclCache
 
     rules = _build_rules(named)
     with open_stores(config, create=True) as opened:
         opened.portal.call(AclCache(opened.metastore, opened.clock).add(rules))
-    _print_rules(rules, as_json)
+    _print_rules(rules, out)
 
 
 @app.command("list")
 def list_rules(
     principal: Annotated[str | None, typer.Option(help="Show only the rules of this principal.")] = None,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """List the access control rules."""
     from tidemill.security.acl_cache import AclCache
@@ -65,13 +57,16 @@ def list_rules(
 
     with open_stores(config) as opened:
         found = opened.portal.call(AclCache(opened.metastore, opened.clock).find(RuleFilter(principal=principal)))
-    _print_rules(found, as_json)
+    _print_rules(found, out)
 
 
 @app.command("delete")
-@with_option_groups
 def delete(
-    named: RuleOptions, yes: YesOption = False, config: ConfigOption = None, as_json: JsonOption = False
+    named: RuleOptions,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+    config: ConfigOption = None,
+    out: Output = TABLE,
 ) -> None:
     """Delete the rules that `acl add` with the same arguments created."""
     from tidemill.security.acl_cache import AclCache
@@ -84,10 +79,13 @@ def delete(
         missing = [rule for rule in rules if rule not in known]
         if missing:
             raise MissingError(f"no such rule: {_format_rule(missing[0])}.", fix="List them with: tidemill acl list")
-        what = "; ".join(map(_format_rule, rules))
-        confirm(f"Delete these rules: {what}?", yes=yes, as_json=as_json)
-        opened.portal.call(rulebook.delete(rules))
-    _print_rules(rules, as_json)
+        if not dry_run:
+            what = "; ".join(map(_format_rule, rules))
+            confirm(f"Delete these rules: {what}?", yes=yes, out=out)
+            opened.portal.call(rulebook.delete(rules))
+    if dry_run and out.is_text:
+        print("dry run: delete these rules")
+    _print_rules(rules, out)
 
 
 def _build_rules(named: RuleOptions) -> list[AclRule]:
@@ -148,9 +146,5 @@ def _format_rule(rule: AclRule) -> str:
     return f"{row['permission']} {row['principal']} {row['operation']} {name} from {row['host']}"
 
 
-def _print_rules(rules: list[AclRule], as_json: bool) -> None:
-    if as_json:
-        print_json([_rule_fields(rule) for rule in rules])
-        return
-    for rule in rules:
-        print(_format_rule(rule))
+def _print_rules(rules: list[AclRule], out: Output) -> None:
+    out.rows([_rule_fields(rule) for rule in rules], empty="no rules")

@@ -8,8 +8,11 @@ from typing import Annotated
 
 import typer
 
+from tidemill.base.config.config import load
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, YesOption, confirm, open_stores, print_json
+from tidemill.cli.context import ConfigOption, DryRunOption, YesOption, confirm, open_stores, preview
+from tidemill.cli.output.output import TABLE, Output
+from tidemill.cli.output.text_table import Column
 
 app = typer.Typer(help="Add, list and delete users of the Kafka endpoint.", no_args_is_help=True)
 Name = Annotated[str, typer.Argument(help="User name; as a principal it is User:NAME.")]
@@ -20,7 +23,7 @@ LINE_CHARS_MAX = 1_025
 
 @app.command("add")
 def add(
-    name: Name, iterations: Iterations = DEFAULT_ITERATIONS, config: ConfigOption = None, as_json: JsonOption = False
+    name: Name, iterations: Iterations = DEFAULT_ITERATIONS, config: ConfigOption = None, out: Output = TABLE
 ) -> None:
     """Add a user, or change the password of one. The password is asked for on a terminal, or read from the first line
     of stdin."""
@@ -29,6 +32,7 @@ def add(
 
     check_user(name)
     check_iterations(iterations)
+    load(config)  # a wrong configuration is reported before the question
     password = _read_password(name)
     with open_stores(config, create=True) as opened:
         users = Users(opened.metastore, opened.clock)
@@ -36,14 +40,12 @@ def add(
             salt = bytes.fromhex(opened.rand.nonce() + opened.rand.nonce())[:SALT_BYTES]
             opened.portal.call(users.put(derive_credential(name, mechanism, password, salt, iterations)))
     mechanisms = list(NAMES.values())
-    if as_json:
-        print_json({"user": name, "mechanisms": mechanisms, "iterations": iterations})
-    else:
-        print(f"added {name}  {', '.join(mechanisms)}")
+    row = {"user": name, "mechanisms": mechanisms, "iterations": iterations}
+    out.one(row, f"added {name}  {', '.join(mechanisms)}")
 
 
 @app.command("list")
-def list_users(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def list_users(config: ConfigOption = None, out: Output = TABLE) -> None:
     """List the users and the mechanisms for which each has a credential."""
     from tidemill.security.scram import NAMES, Credential
     from tidemill.security.users import Users
@@ -56,15 +58,17 @@ def list_users(config: ConfigOption = None, as_json: JsonOption = False) -> None
         {"user": name, "mechanisms": {NAMES[each.mechanism]: each.iterations for each in credentials}}
         for name, credentials in found.items()
     ]
-    if as_json:
-        print_json(rows)
-    else:
-        for row in rows:
-            print(f"{row['user']}  {', '.join(row['mechanisms'])}")
+    out.rows(rows, [Column("user"), Column("mechanisms", lambda row: list(row["mechanisms"]))], empty="no users")
 
 
 @app.command("delete")
-def delete(name: Name, yes: YesOption = False, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def delete(
+    name: Name,
+    yes: YesOption = False,
+    dry_run: DryRunOption = False,
+    config: ConfigOption = None,
+    out: Output = TABLE,
+) -> None:
     """Delete a user. Open connections stay until their session ends."""
     from tidemill.security.scram import NAMES
     from tidemill.security.users import Users
@@ -74,12 +78,12 @@ def delete(name: Name, yes: YesOption = False, config: ConfigOption = None, as_j
         have = [each.mechanism for each in opened.portal.call(users.list()) if each.user == name]
         if not have:
             raise MissingError(f"no such user: user={name}.", fix="List them with: tidemill user list")
-        confirm(f"Delete user {name}?", yes=yes, as_json=as_json)
+        if dry_run:
+            preview(out, {"deleted": name}, f"delete user {name}")
+            return
+        confirm(f"Delete user {name}?", yes=yes, out=out)
         opened.portal.call(users.delete(name, list(NAMES)))
-    if as_json:
-        print_json({"deleted": name})
-    else:
-        print(f"deleted {name}")
+    out.one({"deleted": name}, f"deleted {name}")
 
 
 def _read_password(name: str) -> str:

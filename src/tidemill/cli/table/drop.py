@@ -9,16 +9,17 @@ import typer
 from tidemill.base.errors import InvalidError
 from tidemill.cli.context import (
     ConfigOption,
-    JsonOption,
+    DryRunOption,
     OldForce,
     OpenStores,
     YesOption,
     confirm,
     either_name,
     open_stores,
-    print_json,
+    preview,
 )
-from tidemill.cli.table.show import Name
+from tidemill.cli.output.output import TABLE, Output
+from tidemill.cli.table.show import Name, read_shard_state
 
 
 def drop(
@@ -26,8 +27,9 @@ def drop(
     yes: YesOption = False,
     force: Annotated[bool, typer.Option("--force", help="Delete the table even if it is in use.")] = False,
     yes_really: OldForce = False,
+    dry_run: DryRunOption = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Delete a table. A table that is written or read is refused.
 
@@ -44,17 +46,21 @@ def drop(
                 fix="Its readers fail without it, and a pipeline re-creates it from its source. To delete it anyway:"
                 " --force",
             )
-        confirm(f"Delete table {name} and everything in it?", yes=yes or force, as_json=as_json)
+        if dry_run:
+            state = read_shard_state(opened, name)
+            row = {"dropped": name, "shard_id": state.shard_id, "updates": state.rows, "bytes": state.size_bytes}
+            preview(out, row, f"drop {name}: {state.rows:,} updates, {state.size_bytes:,} bytes")
+            return
+        confirm(f"Delete table {name} and everything in it?", yes=yes or force, out=out)
         done = opened.portal.call(
             drop_shard(opened.consensus, opened.objects, opened.metastore, opened.clock, opened.rand, name)
         )
-    if as_json:
-        print_json({"dropped": done.name, "shard_id": done.shard_id, "pipelines": list(done.pipelines)})
-        return
-    print(f"dropped {done.name}: {done.rows:,} updates, {done.size_bytes:,} bytes, freed within half an hour")
+    lines = [f"dropped {done.name}: {done.rows:,} updates, {done.size_bytes:,} bytes, freed within half an hour"]
     for pipeline in done.pipelines:
-        print(f"  pipeline {pipeline} re-creates it from its source. If it was stopped for good, delete it too:")
-        print(f"  tidemill pipeline delete {pipeline}")
+        lines.append(f"  pipeline {pipeline} re-creates it from its source. If it was stopped for good, delete it too:")
+        lines.append(f"  tidemill pipeline delete {pipeline}")
+    row = {"dropped": done.name, "shard_id": done.shard_id, "pipelines": list(done.pipelines)}
+    out.one(row, "\n".join(lines))
 
 
 def _shard_users(opened: OpenStores, name: str) -> list[str]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.errors import InvalidError, UnavailableError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, ProgressBars, open_stores, print_json
+from tidemill.cli.context import ConfigOption, OpenStores, ProgressBars, open_stores
+from tidemill.cli.output.output import TABLE, Output
 from tidemill.cli.table.show import Name, format_time
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def export(
         str, typer.Option(help="Time to export: ms, or as in 2026-11-22T12:00:00Z. Default: the newest.")
     ] = "latest",
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Write a table's contents at one time as Parquet files, in little memory for any size.
 
@@ -51,10 +52,8 @@ def export(
             facts = opened.portal.call(_export(opened, shard, at, to))
         finally:
             opened.portal.call(shard.aclose())
-    if as_json:
-        print_json(facts)
-    else:
-        print(f"{name} at {format_time(facts['as_of_ms'])}: {facts['rows']:,} rows in {facts['files']} files, {to}")
+    said = f"{name} at {format_time(facts['as_of_ms'])}: {facts['rows']:,} rows in {facts['files']} files, {to}"
+    out.one(facts, said)
 
 
 async def _export(opened: OpenStores, shard: LogShard, as_of: int | None, to: Path) -> dict[str, Any]:

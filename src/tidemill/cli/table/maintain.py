@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.base.errors import InvalidError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, YesOption, confirm, open_stores, print_json
-from tidemill.cli.table.show import Name
+from tidemill.cli.context import ConfigOption, DryRunOption, OpenStores, YesOption, confirm, open_stores, preview
+from tidemill.cli.output.output import TABLE, Output
+from tidemill.cli.table.show import Name, read_shard_state
 
 if TYPE_CHECKING:
     from tidemill.shards.parts.schema_evolution import SchemaChanges
@@ -17,13 +18,21 @@ Added = Annotated[list[str] | None, typer.Option("--add", help='A new column: "n
 Widened = Annotated[list[str] | None, typer.Option("--widen", help='A column and its wider type: "name type".')]
 
 
-def compact(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def compact(name: Name, dry_run: DryRunOption = False, config: ConfigOption = None, out: Output = TABLE) -> None:
     """Merge batches now, as maintenance would do later. Contents and readable times do not change; replaced objects are
     deleted later."""
-    from tidemill.shards.compaction.compaction import compact_once
+    from tidemill.shards.compaction.compaction import compact_once, next_run
+    from tidemill.shards.state.state import batch_sums
 
     merges = lost = rows_in = rows_out = bytes_in = bytes_out = 0
     with open_stores(config) as opened:
+        if dry_run:
+            run = next_run(read_shard_state(opened, name))
+            updates, size = (sum(batch_sums(batch)[at] for batch in run) for at in (0, 1))
+            row = {"shard": name, "batches": len(run), "updates": updates, "bytes": size}
+            what = f"merge {len(run)} batches of {name} first: {updates:,} updates, {size:,} bytes"
+            preview(out, row, what if run else "nothing to merge")
+            return
         shard = opened.shard(name)
         while (done := opened.portal.call(compact_once(shard, opened.objects, opened.rand))) is not None:
             if not done.shown:
@@ -32,18 +41,18 @@ def compact(name: Name, config: ConfigOption = None, as_json: JsonOption = False
             merges += 1
             rows_in, rows_out = rows_in + done.rows_in, rows_out + done.rows_out
             bytes_in, bytes_out = bytes_in + done.bytes_in, bytes_out + done.bytes_out
-            if not as_json:
+            if out.is_text:
                 print(
                     f"merged {done.batches} batches: {done.rows_in:,} → {done.rows_out:,} updates,"
                     f" {done.bytes_in:,} → {done.bytes_out:,} bytes",
                     flush=True,
                 )
         opened.portal.call(shard.aclose())
-    if as_json:
-        print_json({"shard": name, "merges": merges, "lost": lost, "updates": [rows_in, rows_out],
-                    "bytes": [bytes_in, bytes_out]})  # fmt: skip
-    elif not merges:
-        print("nothing to merge" if not lost else "another process is merging it")
+    row = {
+        "shard": name, "merges": merges, "lost": lost, "updates": [rows_in, rows_out], "bytes": [bytes_in, bytes_out]
+    }  # fmt: skip
+    if not (out.is_text and merges):
+        out.one(row, "nothing to merge" if not lost else "another process is merging it")
 
 
 def evolve(
@@ -51,8 +60,9 @@ def evolve(
     add: Added = None,
     widen: Widened = None,
     yes: YesOption = False,
+    dry_run: DryRunOption = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Add columns and widen types. Every readable time stays the same; older rows hold the default, or null.
 
@@ -67,25 +77,28 @@ def evolve(
     with open_stores(config) as opened:
         shard = opened.shard(name)
         try:
-            if evolve_schema(shard.schema, asked) != shard.schema and not yes:
-                _confirm_change(opened, name, asked, as_json)
+            wanted = evolve_schema(shard.schema, asked)
+            if dry_run:
+                columns = {column.name: column.type for column in wanted.columns}
+                change = f"change {name} permanently: {asked}" if wanted != shard.schema else f"{name} does not change"
+                preview(out, {"shard": name, "before": shard.schema.version, "columns": columns}, change)
+                return
+            if wanted != shard.schema and not yes:
+                _confirm_change(opened, name, asked, out)
             schema = opened.portal.call(shard.evolve(asked))
         finally:
             opened.portal.call(shard.aclose())
     columns = {column.name: column.type for column in schema.columns}
-    if as_json:
-        print_json({"shard": name, "schema_version": schema.version, "before": shard.schema.version,
-                    "columns": columns})  # fmt: skip
-    elif schema == shard.schema:
-        print(f"{name} already has these columns and types: schema {schema.version}")
-    else:
-        print(f"{name} has schema {schema.version}: " + ", ".join(f"{n} {kind}" for n, kind in columns.items()))
+    row = {"shard": name, "schema_version": schema.version, "before": shard.schema.version, "columns": columns}
+    now = f"{name} has schema {schema.version}: " + ", ".join(f"{n} {kind}" for n, kind in columns.items())
+    same = f"{name} already has these columns and types: schema {schema.version}"
+    out.one(row, same if schema == shard.schema else now)
 
 
-def _confirm_change(opened: OpenStores, name: str, asked: SchemaChanges, as_json: bool) -> None:
+def _confirm_change(opened: OpenStores, name: str, asked: SchemaChanges, out: Output) -> None:
     """Ask for confirmation. Raises InvalidError unless the user agrees."""
     from tidemill.maintenance.shards.drop import writing_pipelines
 
     users = opened.portal.call(writing_pipelines(opened.metastore, name))
     said = f"Written by {', '.join(users)}: the table stops until its file declares the same columns. " if users else ""
-    confirm(f"{said}Change table {name} permanently: {asked}?", yes=False, as_json=as_json)
+    confirm(f"{said}Change table {name} permanently: {asked}?", yes=False, out=out)

@@ -3,46 +3,50 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from tidemill.base.errors import MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenConsensus, open_consensus_only, print_json
+from tidemill.cli.context import ConfigOption, OpenConsensus, open_consensus_only
+from tidemill.cli.output.output import TABLE, Output
+from tidemill.cli.output.text_table import Column, Row
 from tidemill.console.views.tables import history_rows, table_description, table_row
 
 if TYPE_CHECKING:
-    from tidemill.shards.api import Column
+    from tidemill.shards.api import Column as TableColumn
     from tidemill.shards.state.state import ShardState
 
 Name = Annotated[str, typer.Argument(help="Table name.")]
 _YEAR_9999_MS = 253_402_300_799_000
 
 
-def list_all(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def list_all(config: ConfigOption = None, out: Output = TABLE) -> None:
     """List the tables: readable times, batches, updates, and stored bytes."""
     from tidemill.shards.registry import read_shards
 
     with open_consensus_only(config) as opened:
         found = [table_row(state) for state in opened.portal.call(read_shards(opened.consensus))]
-    if as_json:
-        print_json(found)
-        return
-    for row in found:
-        print(
-            f"{row['shard']}  since={row['since']}  upper={row['upper']}  batches={row['batches']}"
-            f"  updates={row['updates']:,}  bytes={row['bytes']:,}  schema={row['schema_version']}"
-        )
+    columns = [
+        Column("table", "shard"),
+        Column("readable from", lambda row: format_time(row["since"])),
+        Column("to before", lambda row: format_time(row["upper"])),
+        *(Column(name, partial(_format_count, name), right=True) for name in ("batches", "updates", "bytes")),
+        Column("schema", "schema_version"),
+    ]
+    out.rows(found, columns, empty="no tables")
 
 
-def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def describe(name: Name, config: ConfigOption = None, out: Output = TABLE) -> None:
     """Show one table: columns, schema changes, holds on its history, and objects waiting for deletion."""
     with open_consensus_only(config) as opened:
         state = read_shard_state(opened, name)
         now_ms = opened.clock.now_ms()
     row = table_description(state, now_ms)
-    if as_json:
-        print_json(row)
+    if not out.is_text:
+        rows = [{"table": name, "column": column, "type": kind} for column, kind in row["columns"].items()]
+        out.rows(rows, value=row)
         return
     print(f"{state.name}  id {state.shard_id}")
     print(
@@ -64,7 +68,7 @@ def history(
     name: Name,
     last: Annotated[int, typer.Option(min=1, help="How many of the newest batches to show.")] = 20,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Show the newest batches of a table, oldest first: times, updates, writer; and its schema changes.
 
@@ -73,20 +77,28 @@ def history(
     with open_consensus_only(config) as opened:
         state = read_shard_state(opened, name)
     rows = sorted(history_rows(state), key=lambda row: row["upper"])[-last:]
-    if as_json:
-        print_json(rows)
-        return
-    for row in rows:
-        if "change" in row:
-            print(f"{format_time(row['upper'])}  schema {row['version']}: {row['change']}")
-            continue
-        what = f"updates={row['updates']:,}  bytes={row['bytes']:,}" if row["parts"] else "empty"
-        merged = "" if row["summed_to"] < 0 else f"  summed to {format_time(row['summed_to'])}"
-        writer = row["writer"] or "unknown"
-        print(f"{format_time(row['lower'])} to before {format_time(row['upper'])}  {what}  by {writer}{merged}")
+    columns = [
+        Column("from", lambda row: format_time(row["lower"]) if "lower" in row else ""),
+        Column("to before", lambda row: format_time(row["upper"])),
+        *(Column(name, partial(_format_count, name), right=True) for name in ("updates", "bytes")),
+        Column("writer", lambda row: "" if "change" in row else row["writer"] or "unknown"),
+        Column("change", _format_change),
+    ]
+    out.rows(rows, columns, empty="no batches")
 
 
-def _retired_note(column: Column) -> str:
+def _format_count(name: str, row: Row) -> str:
+    return f"{row[name]:,}" if name in row else ""
+
+
+def _format_change(row: Row) -> str:
+    """Return the schema change of a row of `history`, or that its batch was merged."""
+    if "change" in row:
+        return f"schema {row['version']}: {row['change']}"
+    return f"summed to {format_time(row['summed_to'])}" if row["summed_to"] >= 0 else ""
+
+
+def _retired_note(column: TableColumn) -> str:
     return f" (null from schema {column.retired} on: its source no longer has it)" if column.retired else ""
 
 

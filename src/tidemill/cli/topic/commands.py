@@ -10,15 +10,17 @@ from msgspec.structs import replace
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import (
     ConfigOption,
-    JsonOption,
+    DryRunOption,
     OldForce,
     OpenStores,
     YesOption,
     confirm,
     either_name,
     open_stores,
-    print_json,
+    preview,
 )
+from tidemill.cli.output.output import TABLE, Output
+from tidemill.cli.output.text_table import Column
 from tidemill.cli.topic.lost import lost
 from tidemill.cli.topic.records import consume, produce
 from tidemill.metastore.catalogue import TopicRow, with_partitions
@@ -43,7 +45,7 @@ def create(
     partitions: Annotated[int, typer.Option(help="Number of partitions.")] = 4,
     settings: Set = None,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Create a topic."""
     from tidemill.topics.config.configs import parse_topic_config
@@ -52,7 +54,7 @@ def create(
     parse_topic_config(configs)
     with open_stores(config, create=True) as opened:
         row = opened.portal.call(opened.catalogue.create_topic(name, partitions, config=configs))
-        _print_topics([_topic_fields(opened, row)], as_json)
+        _print_topic(_topic_fields(opened, row), out)
 
 
 @app.command("alter")
@@ -61,11 +63,9 @@ def alter(
     partitions: Annotated[int | None, typer.Option(help="New number of partitions; it can only grow.")] = None,
     settings: Set = None,
     unset: Unset = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only check whether the change is allowed, and show its result.")
-    ] = False,
+    dry_run: DryRunOption = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Add partitions to a topic or change its configs: all changes, or none. Nodes apply them within a moment."""
     from tidemill.topics.config.alter import apply_changes
@@ -83,10 +83,12 @@ def alter(
     with open_stores(config) as opened:
         if dry_run:
             row = changed(_find_topic(opened, name))
+            if out.is_text:
+                print("dry run: the topic after the change")
         else:
             _find_topic(opened, name)
             row = opened.portal.call(opened.catalogue.change_topic(name, changed))
-        _print_topics([_topic_fields(opened, row)], as_json)
+        _print_topic(_topic_fields(opened, row), out)
 
 
 def parse_config_changes(settings: list[str] | None, unset: list[str] | None) -> list[ConfigChange]:
@@ -105,18 +107,20 @@ def _parse_setting(text: str) -> tuple[str, str]:
 
 
 @app.command("list")
-def list_topics(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def list_topics(config: ConfigOption = None, out: Output = TABLE) -> None:
     """List the topics with their record counts."""
     with open_stores(config) as opened:
         rows = opened.portal.call(opened.catalogue.list(TopicRow))
-        _print_topics([_topic_fields(opened, row) for row in rows], as_json)
+        fields = [_topic_fields(opened, row) for row in rows]
+    columns = [Column(name) for name in ("topic", "kind", "partitions", "records")]
+    out.rows(fields, columns, empty="no topics")
 
 
 @app.command("describe")
-def describe(name: Name, config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def describe(name: Name, config: ConfigOption = None, out: Output = TABLE) -> None:
     """Show one topic and the high watermark of each partition."""
     with open_stores(config) as opened:
-        _print_topics([_topic_fields(opened, _find_topic(opened, name))], as_json)
+        _print_topic(_topic_fields(opened, _find_topic(opened, name)), out)
 
 
 @app.command("delete")
@@ -125,8 +129,9 @@ def delete(
     force: ForceDelete = False,
     yes_really: OldForce = False,
     yes: YesOption = False,
+    dry_run: DryRunOption = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Delete a topic. A later topic of this name has a new id. A topic that a capture or a pipeline uses is refused."""
     from tidemill.topics.lifecycle.deletion import find_topic_users
@@ -140,12 +145,14 @@ def delete(
                 f"the topic is in use: topic={name} by={', '.join(users)}.",
                 fix="They stop working without it. To delete it anyway: --force",
             )
-        confirm(f"Delete topic {name} and its records?", yes=yes or force, as_json=as_json)
+        if dry_run:
+            count = _topic_fields(opened, row)["records"]
+            deleted = {"deleted": name, "topic_id": row.topic_id, "records": count}
+            preview(out, deleted, f"delete topic {name} and its {count:,} records")
+            return
+        confirm(f"Delete topic {name} and its records?", yes=yes or force, out=out)
         opened.portal.call(opened.catalogue.delete(TopicRow, name))
-        if as_json:
-            print_json({"deleted": name, "topic_id": row.topic_id})
-        else:
-            print(f"deleted {name}")
+    out.one({"deleted": name, "topic_id": row.topic_id}, f"deleted {name}")
 
 
 def _find_topic(opened: OpenStores, name: str) -> TopicRow:
@@ -171,13 +178,12 @@ def _topic_fields(opened: OpenStores, row: TopicRow) -> dict[str, Any]:
     }
 
 
-def _print_topics(rows: list[dict[str, Any]], as_json: bool) -> None:
-    if as_json:
-        print_json(rows)
-        return
-    for row in rows:
-        print(f"{row['topic']}  {row['kind']}  partitions={row['partitions']}  records={row['records']}")
-        if len(rows) == 1:
-            print(f"  id {row['topic_id']}  high watermarks {row['high_watermarks']}")
-            for key, value in sorted(row["configs"].items()):
-                print(f"  {key} = {value}")
+def _print_topic(row: dict[str, Any], out: Output) -> None:
+    """Print one topic: as JSON the same list as `topic list`, as rows one for each partition."""
+    if out.is_text:
+        print(f"{row['topic']}  {row['kind']}  id {row['topic_id']}  records {row['records']:,}")
+        for key, value in sorted(row["configs"].items()):
+            print(f"  {key} = {value}")
+    ends = enumerate(row["high_watermarks"])
+    partitions = [{"topic": row["topic"], "partition": index, "high_watermark": end} for index, end in ends]
+    out.rows(partitions, [Column("partition"), Column("high watermark", "high_watermark")], value=[row])

@@ -16,6 +16,7 @@ import msgspec
 import orjson
 
 from tidemill.base.errors import InvalidError
+from tidemill.cli.output.data_lines import csv_line
 
 Header = tuple[str, bytes | None]
 
@@ -123,9 +124,21 @@ def format_text_line(message: Any, *, keys: bool, headers: bool) -> bytes:
     return b"\t".join(parts) + b"\n"
 
 
+FIELDS = ("topic", "partition", "offset", "timestamp", "key", "value", "headers")
+
+
 def format_json_line(message: Any) -> bytes:
+    return orjson.dumps(_record_fields(message)) + b"\n"
+
+
+def format_csv_line(message: Any) -> bytes:
+    """Format a message as a line of CSV with the columns `FIELDS`."""
+    return csv_line(_record_fields(message).values()).encode() + b"\n"
+
+
+def _record_fields(message: Any) -> dict[str, Any]:
     kind, timestamp_ms = message.timestamp()
-    found = {
+    return {
         "topic": message.topic(),
         "partition": message.partition(),
         "offset": message.offset(),
@@ -134,7 +147,6 @@ def format_json_line(message: Any) -> bytes:
         "value": _encode_bytes(message.value()),
         "headers": [[name, _encode_bytes(value)] for name, value in message.headers() or ()],
     }
-    return orjson.dumps(found) + b"\n"
 
 
 def _encode_bytes(data: bytes | None) -> Any:

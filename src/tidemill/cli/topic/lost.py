@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, JsonOption, OpenStores, either_name, open_stores, print_json
+from tidemill.cli.context import ConfigOption, DryRunOption, OpenStores, either_name, open_stores
+from tidemill.cli.output.output import TABLE, Output
+from tidemill.cli.output.text_table import Column
 
 if TYPE_CHECKING:
     from tidemill.topics.lost_objects import LostRange
@@ -24,8 +26,9 @@ def lost(
     name: Annotated[str, typer.Argument(help="Topic name.")],
     accept_loss: AcceptLoss = None,
     let_go: LetGo = None,
+    dry_run: DryRunOption = False,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """List objects that hold fresh records of a topic and are missing from the bucket.
 
@@ -33,12 +36,17 @@ def lost(
     counts as empty, for every topic that has records in it: their offsets become a gap, as after compaction. This
     cannot be undone.
     """
+    from tidemill.topics.lost_objects import drop_lost_object
+
     abandoned = either_name(accept_loss, let_go, "--accept-loss", "--let-go")
     with open_stores(config) as opened:
         found = _find_lost_ranges(opened, name)
-        if abandoned:
-            _abandon_objects(opened, found, abandoned)
-            found = _find_lost_ranges(opened, name)
+        keys = _objects_to_abandon(found, abandoned or [])
+        if not dry_run:
+            for key in keys:
+                opened.portal.call(drop_lost_object(opened.objects, key))
+        if keys:
+            found = found if dry_run else _find_lost_ranges(opened, name)
     rows = [
         {
             "topic": name, "partition": each.partition, "object": each.object_key, "offset": each.start,
@@ -46,14 +54,16 @@ def lost(
         }
         for each in found
     ]  # fmt: skip
-    if as_json:
-        print_json(rows)
-        return
-    for row in rows:
-        state = "abandoned" if row["let_go"] else "lost"
-        print(f"{name}/{row['partition']}  {row['offset']}..{row['end']}  {state}  {row['object']}")
-    if not rows:
-        print(f"nothing of {name} is lost")
+    if dry_run:
+        rows = [row | {"dry_run": True, "let_go": row["let_go"] or row["object"] in keys} for row in rows]
+        if out.is_text:
+            print(f"dry run: abandon {len(keys)} objects")
+    columns = [
+        *(Column(each) for each in ("topic", "partition", "offset", "end", "batches")),
+        Column("state", lambda row: "abandoned" if row["let_go"] else "lost"),
+        Column("object"),
+    ]
+    out.rows(rows, columns, empty=f"nothing of {name} is lost")
 
 
 def _find_lost_ranges(opened: OpenStores, name: str) -> list[LostRange]:
@@ -75,14 +85,12 @@ def _find_lost_ranges(opened: OpenStores, name: str) -> list[LostRange]:
     return opened.portal.call(lost_ranges(opened.objects, opened.portal.call(states(row))))
 
 
-def _abandon_objects(opened: OpenStores, found: list[LostRange], keys: list[str]) -> None:
-    from tidemill.topics.lost_objects import drop_lost_object
-
+def _objects_to_abandon(found: list[LostRange], keys: list[str]) -> list[str]:
+    """Return the lost objects that `keys` name. Raises InvalidError for an object that is not lost."""
     lost = {each.object_key for each in found if not each.let_go}
     strange = sorted(set(keys) - lost - {"all"} - {each.object_key for each in found})
     if strange:
         raise InvalidError(
             f"the object is not lost: object={strange[0]}.", fix="Name an object that is listed, or all."
         )
-    for key in sorted(lost if "all" in keys else lost & set(keys)):
-        opened.portal.call(drop_lost_object(opened.objects, key))
+    return sorted(lost if "all" in keys else lost & set(keys))

@@ -12,7 +12,8 @@ import typer
 from tidemill.base.address import Address, strip_brackets
 from tidemill.base.config.config import Config, load
 from tidemill.base.errors import InvalidError
-from tidemill.cli.context import ConfigOption, with_option_groups
+from tidemill.cli.context import ConfigOption
+from tidemill.cli.output.output import TABLE, Form, Output
 
 Topic = Annotated[str, typer.Argument(help="Topic name.")]
 
@@ -69,15 +70,13 @@ class RangeOptions:
 
 
 @dataclass(frozen=True)
-class OutputOptions:
-    """Format of the printed lines."""
+class LineOptions:
+    """Parts of the printed lines."""
 
     keys: Annotated[bool, typer.Option("--keys", "-k", help="Print the key and a tab before each value.")] = False
     headers: Annotated[bool, typer.Option("--headers", help="Print the headers and a tab before that.")] = False
-    as_json: Annotated[bool, typer.Option("--json", help="Print each record as a JSON object on one line.")] = False
 
 
-@with_option_groups
 def produce(
     name: Topic,
     file: Annotated[Path | None, typer.Argument(help="File with one record per line. Default: standard input.")] = None,
@@ -107,20 +106,23 @@ def produce(
     raise typer.Exit(done.exit_code)
 
 
-@with_option_groups
 def consume(
     name: Topic,
     records: RangeOptions,
-    form: OutputOptions,
+    form: LineOptions,
+    out: Output = TABLE,
     uncommitted: Annotated[
         bool, typer.Option("--uncommitted", help="Include records of open and aborted transactions.")
     ] = False,
     *,
     client: ClientOptions,
 ) -> None:
-    """Print records of a topic, one per line. No offsets are committed: the command reads without a group."""
+    """Print records of a topic, one per line: the values, or with -o each record as a JSON object or as CSV.
+
+    No offsets are committed: the command reads without a group.
+    """
     from tidemill.cli.topic import client as kafka_client
-    from tidemill.cli.topic.line_format import format_json_line, format_text_line
+    from tidemill.cli.topic.line_format import FIELDS, format_csv_line, format_json_line, format_text_line
 
     settings = client.settings()
     settings["isolation.level"] = "read_uncommitted" if uncommitted else "read_committed"
@@ -129,10 +131,11 @@ def consume(
     )
 
     def line(message: Any) -> bytes:
-        if form.as_json:
-            return format_json_line(message)
+        if not out.is_text:
+            return format_csv_line(message) if out.form is Form.CSV else format_json_line(message)
         return format_text_line(message, keys=form.keys, headers=form.headers)
 
+    out.begin(FIELDS)
     raise typer.Exit(kafka_client.consume(settings, name, asked, line, sys.stdout.buffer))
 
 

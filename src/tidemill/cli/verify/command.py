@@ -2,12 +2,35 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from tidemill.cli.context import ConfigOption, JsonOption, ProgressBars, open_stores, print_json
+from tidemill.cli.context import ConfigOption, ProgressBars, open_stores
+from tidemill.cli.output.output import TABLE, Output
+from tidemill.cli.output.text_table import Column
+
+if TYPE_CHECKING:
+    from tidemill.cli.verify.table import Verified
+
+
+COLUMNS = (
+    Column("table"),
+    Column("verdict"),
+    Column("rows", lambda row: f"{row['rows']:,}", right=True),
+    *(Column(name) for name in ("missing", "extra", "different", "poisoned")),
+    Column("at", "time_ms"),
+    Column("hash", lambda row: row["shard_hash"][:12]),
+)
+
+
+def verdict_of(verified: Verified) -> str:
+    """Return the verdict in one word."""
+    if verified.parked:
+        return "PARKED"
+    wrong = verified.missing or verified.extra or verified.different or verified.columns
+    return "equal" if verified.clean else "POISONED" if verified.poisoned and not wrong else "DIFFERENT"
 
 
 def verify(
@@ -15,29 +38,18 @@ def verify(
         list[str] | None, typer.Argument(help="Table names. Default: every table that a pipeline maintains.")
     ] = None,
     config: ConfigOption = None,
-    as_json: JsonOption = False,
+    out: Output = TABLE,
 ) -> None:
     """Compare tables with their sources: missing, extra and different rows, and a hash. Exit 1 when any differs."""
     from tidemill.cli.verify.tables import Verifier
 
     with open_stores(config) as opened, ProgressBars(remaining=True) as bars:
         found = opened.portal.call(Verifier(opened, bars.update).tables(tables or ()))
-    if as_json:
-        print_json({v.table: msgspec.to_builtins(v) for v in found})
-    else:
+    rows = [msgspec.to_builtins(v) | {"verdict": verdict_of(v)} for v in found]
+    out.rows(rows, COLUMNS, value={v.table: msgspec.to_builtins(v) for v in found}, empty="no tables to verify")
+    if out.is_text:
         for v in found:
-            if v.parked:
-                print(f"{v.table:24} PARKED  {v.parked}")
-                continue
-            wrong = v.missing or v.extra or v.different or v.columns
-            verdict = "equal" if v.clean else "POISONED" if v.poisoned and not wrong else "DIFFERENT"
-            print(
-                f"{v.table:24} {v.rows:>10,} rows  missing {v.missing}  extra {v.extra}  different {v.different}"
-                f"  poisoned {v.poisoned}"
-                f"  {v.shard_hash[:12]}  at {v.time_ms}  {verdict}"
-            )
-            if v.columns:
-                print(f"    {v.columns}")
-            for example in v.examples:
-                print(f"    {example}")
+            for said in (v.parked, v.columns, *v.examples):
+                if said:
+                    print(f"{v.table}: {said}")
     raise SystemExit(0 if all(v.clean for v in found) else 1)

@@ -111,6 +111,24 @@ async def abort(consensus: Consensus, clock: Clock, rand: Rand, transactional_id
     decision, found = await change(
         consensus, rand, transactional_id, lambda before: transitions.abort(before, clock.now_ms())
     )
+    found = _require_aborted(decision, found, transactional_id)
+    for lease in await consensus.leases(LEASE_PREFIX):
+        if lease.live:
+            await send(consensus, rand, lease.name.removeprefix(LEASE_PREFIX), transactional_id)
+    until_s = clock.monotonic_s() + wait_s
+    while found.state is State.PREPARE_ABORT and clock.monotonic_s() < until_s:
+        await asyncio.sleep(POLL_S)
+        found = await read(consensus, transactional_id) or found
+    return found
+
+
+async def read_abortable(consensus: Consensus, clock: Clock, transactional_id: str) -> Transaction:
+    """Return the transaction that `abort` would abort now. Raises the same errors, and changes nothing."""
+    found = await read(consensus, transactional_id)
+    return _require_aborted(transitions.abort(found, clock.now_ms()), found, transactional_id)
+
+
+def _require_aborted(decision: transitions.Decision, found: Transaction | None, transactional_id: str) -> Transaction:
     if decision.code == error_codes.TRANSACTIONAL_ID_NOT_FOUND or found is None:
         raise MissingError(
             f"no such transactional id: id={transactional_id!r}.", fix="List them with: tidemill txn list"
@@ -119,13 +137,6 @@ async def abort(consensus: Consensus, clock: Clock, rand: Rand, transactional_id
         raise ConflictError(
             f"no transaction is open: id={transactional_id!r} state={found.state.kafka_name}.", current=None
         )
-    for lease in await consensus.leases(LEASE_PREFIX):
-        if lease.live:
-            await send(consensus, rand, lease.name.removeprefix(LEASE_PREFIX), transactional_id)
-    until_s = clock.monotonic_s() + wait_s
-    while found.state is State.PREPARE_ABORT and clock.monotonic_s() < until_s:
-        await asyncio.sleep(POLL_S)
-        found = await read(consensus, transactional_id) or found
     return found
 
 

@@ -115,6 +115,12 @@ def choose_run(batches: Sequence[Batch], since: int = 0) -> tuple[int, int]:
     return 0, 0
 
 
+def next_run(state: ShardState) -> Sequence[Batch]:
+    """Return the batches that `compact_once` would merge; none if there is nothing to do. Pure."""
+    start, end = choose_run(state.batches, state.since)
+    return () if is_garbage_full(state) else state.batches[start:end]
+
+
 async def compact_once(
     shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu: RunCpuWork = run_inline
 ) -> CompactionResult | None:
@@ -124,9 +130,8 @@ async def compact_once(
     """
     await shard.frontiers()
     state = shard.state
-    start, end = choose_run(state.batches, state.since)
-    run = state.batches[start:end]
-    if not run or is_garbage_full(state):
+    run = next_run(state)
+    if not run:
         return None
     gone = tuple(batch_id(b) for b in run)
     try:

@@ -1,0 +1,114 @@
+"""`tidemill doctor`: every check runs, also after another one failed, and pipelines are checked before they run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.cli.cluster import Cluster
+from support.cli.process import run_tidemill
+from tidemill.cli.cluster import doctor
+from tidemill.cli.context import open_stores
+
+VALID = """
+def build(p):
+    clicks = p.topic("clicks", key="id", schema="id int, n int")
+    p.table("clicks", clicks)
+
+    @p.derived("sums", key="id", inputs=["clicks"])
+    def sums(spark, clicks):
+        return clicks
+"""
+CHECKS = ["python", "spark", "java", "bash", "disk", "node.http", "node.kafka", "exposure", "consensus.url"]
+
+
+def checked(directory: Path, code: int) -> dict[str, list[dict[str, Any]]]:
+    """Return the results by check."""
+    done = run_tidemill("doctor --json", cwd=directory)
+    assert done.exit_code == code, done
+    found: dict[str, list[dict[str, Any]]] = {}
+    for result in json.loads(done.output):
+        found.setdefault(result["check"], []).append(result)
+    return found
+
+
+def configure(directory: Path, **pipelines: str) -> None:
+    """Write a configuration with these pipelines: name → text of its file."""
+    lines = [f'[node]\ndata = "{directory}/data"\n']
+    for name, text in pipelines.items():
+        (directory / f"{name}.py").write_text(text)
+        lines.append(f'[pipeline.{name}]\nfile = "{name}.py"\n')
+    (directory / "tidemill.toml").write_text("".join(lines))
+
+
+def test_a_check_that_fails_in_any_way_hides_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> str:
+        raise RuntimeError("out of order")
+
+    for name in ("_check_python", "_check_consensus", "_check_objects", "check_capture"):
+        monkeypatch.setattr(doctor, name, broken)
+    configure(tmp_path, shop=VALID)
+    with (tmp_path / "tidemill.toml").open("a") as file:
+        file.write('[capture.shop]\ndsn = "postgresql://u@127.0.0.1:1/x"\n')
+    found = checked(tmp_path, 1)
+    assert [*found] == [*CHECKS, "objects.url", "capture.shop", "pipeline.shop"]
+    for name in ("python", "consensus.url", "objects.url", "capture.shop"):
+        assert not found[name][0]["ok"] and "RuntimeError: out of order" in found[name][0]["found"]
+    assert found["pipeline.shop"][0]["ok"]
+
+
+def test_every_problem_of_every_pipeline_is_found_before_the_first_start(tmp_path: Path) -> None:
+    configure(
+        tmp_path,
+        valid=VALID,
+        parse="def build(p:\n",
+        imports="import no_such_module\n",
+        wrong=VALID.replace('"id int, n int"', '"id int, n money"').replace('["clicks"]', '["nothing"]'),
+        gone="",
+        loud="print('a line')\nraise SystemExit(3)\n",
+    )
+    (tmp_path / "gone.py").unlink()
+    found = checked(tmp_path, 1)
+    assert found["pipeline.valid"] == [
+        {
+            "check": "pipeline.valid",
+            "ok": True,
+            "found": "valid: clicks, sums; topics and captured tables were not looked up: there is no cluster yet",
+            "fix": "",
+        }
+    ]
+    assert "does not parse" in found["pipeline.parse"][0]["found"]
+    assert "ModuleNotFoundError" in found["pipeline.imports"][0]["found"]
+    assert (
+        "raises" in found["pipeline.loud"][0]["found"] and "no such pipeline file" in found["pipeline.gone"][0]["found"]
+    )
+    wrong = [result["found"] for result in found["pipeline.wrong"]]
+    assert len(wrong) == 2 and wrong[0] == "line 3: no such type: type='money'."
+    assert "no such table: table=sums input=nothing" in wrong[1]
+    assert not (tmp_path / "data").exists()
+
+
+def test_inputs_of_pipelines_are_looked_up_on_the_cluster(tmp_path: Path) -> None:
+    Cluster(tmp_path)
+    configure(tmp_path, shop=VALID)
+    (result,) = checked(tmp_path, 1)["pipeline.shop"]
+    assert "there is no such topic: table=clicks topic=clicks" in result["found"] and "topic create" in result["fix"]
+    with open_stores(tmp_path / "tidemill.toml") as opened:
+        opened.portal.call(opened.catalogue.create_topic("clicks", 1))
+    assert checked(tmp_path, 0)["pipeline.shop"][0]["found"] == "valid: clicks, sums"
+
+
+def test_a_pipeline_without_spark_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, "pyspark", None)
+    monkeypatch.setattr("tidemill.base.extras.find_spec", lambda name: None)
+    configure(tmp_path, shop=VALID, needs="import pyspark.sql\n" + VALID)
+    found = checked(tmp_path, 1)
+    assert found["spark"][0]["found"] == "pyspark is not installed."
+    for name in ("spark", "pipeline.needs"):
+        assert found[name][0]["fix"] == "Install it: pip install 'tidemill[spark]'", found
+    assert found["java"][0]["ok"] and found["pipeline.shop"][0]["ok"]
