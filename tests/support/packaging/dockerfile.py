@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
+
+OWN_VARIABLES = ("PYTHON", "TIDEMILL", "VIRTUAL_ENV")
 
 
 @dataclass
@@ -50,7 +53,9 @@ def lineage(stages: list[Stage], name: str) -> list[Stage]:
 def replay(stages: list[Stage], context: Path, root: Path, path: str) -> None:
     """Run COPY and RUN of `stages` with `root` as the root directory of the image, and `path` as its PATH."""
     directory = root
-    environment = {"PATH": path, "HOME": str(root), "LANG": "C.UTF-8"}
+    # Settings of this machine's network stay, those of this Python and of tidemill do not.
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(OWN_VARIABLES)}
+    environment |= {"PATH": path, "HOME": str(root)}
     for word, rest in [step for stage in stages for step in stage.steps]:
         if word == "WORKDIR":
             directory = root / rest.lstrip("/")
