@@ -1,4 +1,4 @@
-"""Supervision: whatever a unit raises ends that unit only, is told under its mark, and is tried again."""
+"""Supervision: an error ends only the unit that raised it, is reported under the unit's stage, and is retried."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUICK = dict(first_s=0.001, longest_s=0.001)
 
 
 class Panic(BaseException):
-    """What a library's native code raises: no Exception."""
+    """An exception of a library's native code, which does not derive from `Exception`."""
 
 
 def shown(tracker: StatusTracker, now_ms: int = 0) -> list[StageStatus]:
@@ -85,7 +85,9 @@ async def test_what_ends_a_process_or_a_task_on_purpose_is_no_fault(ends: type[B
 
 
 async def test_a_unit_that_fails_while_it_is_cancelled_ends_and_is_not_begun_again() -> None:
-    """What its clean-up raises takes the place of the cancellation: who waits for its end would wait for ever."""
+    """An error from the clean-up replaces the cancellation. If the unit were restarted then, awaiting its end would
+    hang.
+    """
     tracker, begun = StatusTracker(), 0
     began = asyncio.Event()
 
@@ -266,7 +268,7 @@ def test_a_thread_that_only_an_operator_can_mend_is_parked_and_its_end_is_not_wa
 
 
 def test_a_failure_that_stands_when_all_ends_is_in_the_last_report() -> None:
-    """Once lost: the report that was made between the end of the thread and the next look at its table (f323)."""
+    """A report made between the end of the thread and the next check of its table once lost the failure (f323)."""
     tracker, ending = StatusTracker(), threading.Event()
     tracker.set("shard:t", 3, 3, now_ms=0)
 

@@ -1,4 +1,6 @@
-"""What PostgreSQL refuses is refused, and what is read is what PostgreSQL reads: asked of a real one, text by text."""
+"""The text parsers accept and reject the same texts as PostgreSQL and read the same values, checked against a real
+server.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,7 @@ def reader(name: str) -> Callable[[str], Any]:
 
 
 def same(name: str, ours: Any, theirs: str) -> bool:
-    """`theirs` is the value as PostgreSQL prints it; its plain forms are read by Python alone."""
+    """Compare with `theirs`, the value as PostgreSQL prints it. Only Python reads its plain forms."""
     if name in ("bool", "uuid"):
         return theirs == (ours if name == "uuid" else str(ours).lower())
     if name == "numeric":

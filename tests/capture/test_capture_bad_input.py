@@ -1,4 +1,4 @@
-"""What only the operator can mend is said in one sentence, with the fix, and leaves nothing half-made behind."""
+"""Errors that only the operator can repair: one sentence with the fix, and no half-made state left behind."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def test_a_dropped_slot_is_an_error_not_a_gap(postgres_dsn: str) -> None:
         drop = f'DROP PUBLICATION "tidemill_{world.name}"'
         with pytest.raises(SlotLostError, match="does not exist") as caught:
             await asyncio.wait_for(world.new_capture().run_sessions(), 20)
-        # What it tells the operator to do is all there is to do.
+        # The fix in the error is sufficient.
         assert drop in caught.value.fix
         await world.sql(drop)
         async with world.capture():
@@ -158,7 +158,7 @@ def test_wal_level_and_slots(replica_level_server: EmbeddedPostgres) -> None:
 async def test_rc9_an_invalidated_slot_is_an_error_and_its_way_out_copies_all_anew(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """The server throws WAL away that the slot still needs (max_slot_wal_keep_size)."""
+    """The server removes WAL that the slot still needs (max_slot_wal_keep_size)."""
     data_dir: Path = tmp_path_factory.mktemp("small") / "data"
     settings = {
         "fsync": "off", "shared_buffers": "16MB", "max_slot_wal_keep_size": "1MB", "min_wal_size": "32MB",

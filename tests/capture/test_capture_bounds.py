@@ -1,4 +1,4 @@
-"""While the topics take nothing, capture buffers up to its bounds and no further, however large a transaction is."""
+"""Bounded buffers: capture buffers up to its limits while topics accept nothing, however large a transaction is."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ pytestmark = pytest.mark.postgres
 
 ROWS = 120_000
 MEMORY_MIB = 120
-"""A hundred and twenty thousand rows that were all kept would take twice that, three hundred thousand five times."""
+"""Limit of the growth. A hundred and twenty thousand rows in memory would take twice that, three hundred thousand five
+times.
+"""
 
 
 def resident_mib() -> float:

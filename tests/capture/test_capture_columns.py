@@ -1,4 +1,4 @@
-"""What is decoded and encoded by columns, held to the per-row functions: equal fragments, equal bytes, equal errors."""
+"""Columnar decoding and encoding, compared with the per-row functions: equal fragments, equal bytes, equal errors."""
 
 from __future__ import annotations
 
@@ -96,7 +96,9 @@ DESCRIBED = b"R" + struct.pack(">I", 1) + b"public\0narrow\0f" + struct.pack(">H
 
 
 def transactions(rand: random.Random, *, odd: bool = False) -> list[bytes]:
-    """Frames of a stream: transactions, keepalives between, truncates; `odd`: with messages that cannot be read."""
+    """Return the frames of a stream: transactions, keepalives in between, and truncates. `odd` adds unreadable
+    messages.
+    """
     out = []
     for number in range(1, rand.randint(2, 6)):
         lsn = 1_000 * number * number
@@ -152,8 +154,9 @@ AS_IS = {oid: replace(relation, old_rows="key") for oid, relation in RELATIONS.i
 
 
 def less_of_old_rows(rand: random.Random, frames: Sequence[bytes]) -> list[bytes]:
-    """With what an identity that is not FULL says: keys, of partitioned tables under the name of a whole row, or
-    nothing; sometimes less than the key, which is poison."""
+    """Reduce old rows to those of an identity other than FULL: the key, for partitioned tables in the form of a whole
+    row, or nothing; sometimes less than the key, which is poison.
+    """
     out = []
     for each in frames:
         payload = each[PAYLOAD_START:]
@@ -208,7 +211,7 @@ def write(
     fragments: Sequence[Fragment], partitions: int, held: dict[int, int], tails: dict[int, ChangePosition],
     source: EventSource | None = None,
 ) -> Written:  # fmt: skip
-    """What a topic writer makes of them: the batches of every lane, its offsets, and the rows it cannot write."""
+    """Return a topic writer's output: the batches of every lane, its offsets, and the rows that it cannot write."""
 
     async def run() -> Written:
         log = Log()
@@ -246,8 +249,9 @@ def write(
 def test_l1_rows_written_by_columns_have_the_bytes_of_rows_written_one_by_one(
     seed: int, partitions: int, least: int, batch_bytes: int, held: list[int], source: EventSource | None
 ) -> None:
-    """Every type, NULL, unchanged TOAST, escapes, key changes, several partitions, and lanes that hold some already;
-    in topics of rows and of events, in JSON and in Avro."""
+    """Every type, NULL, unchanged TOAST, escapes, key changes, several partitions, and lanes with earlier records; in
+    topics of rows and of events, in JSON and in Avro.
+    """
     rand = random.Random(seed)
     frames = transactions(rand)
     before = dict(zip(RELATIONS, held, strict=True))
@@ -260,7 +264,7 @@ def test_l1_rows_written_by_columns_have_the_bytes_of_rows_written_one_by_one(
 
 
 def rows_of(count: int, texts: Sequence[str], lsn: int = 50) -> list[bytes]:
-    """One transaction of so many inserts into the narrow table."""
+    """One transaction of `count` inserts into the narrow table."""
     rows = [framed(lsn, message("I", 1, None, [str(n), "1", texts[n % len(texts)]])) for n in range(count)]
     begin = framed(lsn, b"B" + struct.pack(">qqI", lsn, 0, 7))
     return [begin, *rows, framed(lsn, b"C" + struct.pack(">Bqqq", 0, lsn, lsn + 8, 0))]

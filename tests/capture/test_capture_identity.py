@@ -1,4 +1,4 @@
-"""Captures that take REPLICA IDENTITY as they find it, and such as alter nothing at all."""
+"""Captures that use the existing REPLICA IDENTITY, and captures that alter nothing at all."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_f471_an_identity_that_does_not_say_the_key_is_refused_with_the_st
             for name in REFUSED:
                 row = await world.paused(name, "does not include the primary key")
                 assert row.state == "refused"
-                # Nothing that the application does fails meanwhile, and nothing was altered.
+                # No statement of the application fails while the table is refused, and nothing was altered.
                 await world.sql(f"INSERT INTO {name} VALUES (1, 1)", f"UPDATE {name} SET id = 2", f"DELETE FROM {name}")
                 await world.sql(row.fix.removeprefix("Run "))
             await world.flowing("fine", *REFUSED)
@@ -92,7 +92,8 @@ async def test_f471_a_captured_table_that_gets_such_an_identity_is_parked_before
             if identity != "NOTHING":
                 await world.sql(
                     "UPDATE t SET id = 3"
-                )  # says nothing of the key before: no tombstone of 2 may be missing
+                    # it does not carry the old key: no tombstone of 2 may be missing
+                )
             row = await world.paused("t", "primary key" if identity != "NOTHING" else "")
             assert set(await world.folded("t")) == {'{"id":2}'}
 
@@ -123,7 +124,7 @@ async def test_the_identity_of_a_partition_is_what_counts(postgres_dsn: str) -> 
             "CREATE UNIQUE INDEX high_v ON high (v)",
         )
         async with world.capture(**AS_IS):
-            # Named after the root's identity, filled after the partition's: an old row that only looks whole.
+            # The names follow the root's identity, the values the partition's: such an old row only looks complete.
             await world.sql(
                 "UPDATE t SET id = 0 WHERE id = 1", "UPDATE t SET v = 0 WHERE id = 2", "DELETE FROM t WHERE id = 3"
             )
@@ -168,7 +169,7 @@ async def test_f472_a_manual_capture_alters_nothing_and_says_what_is_missing_unt
             await world.sql("UPDATE wide SET v = 5 WHERE id = 5", "INSERT INTO later VALUES (1, 1)")
             await exact(world, "wide")
             await exact(world, "later")
-            # Taken away: told, and left as it is.
+            # A table that loses its identity is reported and not changed.
             await world.sql("ALTER TABLE later REPLICA IDENTITY NOTHING")
             row = await world.paused("later", "makes its UPDATE and DELETE fail")
             assert "DROP TABLE ONLY" in row.fix and await identity(world, "later") == "n"

@@ -1,6 +1,6 @@
-"""An idle capture costs nothing beyond its heartbeat: no write to consensus, no object, next to no processor time.
+"""An idle capture costs nothing beyond its heartbeat: no write to consensus, no object, next to no CPU time.
 
-It is measured in a process of its own: what another test's client threads do in this one is none of the capture's.
+It is measured in a separate process, so that client threads of other tests do not count.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROCESSOR_SHARE = 0.03
 
 
 class Counting(MemoryConsensus):
-    """Remembers which logs were written."""
+    """A consensus that records the logs that were written."""
 
     def __init__(self) -> None:
         super().__init__(SystemClock())
@@ -47,7 +47,7 @@ async def idle(dsn: str) -> dict[str, Any]:
     consensus = Counting()
     async with World(dsn, consensus=consensus) as world:
         await world.sql(*[f"CREATE TABLE t{n} (id int PRIMARY KEY)" for n in range(20)])
-        # Heartbeats, and what the server itself writes to its WAL, are what an idle capture may cost.
+        # The permitted cost of an idle capture: heartbeats, and the WAL that the server itself writes.
         async with world.capture(heartbeat_s=600.0, idle_binding_ms=600_000) as capture:
             await world.sql("INSERT INTO t0 VALUES (1)")
             await world.caught_up()
@@ -71,7 +71,7 @@ async def idle(dsn: str) -> dict[str, Any]:
 
 
 def where_it_runs() -> list[str]:
-    """What every other thread does, looked at for two seconds."""
+    """Sample the stacks of every other thread for two seconds."""
     seen: Counter[str] = Counter()
     for _ in range(200):
         time.sleep(0.01)

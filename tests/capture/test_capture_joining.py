@@ -1,5 +1,4 @@
-"""Tables copied beside the stream: what the catalogue says of them is what the running session does, and who holds a
-copy back is named."""
+"""Tables copied while streaming: the running session follows the catalogue, and the blocker of a copy is named."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.postgres
 async def test_a_copy_that_is_recorded_flows_though_the_next_one_cannot_be_recorded(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tables are copied together; the outcome of writing the second one's snapshot is unknown, again and again."""
+    """Two tables are copied together. The outcome of writing the second one's snapshot is unknown, repeatedly."""
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD)
         real, broken = world.catalogue.change_table, True
@@ -76,7 +75,9 @@ async def test_a_copy_that_is_recorded_flows_though_the_next_one_cannot_be_recor
 async def test_a_stream_that_is_told_again_from_before_a_copy_parks_nothing_that_the_copy_holds(
     postgres_dsn: str, changes: tuple[str, ...], words: str
 ) -> None:
-    """A server that crashed may have lost what was confirmed to it last: here its slot is set back to a copy of it."""
+    """A server that crashed may have lost the last confirmed position. Here its slot is replaced by an earlier copy of
+    it.
+    """
     async with World(postgres_dsn) as world:
         slot, early = f"tidemill_{world.name}", f"early_{world.name}"
         copy = "SELECT pg_copy_logical_replication_slot('{}', '{}')"
@@ -105,7 +106,9 @@ async def test_a_stream_that_is_told_again_from_before_a_copy_parks_nothing_that
 async def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_durable(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a capture that dies in between has bound and confirmed what it left out, and knows of no park."""
+    """Otherwise a capture that dies in between has bound and confirmed a position beyond the omitted rows, without a
+    record of the pause.
+    """
     async with World(postgres_dsn) as world:
         await world.sql(
             *GOOD,
@@ -170,7 +173,7 @@ async def test_f413_a_copy_beside_the_stream_moves_with_its_rows_and_holds_the_c
             assert "copying public.t" in table.mark.reason
 
             def held() -> bool:
-                # Its topics may hold it for a moment longer, by what came beside the streams.
+                # Its topics may block it for a moment longer, by records that came while it streamed.
                 own = reported(world, capture, capture.config.mark)
                 return own is not None and own.mark.held_by == table.mark.name
 
@@ -213,10 +216,11 @@ async def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_
                     return by_pid and table.state is StageState.STUCK and query in table.mark.reason
 
                 await until(stuck, "the copy is stuck, and its holder named", 1 + 5)
-                await good_flows(world)  # the others, and the slot is confirmed
+                await good_flows(world)  # the other tables advance, and the slot is confirmed
                 await until(stuck, "it still is")
                 await other.rollback()
-            # It flowed all the while as it was before: what tells that it is copied again is that nothing is told.
+            # The table kept flowing in its former state. Its re-snapshot is complete when the stage of the copy
+            # disappears.
             await until(lambda: reported(world, capture, mark) is None, "its copy is not told any more")
             await world.flowing("t")
             await good_flows(world)

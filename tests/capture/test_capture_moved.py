@@ -1,4 +1,4 @@
-"""What was captured moves back: the database, its slot, its publication. Topics equal SELECT afterwards."""
+"""A captured database, its slot or its publication moves back. Topics equal SELECT afterwards."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_two_histories_are_one_up_to_where_the_first_of_them_left_a_timeline() -
     assert find_fork(first, first) is None and find_fork(promoted, promoted) is None
     assert find_fork(first, promoted) == 500 and find_fork(promoted, first) == 500
     assert find_fork(promoted, again) == 900 and find_fork(first, again) == 500
-    # Two servers that were promoted apart, be it under one number, and two with nothing in common.
+    # Two servers with separate promotions, even to the same number, and two without a common history.
     assert find_fork(((1, 700), (2, 0)), promoted) == 500
     assert find_fork(again, ((1, 500), (3, 0))) == 500
     assert find_fork(((2, 0),), ((3, 0),)) == 0
@@ -48,7 +48,7 @@ def test_a_history_file_is_read_as_postgresql_writes_it() -> None:
 # worlds ---------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
-    """A primary whose walsenders notice at once that their client is gone."""
+    """A primary whose walsenders notice quickly that their client is gone."""
     with primary(tmp_path_factory.mktemp("primary"), wal_sender_timeout="5s") as made:
         yield made
 
@@ -70,7 +70,7 @@ def _slots(control: psycopg.Connection[Any], database: str) -> list[Any]:
 
 
 class Moving(World):
-    """A world behind an address that leads to another server by and by."""
+    """A world behind a proxy that later leads to another server."""
 
     def __init__(self, proxy: Proxy, name: str) -> None:
         super().__init__(proxy.dsn, name=name)
@@ -85,10 +85,10 @@ class Moving(World):
         try:
             return await super().slot_dropped()
         except psycopg.OperationalError:
-            return True  # its server is stopped, and the fixture of the first one drops what is left there
+            return True  # its server is stopped, and the fixture of the first one drops the slots there
 
     async def same_as_select(self, *tables: str) -> None:
-        """Each topic, at a binding of everything committed so far, is the table."""
+        """Check that each topic, at a binding of everything committed so far, equals the table."""
         binding = await self.caught_up()
         for table in tables:
             topic = await self.topic_id(table)
@@ -115,7 +115,7 @@ def follower(server: EmbeddedPostgres, directory: Path, **settings: str) -> Iter
 
 
 async def in_step(world: Moving, made: EmbeddedPostgres) -> None:
-    """The standby has replayed all that was captured so far, and has the capture's slot."""
+    """Wait until the standby has replayed everything captured so far, and has the capture's slot."""
     lsn = await world.wal_end()
     slot = f"SELECT count(*) FROM pg_replication_slots WHERE slot_name = 'tidemill_{world.name}' AND NOT temporary"
     async with await psycopg.AsyncConnection.connect(made.dsn, autocommit=True) as there:
@@ -124,7 +124,8 @@ async def in_step(world: Moving, made: EmbeddedPostgres) -> None:
             await there.execute("SELECT 1")
             replayed = await (await there.execute("SELECT pg_last_wal_replay_lsn() - '0/0'")).fetchone()
             synced = await (await there.execute(slot)).fetchone()
-            if synced == (0,):  # what it needs to be synced: WAL that moves, and a snapshot of what runs
+            # its synchronisation needs WAL that advances, and a snapshot of the running transactions
+            if synced == (0,):
                 await world.sql("SELECT pg_log_standby_snapshot()")
             return replayed is not None and replayed[0] >= lsn and synced == (1,)
 
@@ -176,7 +177,7 @@ async def test_f499_a_failover_to_a_standby_that_is_behind_copies_the_tables_it_
                 assert latest is not None and latest.era == lost.era + 1 == 1
                 assert "fork=" in str(capture.facts()["recopied"])
                 assert await world.select("SELECT 1 WHERE pg_is_in_recovery()") == []
-            # The same once more after a restart, with nothing to find.
+            # Nothing is found after another restart.
             async with world.capture(failover=True):
                 await world.sql("UPDATE a SET v = v + 1", "DELETE FROM b WHERE id = 1")
                 await world.same_as_select(*TABLES)
@@ -231,7 +232,7 @@ async def test_a_failover_to_a_standby_without_the_slot_copies_all_tables(
 async def test_f482_a_database_that_is_restored_from_a_backup_is_copied_again(
     server: EmbeddedPostgres, database: str, tmp_path: Path, recovered: bool
 ) -> None:
-    """`to a point in time` begins a new timeline; files that are put back as they were go on with the old one."""
+    """Recovery `to a point in time` begins a new timeline; files that are put back unchanged continue the old one."""
     recovery = {"restore_command": "/bin/false", "recovery_target": "immediate", "recovery_target_action": "promote"}
     async with moving(server, database) as world:
         async with world.capture():
@@ -242,7 +243,7 @@ async def test_f482_a_database_that_is_restored_from_a_backup_is_copied_again(
             await world.caught_up()
         with signalled(backup, "recovery") if recovered else backup:
             await world.lead_to(backup)
-            async with world.capture():  # be it that it is a standby yet
+            async with world.capture():  # possibly while it is still a standby
                 await world.flowing(*TABLES)
                 await world.same_as_select(*TABLES)
                 assert len(await world.folded("a")) == 2
@@ -305,7 +306,7 @@ async def test_idle_wal_is_confirmed_only_once_it_is_bound_so_that_a_slot_beyond
 
             await until(confirmed_all, "idle WAL is confirmed in its turn")
             assert capture.streaming
-        # Killed at any moment: nothing was moved, so nothing is copied.
+        # Killed at a random moment: nothing has moved, so nothing is copied.
         topic = await world.topic_id("t")
         async with world.capture(tables=("t",)):
             await world.caught_up()
@@ -314,7 +315,7 @@ async def test_idle_wal_is_confirmed_only_once_it_is_bound_so_that_a_slot_beyond
 
 @pytest.mark.postgres
 async def test_a_copy_on_a_slot_that_the_capture_made_anew_goes_on_after_its_session_broke(postgres_dsn: str) -> None:
-    """The newest binding is that of the tables before, for as long as the copy takes."""
+    """The newest binding is still that of the earlier tables while the copy runs."""
     async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE a (id int PRIMARY KEY, v int, w text)",
@@ -358,7 +359,8 @@ async def test_a_table_that_is_parked_for_the_operator_stays_so_while_wal_is_con
             await world.sql("ALTER TABLE t DROP COLUMN v", "INSERT INTO t VALUES (2)")
             paused = await world.paused("t", "its description changed")
             await until(lambda: passed(world, paused.paused_lsn), "the WAL up to there is confirmed")
-        for _ in range(2):  # the second one begins where the first one has confirmed WAL that no binding has
+        # the second one begins at WAL that the first one confirmed without a binding
+        for _ in range(2):
             async with world.capture(**settings) as capture:
                 await world.sql("INSERT INTO other VALUES (1)")
                 end = await world.wal_end()
@@ -406,7 +408,9 @@ async def test_f484_a_publication_that_is_altered_and_altered_back_has_the_table
         await world.sql(*ONE, "CREATE TABLE u (id int PRIMARY KEY, v int)")
 
         async def alter() -> None:
-            """In one transaction where the capture looks meanwhile: else it may see what is between."""
+            """Alter the publication, in one transaction while a capture polls: otherwise it may see an intermediate
+            state.
+            """
             statements = ALTERED[how] if not captures or "BEGIN" in ALTERED[how] else ("BEGIN", *ALTERED[how], "COMMIT")
             async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as other:
                 for statement in statements:
@@ -433,7 +437,7 @@ async def test_f484_a_publication_that_is_altered_and_altered_back_has_the_table
                     assert await world.topic_id("u") == u, "nobody altered what is published of it"
 
 
-# what is checked before ------------------------------------------------------------------------------
+# checks before the start ---------------------------------------------------------------------------
 @pytest.mark.postgres
 async def test_doctor_names_a_standby_that_may_be_behind_what_is_captured_when_it_is_promoted(
     server: EmbeddedPostgres, database: str

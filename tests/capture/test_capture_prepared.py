@@ -1,4 +1,4 @@
-"""Prepared transactions, which have no session: the one in the way is named, with the statement that ends it."""
+"""Prepared transactions, which have no session: the blocking one is named, with the statement that ends it."""
 
 from __future__ import annotations
 
@@ -56,12 +56,12 @@ async def test_f494_a_prepared_transaction_in_the_way_is_named_with_the_statemen
             await world.sql("COMMIT PREPARED 'it''s open'")
             await until(lambda: capture.streaming, "the capture streams")
             await world.flowing("t")
-            # One that holds a table which comes later.
+            # A prepared transaction that locks a table which is created later.
             await world.sql("CREATE TABLE c (id int PRIMARY KEY, v int)")
             prepare(world.dsn, "other", "INSERT INTO c VALUES (2, 2)")
             row = await world.paused("c", "gid='other'")
             assert row.state == "refused" and "COMMIT PREPARED 'other' or ROLLBACK PREPARED 'other'" in row.fix
-            # Whoever compares the tables meets it as well.
+            # `verify` meets the prepared transaction as well.
             await world.sql("CREATE TABLE d (id int PRIMARY KEY, v int)")
             with pytest.raises(UnavailableError, match="gid='other'"):
                 async with verify.open_source_point(world.dsn, ["public.c"], "nonce"):

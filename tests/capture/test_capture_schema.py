@@ -1,4 +1,6 @@
-"""A schema difference is never a NULL: the table parks before the first row it cannot carry, the others flow on."""
+"""A schema difference never becomes a NULL: the table pauses before the first row that it cannot carry, and the others
+continue.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,9 @@ async def before(world: World, table: str = "t") -> dict[str, dict[str, Any]]:
 async def test_f410_a_table_whose_description_changes_parks_before_the_first_such_row(
     postgres_dsn: str, change: str
 ) -> None:
-    """Rows up to the DDL are there, none after it, also of the transaction that holds both; it stays so after a
-    restart, and the slot is confirmed beyond."""
+    """Rows up to the DDL are there and none after it, including those of the DDL's own transaction. This holds after a
+    restart too, and the slot is confirmed beyond them.
+    """
     statement, words = CHANGES[change]
     table = "renamed" if "RENAME TO renamed" in statement else "t"
     columns, values = ("id, v", ("8, 8", "9, 9")) if "primary key" in words else ("id", ("8", "9"))
@@ -80,7 +83,7 @@ async def test_f410_a_table_whose_description_changes_parks_before_the_first_suc
                 "INSERT INTO t SELECT g, g, 'c' FROM generate_series(100, 140) g", "DELETE FROM t WHERE id = 1"
             )
             expected = await before(world)
-            # Of a key no message of the stream tells: the catalogue does, and it may be ahead of what was read.
+            # The stream has no message about a changed key. The catalogue has it, and may be ahead of the stream.
             await world.caught_up()
             await world.transaction(
                 "UPDATE t SET v = 99", statement, f"INSERT INTO {table} ({columns}) VALUES ({values[0]})",
@@ -103,7 +106,7 @@ async def test_f410_a_table_whose_description_changes_parks_before_the_first_suc
 
 @BY_NAME
 async def test_f411_a_difference_is_seen_without_any_row(postgres_dsn: str, change: str) -> None:
-    """An ALTER that rewrites the table, or adds a default, changes rows of which the stream says nothing."""
+    """An ALTER that rewrites the table, or adds a default, changes rows without a message in the stream."""
     statement, words = CHANGES[change]
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
@@ -136,7 +139,7 @@ async def test_f412_a_difference_made_while_nothing_captures_parks_the_table_at_
 
 
 class Followed:
-    """A tap, as shapes are: what it was told of table t, in order."""
+    """A tap, as shapes are: the operations on table t that it received, in order."""
 
     name = consumer = ""
 
@@ -235,8 +238,9 @@ async def test_f413_while_a_table_is_copied_the_others_flow_and_nothing_is_confi
 
 
 async def test_f414_tables_are_copied_beside_a_stream_under_load_and_lose_and_double_nothing(postgres_dsn: str) -> None:
-    """A new table, one that is asked for again while it flows, and writers on all of them, with a capture cut off in
-    between at random moments."""
+    """A new table, one whose re-snapshot is requested while it flows, and writers on all of them, with a capture that
+    is interrupted at random moments.
+    """
     async with World(postgres_dsn) as world:
         rng = random.Random(3)
         await world.sql(*TWO_TABLES, *[f"INSERT INTO {t} SELECT g, g FROM generate_series(1000, 9000) g" for t in "ab"])
@@ -313,7 +317,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "capture" / "process.py"
 async def test_f416_ddl_under_load_with_kills_ends_in_equal_tables_once_they_are_copied_again(
     postgres_dsn: str, tmp_path: Path
 ) -> None:
-    """SIGKILL at random moments around the DDL, the parking and the copy; the way out is the command line's."""
+    """SIGKILL at random moments around the DDL, the pause and the copy; the remedy is a command of the CLI."""
     name = postgres_dsn.rpartition("/")[2]
     (tmp_path / "tidemill.toml").write_text(
         f'[node]\nname = "n"\ndata = "{tmp_path}"\n'
@@ -392,7 +396,7 @@ async def test_f416_ddl_under_load_with_kills_ends_in_equal_tables_once_they_are
 async def test_f410_a_key_changed_by_a_transaction_that_is_not_visible_yet_is_found_all_the_same(
     postgres_dsn: str,
 ) -> None:
-    """A commit is sent once it is flushed; here its session goes on waiting for a standby that does not exist."""
+    """A commit is sent once it is flushed; here its session still waits for a standby that does not exist."""
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T, f'ALTER DATABASE "{world.name}" SET synchronous_commit = local')
         try:

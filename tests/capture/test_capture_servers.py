@@ -1,5 +1,6 @@
-"""Every PostgreSQL that capture serves besides the newest, on which all other tests run: tests from other files again,
-on servers of 14 to 17 as their registry carries them (`tests/clients/install`)."""
+"""Every PostgreSQL version that capture supports, except the newest, on which all other tests run. Tests from other
+files run again on servers of versions 14 to 17 (`tests/clients/install` fetches them).
+"""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ __all__ = [
 def postgres_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EmbeddedPostgres]:
-    """Instead of the newest: what `new_database` and `postgres_dsn` make databases on."""
+    """The server of `new_database` and `postgres_dsn`, in place of the newest."""
     binaries = INSTALLED / f"postgres-{request.param}" / "native" / "bin"
     if not (binaries / "postgres").exists():
         pytest.skip(f"PostgreSQL {request.param} is not here: tests/clients/install")

@@ -1,4 +1,4 @@
-"""PostgreSQL that does not answer is never taken for an idle one, and who is in the way is named."""
+"""A PostgreSQL that does not answer is never taken for an idle one, and the blocker is named."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_k
 pytestmark = pytest.mark.postgres
 
 GRACE_S = 5.0
-"""Within this much of the freshness budget the holder has to be named."""
+"""Fraction of the freshness budget within which the blocker has to be named."""
 BUDGET_MS = 3_000
 
 
 async def until_in_time(check: Callable[[], object], otherwise: str, budget_ms: int) -> None:
-    """`until`, and in the time that is promised."""
+    """Like `until`, but fail if it takes longer than promised."""
     began_s = time.monotonic()
     await until(check, otherwise)
     assert time.monotonic() - began_s < (budget_ms / 1000 + GRACE_S) * slowness(), otherwise
 
 
 class JumpingClock(ManualClock):
-    """Its wall clock can be set."""
+    """A manual clock whose wall clock can be set."""
 
     wall_ms = 0
 
@@ -64,7 +64,9 @@ def test_a_wall_clock_that_jumps_makes_no_question_old() -> None:
 
 
 def test_a_question_that_is_given_up_stays_open_for_its_age_to_go_on() -> None:
-    """The marks are written between its end and its session's: what was told of it must not heal there."""
+    """Statuses are written between the end of the query and that of its session. The reported failure must not clear in
+    between.
+    """
     clock = ManualClock()
     answers = OpenQueries(clock)
 
@@ -89,7 +91,9 @@ async def walsender_of(world: World) -> int:
 
 
 def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a walsender says nothing at all while it skips a large transaction: it would be given up for ever."""
+    """A walsender without a timeout sends nothing while it skips a large transaction: its stream would be closed again
+    and again.
+    """
     monkeypatch.setattr(server_watch, "ASK_AFTER_S", 0.01)
     monkeypatch.setattr(server_watch, "SILENCE_S", 0.02)
 
@@ -101,7 +105,7 @@ def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: 
             asked += 1
 
         async def busy() -> Blocker:
-            """However busy it looks."""
+            """A walsender that always looks busy."""
             return Blocker(1, "", "", "replication streaming", 0, "")
 
         answers = OpenQueries(SystemClock())
@@ -133,7 +137,7 @@ async def test_f431_a_server_behind_a_black_hole_is_stuck_and_named_within_its_b
                 assert mark.held_by == f"postgres:127.0.0.1:{proxy.port}"
                 assert f"server=127.0.0.1:{proxy.port}" in mark.error and "does not answer" in mark.error
                 assert mark.target > mark.position, "never idle"
-                # Its age goes on while the session is given up and connecting anew hangs as well.
+                # Its age continues while the session is closed and the reconnect hangs as well.
                 since_ms = mark.failing_since_ms
                 await until(lambda: mark_of(world, capture)[0].tries >= 2, "the session is given up")
                 assert mark_of(world, capture)[0].failing_since_ms == since_ms
@@ -148,7 +152,7 @@ async def test_f431_a_server_behind_a_black_hole_is_stuck_and_named_within_its_b
 async def test_f432_a_walsender_that_is_frozen_is_told_and_heals(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control connection answers: only the stream is silent. A real process, stopped."""
+    """The control connection answers and only the stream is silent, since its process is stopped."""
     monkeypatch.setattr(server_watch, "ASK_AFTER_S", 1.0)
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
@@ -172,7 +176,9 @@ async def test_f432_a_walsender_that_is_frozen_is_told_and_heals(
 
 
 async def test_f432_wal_that_is_not_sent_is_named_with_its_server_before_anything_is_overdue(postgres_dsn: str) -> None:
-    """A mark below its target names its holder at once (M1), and a walsender at work is seen within the budget."""
+    """A status below its target names its blocker immediately, and a working walsender is recognised within
+    the budget.
+    """
     assert server_watch.ASK_AFTER_S * 2 * 1000 < FRESHNESS_BUDGET_MS
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
@@ -218,7 +224,7 @@ async def test_f432_a_stream_that_stays_silent_ends_its_session(
 async def test_f432_a_walsender_that_works_through_what_nobody_captures_is_not_told_as_silent(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks at its input once half of wal_sender_timeout has passed, and no sooner."""
+    """A walsender reads its input once half of wal_sender_timeout has passed, and no sooner."""
     monkeypatch.setattr(server_watch, "ASK_AFTER_S", 0.1)
     monkeypatch.setattr(control_connection, "OVERDUE_AFTER_MS", 0)
     async with World(postgres_dsn) as world:
@@ -266,7 +272,7 @@ async def test_f433_whoever_has_the_captures_name_is_named_with_pid_application_
 async def test_f434_a_transaction_that_the_set_up_waits_for_is_named_with_pid_and_query(
     postgres_dsn: str, table: str
 ) -> None:
-    """Both waits: for the captured table's lock, and for the slot, which waits for whoever has written anything."""
+    """Two waits: for the captured table's lock, and for the slot, which waits for every writing transaction."""
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE other (id int)")
         writer = await psycopg.AsyncConnection.connect(world.dsn, application_name="nightly job")
@@ -290,7 +296,7 @@ async def test_f434_a_transaction_that_the_set_up_waits_for_is_named_with_pid_an
 async def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes the table between its publication and its snapshot, which runs in a session of its own."""
+    """The transaction locks the table between its publication and its snapshot, which runs in a separate session."""
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         other = await psycopg.AsyncConnection.connect(world.dsn, application_name="migration")
@@ -318,7 +324,7 @@ async def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
 async def test_a_synchronous_standby_that_is_away_holds_neither_set_up_nor_heartbeats(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Commits of others wait for it, and are in the stream all the same."""
+    """Commits of other sessions wait for the standby, yet the stream contains them."""
     monkeypatch.setattr(control_connection, "ANSWER_DEADLINE_S", 1.0)
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "SET synchronous_commit = local")

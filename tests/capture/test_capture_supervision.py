@@ -1,4 +1,6 @@
-"""Whatever ends a session is told under the capture's mark, with an age that survives restarts, and heals by itself."""
+"""Every error that ends a session is reported under the capture's stage, with an age that survives restarts, and clears
+after recovery.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,15 @@ pytestmark = pytest.mark.postgres
 
 
 class NobodyListed(BaseException):
-    """As native code raises: not even an Exception."""
+    """An exception as native code raises it, which does not derive from `Exception`."""
 
 
 async def test_f427_an_error_of_a_type_nobody_listed_ends_the_session_alone_and_its_age_survives(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dying again and again at one LSN is stuck, with the error of the last try, and heals when it is mended."""
+    """Repeated deaths at one LSN make the stage stuck, with the error of the last try, and it recovers after the
+    repair.
+    """
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         broken = False
@@ -100,7 +104,7 @@ async def test_f428_a_message_that_cannot_be_read_parks_the_capture_and_says_whe
 
 
 async def test_f429_an_unreadable_message_of_one_table_parks_it_and_the_stream_goes_on(postgres_dsn: str) -> None:
-    """A real one: without REPLICA IDENTITY FULL a DELETE comes with its key only."""
+    """A realistic case: without REPLICA IDENTITY FULL, a DELETE carries only its key."""
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY)")
         async with world.capture() as capture:
@@ -119,7 +123,7 @@ async def test_f429_an_unreadable_message_of_one_table_parks_it_and_the_stream_g
             assert row.paused_lsn < binding.lsn
             found = await world.records("b")
             assert [r.key for r in found] == [b'{"id":1}', b'{"id":2}']
-            # The change that was passed over keeps its ordinal: those behind it stand where they always will.
+            # The skipped change keeps its ordinal, so that later changes keep their final positions.
             assert dict(found[1].headers)["tm.pos"] == f"{row.paused_lsn}_4".encode()
             assert capture._session is current, "the session went on"
 
@@ -184,7 +188,7 @@ def test_f430_a_server_that_is_down_is_named_with_host_and_port(tmp_path_factory
 
 
 async def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(postgres_dsn: str) -> None:
-    """No LSN can be confirmed for seconds, while rows are copied or the transaction is written."""
+    """No LSN can be confirmed for seconds, while rows are copied or a transaction is written."""
     async with World(postgres_dsn) as world:
         rows = "g, repeat('x', 50) FROM generate_series({}, {}) g"
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
@@ -215,7 +219,7 @@ async def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(p
 async def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_restarts_keep(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each life makes its own slot, at another LSN, and shows progress: the capture has come nowhere all the same."""
+    """Each process creates its own slot at another LSN and shows progress, yet the capture gets nowhere."""
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
         await world.sql("INSERT INTO a SELECT g, repeat('x', 500) FROM generate_series(1, 3000) g")
@@ -242,7 +246,7 @@ async def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_
                 assert mark.restarts == life
                 ages.append(mark.since_ms)
                 last = world.tracker.report("p", world.clock.now_ms())
-            world.tracker = StatusTracker()  # killed: nothing was taken back
+            world.tracker = StatusTracker()  # killed: nothing was cleaned up
             world.tracker.adopt_last_report(last)
             await world.sql(f"INSERT INTO a VALUES ({10_000 + life})")
         assert ages[:RESTARTS_MAX] == sorted(set(ages[:RESTARTS_MAX])), "some restarts in a long copy are no failure"
@@ -270,7 +274,7 @@ async def test_a_restart_leaves_a_capture_that_streamed_where_it_stood(postgres_
 async def test_a_mark_that_cannot_be_published_ends_the_capture_and_is_told_to_its_owner(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Marks that stand still would say that all is well."""
+    """Statuses that are no longer updated would look healthy."""
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
 

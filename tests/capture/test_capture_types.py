@@ -1,5 +1,6 @@
-"""Every type that a column may have, through capture: what its records say is what SELECT says, and so is what a shard
-makes of them (test_capture_types_shard.py). PostgreSQL's own text and arithmetic are the measure, not `verify`'s."""
+"""Every type that a column may have, through capture: the records equal SELECT, and so does the shard
+(test_capture_types_shard.py). PostgreSQL's own text and arithmetic are the reference, not `verify`'s.
+"""
 
 from __future__ import annotations
 
@@ -20,13 +21,13 @@ NO_INPUT = {
     "gtsvector", "pg_node_tree", "pg_ndistinct", "pg_dependencies", "pg_mcv_list", "pg_brin_bloom_summary",
     "pg_brin_minmax_multi_summary",
 }  # fmt: skip
-"""Of the server's own use: their input functions refuse everything."""
+"""Types for the server's own use: their input functions reject everything."""
 NO_XML = {"xml"}
-"""The server of these tests is built without it."""
+"""Type that the server of these tests is built without."""
 
 
 class Number(str):
-    """A number as its digits stand in JSON."""
+    """A number with the digits that it has in the JSON text."""
 
 
 def said(record: Record) -> dict[str, Any]:
@@ -35,7 +36,7 @@ def said(record: Record) -> dict[str, Any]:
 
 
 def as_json(text: str | None, kind: str) -> Any:
-    """What the format promises for a value that PostgreSQL prints so."""
+    """Return the JSON value that the format promises for a text that PostgreSQL prints."""
     if text is None:
         return None
     if kind == "boolean":

@@ -45,7 +45,7 @@ def tidemill(*arguments: str, cwd: Path, environ: dict[str, str] | None = None) 
 
 
 def refused(done: subprocess.CompletedProcess[str], *named: str) -> str:
-    """The one sentence on stderr; logs before it are structured lines."""
+    """Return the sentence on stderr; log lines before it are structured."""
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -140,7 +140,9 @@ def listening(port: int) -> None:
 
 
 def warned(path: Path, *named: str) -> str:
-    """What `up` says in the foreground of a capture that cannot run just now. It runs all the same, and is ended."""
+    """Return the warning that `up` prints in the foreground for a capture that cannot run yet. The node starts anyway
+    and is then stopped.
+    """
     command = [sys.executable, "-m", "tidemill", "up", "--config", str(path)]
     with subprocess.Popen(command, cwd=path.parent, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as up:
         assert up.stderr is not None
@@ -149,7 +151,7 @@ def warned(path: Path, *named: str) -> str:
         said = []
         for line in up.stderr:
             said.append(line)
-            if line.startswith("tidemill: node"):  # it says this last, and starts the node
+            if line.startswith("tidemill: node"):  # the last line before the node starts
                 listening(int(line.split("http ")[1].split()[0].rpartition(":")[2]))
                 up.send_signal(signal.SIGINT)
         killing.cancel()

@@ -1,6 +1,6 @@
 """Consensus locked by another process, its host stopped, its disk full or read-only, its PostgreSQL away.
 
-Who holds it is named within two seconds where anybody can know it; what heals, heals without a restart.
+Where the holder can be determined, it is named within two seconds. Every recoverable fault recovers without a restart.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ async def test_f510_a_file_locked_by_another_process_names_it_within_two_seconds
         started_s = asyncio.get_running_loop().time()
         with pytest.raises(UnavailableError, match=f"holder_pid={other.pid} holder_command='.*python"):
             await open_consensus(url, SystemClock(), Rand())
-        # beyond the two seconds: opening itself, which takes longer on a busy machine
+        # the open itself adds to the two seconds, more so on a busy machine
         assert asyncio.get_running_loop().time() - started_s < 2.5 + 4 * plain_s
         said: list[str] = []
         opening = asyncio.ensure_future(
@@ -96,14 +96,14 @@ async def test_f510_a_running_client_says_who_locks_writes_out_and_goes_on_after
         with pytest.raises(UnavailableError, match=f"holder_pid={other.pid}"):
             await consensus.cas("k", 1, b"w", "n")
         assert f"holder_pid={other.pid}" in consensus.trouble()
-        assert await consensus.head("k") is not None  # reads go on
+        assert await consensus.head("k") is not None  # reads continue
     await consensus.cas("k", 1, b"w", "n")
     assert consensus.trouble() == ""
     await consensus.aclose()
 
 
 def all_stopped(pid: int) -> bool:
-    """A signal takes a moment to reach the thread that serves."""
+    """Return whether the signal has reached every thread of the process."""
     stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
@@ -184,7 +184,7 @@ async def test_f512_a_disk_that_goes_read_only_is_told_and_waited_for(small: Pat
     url = f"sqlite://{small}/consensus.db"
     consensus = await open_consensus(url, SystemClock(), Rand())
     await consensus.cas("k", 0, b"v", "n")
-    # Open files keep a tmpfs from going read-only, as they do any file system that is not failing: so by restart.
+    # A file system with open files cannot be remounted read-only, unless it fails. So the client restarts.
     await consensus.aclose()
     remount("ro")
     with pytest.raises(UnavailableError):
@@ -321,7 +321,9 @@ def test_f513_a_real_postgres_that_is_stopped_and_started_is_waited_for_by_runni
 
 
 async def test_a_server_that_takes_connections_and_says_nothing_does_not_answer() -> None:
-    """It is not called unreachable: nothing refused the connection, and a node with such a consensus names it so."""
+    """The error does not say "unreachable", because nothing refused the connection. A node with such a consensus uses
+    the same wording.
+    """
     async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as silent:
         host, port = silent.sockets[0].getsockname()
         with pytest.raises(UnavailableError, match=r"PostgreSQL does not answer: .*timeout expired"):

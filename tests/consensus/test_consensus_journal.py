@@ -13,7 +13,7 @@ NAMES = st.sampled_from(["a/1", "a/2", "a/:3", "a/é", "b/1", "b/2"])
 
 
 class Engine:
-    """A journal over heads in memory; `restart` forgets the journal and keeps the heads."""
+    """A journal over heads in memory; `restart` discards the journal and retains the heads."""
 
     def __init__(self, remembered: int, page: int) -> None:
         self.heads: dict[str, LogHead] = {}
@@ -47,7 +47,9 @@ class Engine:
 def test_who_goes_on_from_token_to_token_comes_to_know_every_head(
     steps: list[list[str] | str], remembered: int, page: int
 ) -> None:
-    """One answer a step: between the pages of a series others change what was told already, and what was not."""
+    """One answer per step. Between the pages of a series, other writers change logs that were already reported and logs
+    that were not.
+    """
     engine, known, token = Engine(remembered, page), dict[str, LogHead](), ""
     for step in steps:
         if step == "restart":

@@ -1,4 +1,4 @@
-"""What one request, one answer or one notification brings ends neither the client nor the sequencer."""
+"""A single bad request, answer or notification ends neither the client nor the sequencer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ async def test_f501_a_foreign_notify_is_ignored_and_wake_ups_go_on(
 ) -> None:
     from tidemill.consensus.postgres import notifications
 
-    monkeypatch.setattr(notifications, "POLL_INTERVAL_S", 600.0)  # only a notification can wake
+    monkeypatch.setattr(notifications, "POLL_INTERVAL_S", 600.0)  # so that only notifications wake waiters
     one = await open_consensus(postgres_dsn, SystemClock(), Rand())
     two = await open_consensus(postgres_dsn, SystemClock(), Rand())
     async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as foreign:
@@ -71,7 +71,7 @@ async def test_f501_a_listener_that_meets_any_fault_listens_again(
     from tidemill.consensus.postgres import notifications
 
     class Odd(Exception):
-        """A type that nobody listed."""
+        """An exception of a type that no handler lists."""
 
     faults = 3
 
@@ -116,7 +116,7 @@ async def test_f502_a_fault_of_one_group_fails_that_group_and_the_client_goes_on
     with pytest.raises(UnknownOutcomeError):
         await one.append("log", 0, 0, [b"x"], "n0")
     assert "ZeroDivisionError" in one.trouble()
-    assert await one.head("key") is None  # the other lanes work
+    assert await one.head("key") is None  # other lanes still work
     broken[0] = False
     await one.append("log", 0, 0, [b"x"], "n1")
     assert one.trouble() == ""
@@ -124,7 +124,7 @@ async def test_f502_a_fault_of_one_group_fails_that_group_and_the_client_goes_on
 
 
 class FakeSequencer:
-    """Greets as the real one does, then answers every request with `garbage(request id)`."""
+    """A sequencer that greets as the real one does, then answers every request with `garbage(request id)`."""
 
     def __init__(self, path: str, garbage: Any) -> None:
         self.path, self.garbage, self.connections = path, garbage, 0
@@ -159,7 +159,7 @@ def framed(body: bytes) -> bytes:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """While it names a path, clients connect there and nobody hosts."""
+    """Return a list of socket paths; while it is not empty, clients connect to them and there is no host."""
     direct, detour = sockets.socket_paths, []
 
     @contextlib.contextmanager
@@ -218,7 +218,7 @@ async def test_f503_a_silent_sequencer_ends_a_read_at_its_deadline_and_says_so_b
         assert real is not None
         real.abort()
         reading = asyncio.ensure_future(one.head("key"))
-        # Only then are the limits short: a slow machine needs its time to open the file and to connect.
+        # The limits are shortened only now: a slow machine needs its time to open the file and to connect.
         await until(lambda: one._link not in (None, real) and any(p.sent for p in one._pending.values()))
         with monkeypatch.context() as patience:
             patience.setattr(client, "ANSWER_TIMEOUT_S", 2.0)
@@ -290,7 +290,7 @@ async def test_f504_a_name_that_cannot_travel_is_refused_before_it_meets_its_nei
 
 @contextlib.contextmanager
 def no_descriptors_left() -> Iterator[list[int]]:
-    """This process may open nothing more until the block ends; the limit is lowered, so it costs little."""
+    """Leave this process no free file descriptor until the block ends; the lowered limit keeps that cheap."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
@@ -331,7 +331,7 @@ async def test_f505_the_sequencer_survives_a_process_without_descriptors_and_tak
             os.open(os.devnull, os.O_RDONLY)
         for position in range(1, 200):
             await one.append("log", 0, position, [b"x"], f"n{position}")
-        # Another process connects, and is served, while this one has nothing left.
+        # Another process connects and is served while this one has no free descriptor.
         await until(lambda: outside.poll() is not None)
         assert outside.returncode == 0
     assert await one.head("from-outside") is not None
@@ -361,7 +361,7 @@ async def test_f505_a_database_is_opened_again_from_the_reserve(
             await one.append("log", 0, 1, [b"y"], "n1")
 
         async def again() -> LogHead:
-            await one.log_head("log")  # a write on the old connection would be lost with it: Unknown
+            await one.log_head("log")  # a write on the old connection would be lost with it, with an unknown outcome
             return await one.append("log", 0, 1, [b"z"], "n2")
 
         waiting = asyncio.ensure_future(again())
@@ -431,7 +431,7 @@ async def test_f517_a_sequencer_thread_that_dies_of_anything_is_replaced_and_the
     from tidemill.consensus.sqlite.sequencer import Sequencer
 
     class Panic(BaseException):
-        """As native code raises it: no Exception."""
+        """An exception of native code, which does not derive from `Exception`."""
 
     rounds, started = Sequencer._run_round, []
     dies = [0]
@@ -505,7 +505,7 @@ def test_f504_whatever_a_local_peer_sends_ends_its_own_connection_and_nothing_el
                 sock.connect(f"{tmp_path}/consensus.db.sock")
                 sock.settimeout(0.01)
                 with contextlib.suppress(OSError):
-                    # Half of them with a right length in front, so that what is inside is looked at.
+                    # Half of the messages carry a correct length prefix, so that their bodies are parsed.
                     body = mutated()
                     sock.sendall(framed(body[4:]) if number % 2 else body)
                     sock.recv(4096)
@@ -533,7 +533,9 @@ def test_f504_whatever_a_local_peer_sends_ends_its_own_connection_and_nothing_el
 async def test_a_process_that_is_frozen_while_it_sends_a_group_keeps_no_log_or_register_from_the_others(
     postgres_dsn: str,
 ) -> None:
-    """Two statements of one transaction left the locks of the first to a process that was stopped before the second."""
+    """Sent as two statements of one transaction, the group left the locks of the first one to a process that was
+    stopped before the second.
+    """
     from urllib.parse import urlsplit
 
     from support.consensus.cutting_proxy import CuttingProxy
@@ -545,14 +547,14 @@ async def test_a_process_that_is_frozen_while_it_sends_a_group_keeps_no_log_or_r
     other = await open_consensus(postgres_dsn, SystemClock(), Rand())
     await frozen.append("log", 0, 0, [b"first"], "n0")
     made = await frozen.cas("key", 0, b"first", "n0")
-    proxy.how = "after"  # nothing that comes after the chunk with the mark is passed on
+    proxy.how = "after"  # nothing after the marked chunk is forwarded
     work = [
         asyncio.ensure_future(frozen.append("log", 0, 1, [bytes(LARGE) + proxy.MARK], "n1")),
         asyncio.ensure_future(frozen.cas("key", made.seq, bytes(LARGE), "n1")),
     ]
     await asyncio.wait_for(proxy.late_delivered.wait(), DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S):
-        for number in range(3):  # the frozen one's write may land in between, once
+        for number in range(3):  # the frozen client's write may land in between, once
             try:
                 await other.append("log", 0, (await other.log_head("log")).next, [b"third"], f"a{number}")
                 break

@@ -1,7 +1,7 @@
-"""The one contract suite of `consensus`: what every backend must do, through its public methods only.
+"""The contract suite of `consensus` for every backend, through its public methods only.
 
-A backend's test module subclasses `ConsensusContract` and provides the fixture `open_client`: each call of it
-opens one more client of one and the same engine. Names are unique per test, so engines may be shared.
+A backend's test module subclasses `ConsensusContract` and provides the fixture `open_client`: each call of it opens one
+more client of the same engine. Names are unique per test, so engines may be shared.
 """
 
 from __future__ import annotations
@@ -520,7 +520,7 @@ class ConsensusContract:
                 (f"{root}/b", True),
                 (f"{root}/c", False),
             ]
-            # Nobody came in between: still the same term.
+            # No other holder intervened: the term is unchanged.
             assert (await one.acquire(f"{root}/c", "h", 60_000)).term == 1
 
     async def test_the_longest_time_to_live_is_the_one_that_the_error_names(self, open_client: OpenClient) -> None:

@@ -1,4 +1,4 @@
-"""What every object store must do, whatever is behind it. Subclass in a test file and give `store`.
+"""Contract tests of every object store, independent of its backend. Subclass in a test file and give `store`.
 
 `with_store` runs one coroutine on a fresh, empty store in its own event loop.
 """
@@ -164,7 +164,7 @@ class ObjectsContract:
             await store.delete("d/1")
             await store.delete("d/1")
             await store.delete("never/was")
-            await store.delete("d")  # part of other keys, but no object
+            await store.delete("d")  # a prefix of other keys, but no object
             assert await keys(store, "") == ["d/2"]
             assert await store.head("d/1") is None
             assert await store.get("d/2") == b"y"

@@ -1,8 +1,8 @@
-"""The table of stalls: for each, how long until `why TABLE` exits 3 with the true holder, and that it heals by itself.
-A consensus that does not answer is exit code 4.
+"""The table of stalls: for each, how long until `why TABLE` exits with 3 and names the true holder, and its recovery
+without an operator. A consensus that does not answer is exit code 4.
 
-One cluster for most of them (a captured table, a derived one, the bucket on a file system of its own), broken and
-mended in turn. The limit is the freshness budget and five seconds; figures are printed as a table at the end.
+One cluster serves most of them (a captured table, a derived one, the bucket on its own file system); it is broken and
+repaired in turn. The limit is the freshness budget and five seconds; figures are printed as a table at the end.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from support.docs.examples import blocks, run_line, section
 from support.faults.cluster import Cluster, cluster, until
 from support.postgres import EmbeddedPostgres
 from support.waiting import slowness
@@ -48,7 +49,7 @@ def build(p):
 
 
 class Stalls:
-    """What the tests share: the cluster, its database, and the table of figures."""
+    """Shared state of the tests: the cluster, its database, and the table of figures."""
 
     def __init__(self, made: Cluster, server: EmbeddedPostgres, bucket: Path, flag: Path) -> None:
         self.made = made
@@ -83,24 +84,29 @@ class Stalls:
             time.sleep(0.2)
         raise AssertionError(f"{what} is not named: {reported}")
 
-    def problems(self) -> list[dict[str, Any]]:
+    def overview(self, part: str) -> list[dict[str, Any]]:
+        """Return a list that the page shows, or the error of the node as its only element."""
         status, body = self.made.get("/api/overview")
-        return json.loads(body)["problems"] if status == 200 else [{"error": body}]
+        return json.loads(body)[part] if status == 200 else [{"error": body}]
 
-    def shown(self, what: str, expected: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait until the page of the node has a problem as expected. Fails after PAGE_S, with what it has instead."""
+    def shown(self, what: str, expected: Callable[[dict[str, Any]], bool], part: str = "problems") -> None:
+        """Wait until the page of the node shows the expected problem. Fails after PAGE_S with the problem that it shows
+        instead.
+        """
 
         def is_shown() -> bool:
-            return any("error" not in problem and expected(problem) for problem in self.problems())
+            return any("error" not in row and expected(row) for row in self.overview(part))
 
-        seconds = until(is_shown, self.problems, PAGE_S * slowness())
+        seconds = until(is_shown, lambda: self.overview(part), PAGE_S * slowness())
         print(f"| {what}, on the page | {seconds:.1f} s | |")
 
     asking_s = 2.0
-    """A `why` is a process of its own: what Python takes to start, import and ask, which `measured` finds out."""
+    """Seconds that one `why` process takes to start Python, import and query; `measured` determines them."""
 
     def measured(self) -> None:
-        """Of a table that is fresh, where nothing is waited for. Twice: one `why` may have asked a moment too early."""
+        """Time `why` on a fresh table, where it waits for nothing. The time is doubled, since one `why` may have been a
+        moment too early.
+        """
         began_s = time.monotonic()
         self.made.why("orders")
         self.asking_s = max(self.asking_s, 2 * (time.monotonic() - began_s))
@@ -138,11 +144,28 @@ def stalls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stalls]:
 
 def test_f604_an_open_transaction_at_set_up_is_named(stalls: Stalls) -> None:
     pid = stalls.blocker.info.backend_pid  # type: ignore[attr-defined]
-    # there is no table yet: its capture is what stands
+    # there is no table yet: its capture is the stalled stage
     stalls.named("open transaction at set-up", lambda reported: str(pid) in str(reported), "capture:shop")
     stalls.blocker.close()  # type: ignore[attr-defined]
     stalls.insert()
     until(lambda: stalls.made.why("orders")[0] == 0, lambda: stalls.made.why("orders"))
+
+
+def test_the_lines_of_the_readme_show_what_it_promises(stalls: Stalls) -> None:
+    """The cluster of the stalls serves here because it has the table that the lines read."""
+    while stalls.rows < 7:
+        stalls.insert()
+    stalls.fresh()
+    readme = Path(__file__).parents[2] / "README.md"
+    lines = [(language, line.strip()) for language, line in blocks(section(readme, "What it does"))]
+    made, output = stalls.made, {}
+    for language, line in lines:
+        output[line] = run_line(language, line, made.directory, http=made.http, kafka=made.kafka)
+    consumed, read, followed, verified = output.values()
+    assert json.loads(consumed) == {"id": 1, "v": "a"}
+    assert "[7]" in read.replace(" ", "").replace("\n", "")
+    assert "electric-handle: " in followed and '"id":"7"' in followed
+    assert "orders" in verified and "equal" in verified.lower()
 
 
 def test_f605_a_stopped_driver_is_named(stalls: Stalls) -> None:
@@ -163,8 +186,10 @@ def test_a_killed_driver_is_a_problem_on_the_page_until_its_successor_works(stal
     stalls.made.signal("pipeline", signal.SIGKILL)
     stalls.insert()
     stalls.shown("driver killed", lambda problem: "pipeline" in problem["name"] + problem["process"])
+    stalls.shown("killed driver", lambda row: "SIGKILL" in row["reason"] and row["process"] == "pipeline:p", "restarts")
     stalls.fresh()
-    until(lambda: stalls.problems() == [], stalls.problems)
+    until(lambda: stalls.overview("problems") == [], lambda: stalls.overview("problems"))
+    until(lambda: stalls.overview("restarts")[0]["is_back"], lambda: stalls.overview("restarts"))
 
 
 def test_f606_a_stopped_node_is_named(stalls: Stalls) -> None:

@@ -1,5 +1,6 @@
-"""Rows F613 and F614 of the table of faults: captures over several nodes, with real processes. They are spread, move
-when a node is frozen, is killed or cannot capture, and each row is there once."""
+"""Rows F613 and F614 of the table of faults: captures over several nodes, with real processes. They are spread over the
+nodes, and move when a node is frozen, is killed or cannot capture. Each row is there once.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tidemill.consensus.factory import open_consensus
 pytestmark = pytest.mark.postgres
 
 CAPTURES = 4
-"""The lease, a look that finds it free, the session before ended, the next one set up; of a busy machine."""
+"""Number of captures, each with a separate database."""
 
 
 class Database:
@@ -42,14 +43,14 @@ class Database:
         self.sql.execute("INSERT INTO item VALUES (%s)", [self.last])
 
     def moves(self) -> None:
-        """Somebody confirms what is written."""
+        """Wait until the confirmed LSN of the slot advances."""
         slot = f"SELECT confirmed_flush_lsn FROM pg_replication_slots WHERE slot_name = 'tidemill_{self.name}'"
         until(lambda: self.sql.execute(slot).fetchone(), lambda: self.name)
         before = self.sql.execute(slot).fetchone()
         until(lambda: self.sql.execute(slot).fetchone() != before, lambda: self.name)
 
     def confirmed(self) -> int:
-        """All rows that are written now: PostgreSQL was told that they are durable."""
+        """Write once and wait until everything written so far is confirmed to PostgreSQL. Return the number of rows."""
         self.write()
         (end,) = self.sql.execute("SELECT pg_current_wal_flush_lsn()").fetchone() or ("",)
         slot = f"SELECT confirmed_flush_lsn >= %s FROM pg_replication_slots WHERE slot_name = 'tidemill_{self.name}'"
@@ -138,7 +139,8 @@ def test_f613_captures_are_spread_move_from_a_frozen_and_a_killed_node_and_have_
         for database in databases:
             database.confirmed()
         before = {d.name: len(records(nodes["n2"].kafka, d)) for d in databases}
-        # It wakes with what it had received and not written: nothing of it may be written or confirmed now.
+        # The node resumes with changes that it had received and not written: none of them may be written or confirmed
+        # now.
         nodes["n1"].signal("node", signal.SIGCONT)
         nodes["n1"].ready()
         after = {d.name: d.confirmed() for d in databases}
@@ -174,7 +176,7 @@ def test_f614_a_node_that_does_not_reach_a_database_gives_its_capture_to_one_tha
         without.up()
         until(lambda: owners(consensus) == {"away": "n1"}, lambda: without.said)
         assert "WARNING: capture away: PostgreSQL does not answer" in without.said
-        # It says so while it is alone, and nobody is there to take it.
+        # The stage reports the failure while no other node can take the capture.
         until(lambda: without.state("capture:away") in ("stuck", "parked"), lambda: (without.marks(), reported()))
         stack.callback(reaches.close)
         reaches.up()

@@ -1,4 +1,6 @@
-"""Stores that go back, or belong to another cluster: real nodes over a real failover, a freeze, and a race to begin."""
+"""Stores that return to an earlier state, or belong to another cluster: real nodes over a real failover, a freeze, and
+a race to start first.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def started(directory: Path, toml: str, name: str = "n1") -> Iterator[Cluster]:
 
 
 def freeze(cluster: Cluster, number: int) -> None:
-    """SIGSTOP or SIGCONT to `up` and everything under it: what a paused machine does."""
+    """Send SIGSTOP or SIGCONT to `up` and all its descendants, as a paused machine would."""
     assert cluster._process is not None
     listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout.split()
     parents = dict(zip(map(int, listed[::2]), map(int, listed[1::2]), strict=True))
@@ -116,14 +118,15 @@ def test_f521_a_failover_of_consensus_that_lost_commits_restarts_the_node_which_
             found = consume(cluster)
             assert found[: len(kept)] == kept
             assert found[-len(new) :] == new
-            # Of what was lost nothing is left in the middle: consensus is one state, as it was when it was cut off.
+            # Nothing of the lost records remains in the middle: consensus has one consistent state, that of the moment
+            # of the disconnection.
             assert found == kept + new
     finally:
         pair.close()
 
 
 def objects_in(bucket: Path) -> set[Path]:
-    """Without writes that the freeze interrupted: their temporary files never became objects."""
+    """List the objects, without the temporary files of writes that the freeze interrupted."""
     return {path for path in bucket.rglob("*") if path.is_file() and ".tmp" not in path.parts}
 
 

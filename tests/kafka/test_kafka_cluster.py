@@ -21,7 +21,7 @@ from tidemill.kafka import error_codes
 from tidemill.metastore.catalogue import TopicRow
 
 PARTITIONS = 24
-"""So many that both nodes lead some, whatever the topic id is."""
+"""Enough partitions that both nodes lead some of them for any topic id."""
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_every_node_tells_clients_the_same(cluster: Cluster) -> None:
 
 
 def test_the_controller_is_the_node_that_answers_and_so_no_dead_one(cluster: Cluster) -> None:
-    """A client that goes to the controller for a producer id or a topic is never sent to a node that just left."""
+    """A client that sends InitProducerId or CreateTopics to the controller never reaches a node that just left."""
     for node in cluster.nodes:
         with RawClient(node.port) as client:
             found = client.ask(3, 1, b"\xff\xff\xff\xff")
@@ -215,7 +215,7 @@ def test_a_session_is_told_that_a_partition_moved_and_goes_on_where_it_moved_to(
         well: set[tuple[str, int]] = set()
 
         def moved() -> bool:
-            """They need not come together, and one that was told is told again only when it is another."""
+            """Partitions may be reported in several fetches, and a reported one is repeated only after a change."""
             nonlocal epoch
             epoch += 1
             reported = reader.fetch({("t", p): 0 for p in others}, session_id=first.session_id, epoch=epoch).reported

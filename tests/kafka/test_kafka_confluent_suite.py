@@ -1,7 +1,8 @@
-"""What confluent-kafka-python's own integration tests ask of a broker: a case of ours for each of theirs, of its name.
+"""The cases of confluent-kafka-python's own integration tests: one case here for each of theirs, under the same name.
 
-Theirs are in no source distribution, so these were written from what theirs check. Waits that theirs take from a
-broker's smallest session are shorter here, since this broker's is. docs/kafka.md counts them.
+The original tests are in no source distribution, so these were written from the behaviour that they check. Waits that
+depend on a broker's shortest session are shorter here, since this broker's is. docs/reference/kafka.md counts the
+cases.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ HEADERS = [("same", "one"), ("same", "two"), ("Jämtland", "Härjedalen"), ("non
 
 
 class Suite:
-    """A broker that authorizes, as theirs does, and clients of `root`, who may do everything."""
+    """A broker with authorization, as in the original suite, and clients of `root`, who has all rights."""
 
     def __init__(self) -> None:
         self.broker = RealBroker(settings=SETTINGS, gate=gate(), super_users=("User:root",))
@@ -126,7 +127,7 @@ def read(consumer: Consumer, count: int) -> list[Message]:
 
 
 def all_of(consumer: Consumer) -> int:
-    """Records up to the end of every partition that it has."""
+    """Read records up to the end of every partition of the topic."""
     count, ended = 0, set()
     while not ended or len(ended) < len(consumer.assignment()):
         message = consumer.poll(WAIT_S)
@@ -182,7 +183,7 @@ def test_basic_operations(suite: Suite) -> None:
 
 
 def _offsets(admin: AdminClient, topic: str, group: str) -> None:
-    """What a group has committed is listed, whole and by partition, and altered."""
+    """List the committed offsets of a group, all and by partition, and alter them."""
     (found,) = done(admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)]))
     assert found.group_id == group and {each.topic for each in found.topic_partitions} == {topic}
     assert any(each.offset > 0 for each in found.topic_partitions)
@@ -234,7 +235,7 @@ def test_delete_records(suite: Suite) -> None:
     suite.seed(topic, [b"1", b"2", b"3"])
     earliest = {TopicPartition(topic, 0): OffsetSpec.earliest()}
     assert [each.offset for each in done(suite.admin.list_offsets(earliest))] == [0]
-    # Both are asked for before either is answered.
+    # Both requests are sent before either is answered.
     deleting = suite.admin.delete_records([TopicPartition(topic, 0, 2)])
     listing = suite.admin.list_offsets(earliest)
     (deleted,) = done(deleting)
@@ -244,7 +245,9 @@ def test_delete_records(suite: Suite) -> None:
 
 
 def test_describe_operations(suite: Suite) -> None:
-    """Theirs is of a user who may do what no rule is about; here somebody may do what a rule says, and nothing else."""
+    """The original describes operations of a user without rules. Here the user may perform the operations that a rule
+    allows, and no others.
+    """
     topic, group = suite.topic("described"), f"described-{uuid.uuid4()}"
     suite.seed(topic, [b"1", b"2"])
     consumer = suite.consumer(group__id=group, enable__auto__commit=False)
@@ -314,7 +317,7 @@ def test_describe_consumer_groups_compatability(suite: Suite) -> None:
 
 
 def test_incremental_alter_configs(suite: Suite) -> None:
-    """Of topics and of a group; what is shown as set is what was set."""
+    """Alter configs of topics and of a group; the values described as set are the ones that were set."""
     admin = suite.admin
     Set, Delete = AlterConfigOpType.SET, AlterConfigOpType.DELETE
     one, two = (suite.topic("altered", 2, {"compression.type": "gzip"}) for _ in range(2))
@@ -398,7 +401,7 @@ def test_consume_error(suite: Suite) -> None:
 
 
 def _failed_to_join(suite: Suite, **more: Any) -> tuple[Consumer, Message]:
-    """Its session is shorter than a broker allows."""
+    """Return a consumer whose session timeout is below the broker's minimum, and the error that it got."""
     topic = suite.topic("short")
     suite.seed(topic, [b"a"])
     consumer = suite.consumer(session__timeout__ms=100, **more)
@@ -442,7 +445,7 @@ def test_consumer_memberid(suite: Suite, protocol: str) -> None:
 
 @pytest.mark.parametrize("assignor", ["roundrobin", "range", "cooperative-sticky"])
 def test_consumer_upgrade_downgrade(suite: Suite, assignor: str) -> None:
-    """A consumer of the other protocol joins, and leaves again: the group changes its protocol each time."""
+    """A consumer of the other protocol joins and leaves: the group changes its protocol each time."""
     topic, partitions = suite.topic("upgraded", 10), 10
     config = {"group.id": topic, "heartbeat.interval.ms": 500}
     often = ConfigEntry("consumer.heartbeat.interval.ms", "500", incremental_operation=AlterConfigOpType.SET)
@@ -498,7 +501,9 @@ COOPERATIVE = {
     "session.timeout.ms": 4_000, "max.poll.interval.ms": 4_000, "auto.offset.reset": "earliest",
 }  # fmt: skip
 POLL_TOO_LATE_S = 7.0
-"""The client looks every half second whether `max.poll.interval.ms` is over: who polls soon after may be in time."""
+"""The client checks every half second whether `max.poll.interval.ms` has expired, so a poll soon after it may still be
+in time.
+"""
 
 
 def _polls_too_late(consumer: Consumer) -> None:
@@ -508,14 +513,14 @@ def _polls_too_late(consumer: Consumer) -> None:
 
 
 def test_cooperative_rebalance_1(suite: Suite) -> None:
-    """Another topic is one more assignment; who polls too late has lost everything and gets it again."""
+    """Another topic is one more assignment. A consumer that polls too late loses all partitions and gets them again."""
     one, two = suite.topic("one"), suite.topic("two")
     reported: list[tuple[str, int]] = []
     by = {f"on_{what}": (lambda _, partitions, what=what: reported.append((what, len(partitions))))
           for what in ("assign", "revoke", "lost")}  # fmt: skip
     consumer = suite.consumer(**COOPERATIVE)
     suite.seed(one, [b"a"])
-    suite.seed(two, [b"b"])  # before the first poll: what comes between two of them may take long
+    suite.seed(two, [b"b"])  # before the first poll: a message between two polls may take long
     consumer.subscribe([one], **by)
     assert polled(consumer).value() == b"a"
     consumer.subscribe([one, two], **by)
@@ -528,7 +533,7 @@ def test_cooperative_rebalance_1(suite: Suite) -> None:
 
 
 def test_cooperative_rebalance_2(suite: Suite) -> None:
-    """Who has no handler for what is lost is told that it was revoked."""
+    """A client without a handler for lost partitions gets them as revoked."""
     topic = suite.topic("one")
     reported: list[str] = []
     consumer = suite.consumer(**COOPERATIVE)
@@ -639,7 +644,7 @@ def test_send_offsets_committed_transaction(suite: Suite) -> None:
         consumer.position(consumer.assignment()), consumer.consumer_group_metadata(), WAIT_S
     )
     producer.commit_transaction(WAIT_S)
-    # Whoever has the id next finds the offsets of the last transaction.
+    # The next producer with this id finds the offsets of the last transaction.
     suite.producer(transactional__id=transactional_id).init_transactions(WAIT_S)
     assert [each.offset for each in consumer.committed(consumer.assignment(), WAIT_S)] == [100]
     consumer.close()

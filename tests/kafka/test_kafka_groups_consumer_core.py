@@ -29,7 +29,7 @@ TOPICS = {"a": Topic("ta", 5), "b": Topic("tb", 3)}
 
 
 class World:
-    """A group and the rows that are durable of it."""
+    """A group and its durable rows."""
 
     def __init__(self, limits: GroupLimits = LIMITS) -> None:
         self.now = 0
@@ -41,7 +41,7 @@ class World:
         self.store()
 
     def ask(self, member_id: str, epoch: int, **more: Any) -> HeartbeatAnswer:
-        """Answered as if every write were quick."""
+        """Send a heartbeat and complete its write immediately."""
         values: dict[str, Any] = {"client_id": "c", "client_host": "/h", **more}
         said = consumer.heartbeat(self.group, self.now, HeartbeatRequest(member_id, epoch, **values), self.seen)
         self.store()
@@ -278,7 +278,7 @@ def test_epochs_go_on_where_a_group_changes_its_protocol() -> None:
 
 
 class Client:
-    """`reported` is its assignment, `uses` what it has and has not let go of."""
+    """A member: `reported` is its assignment, `uses` the partitions that it has and has not released."""
 
     def __init__(self, name: str, instance: str | None, topics: frozenset[str]) -> None:
         self.name = name
@@ -294,7 +294,9 @@ class Client:
 
 
 class Groups(RuleBasedStateMachine):
-    """Members ask, wait, lose answers, leave and die; writes take their time, and coordinators die before them."""
+    """Members send requests, wait, lose answers, leave and die; writes take their time, and coordinators die before
+    them.
+    """
 
     clients = Bundle("clients")
 
@@ -350,7 +352,7 @@ class Groups(RuleBasedStateMachine):
             client.reported = said.assignment
 
     def _must_be_durable(self, client: Client, said: HeartbeatAnswer) -> None:
-        """CG2: with the write under way not counted."""
+        """CG2: the answer relies only on durable rows, without the write in progress."""
         rows = self.world.before if self.writing else self.world.rows
         key = GROUP_MEMBERS.key("g", client.name)
         if client.name in self.world.group.members:
@@ -419,7 +421,9 @@ class Groups(RuleBasedStateMachine):
 
     @rule(landed=st.booleans())
     def another_coordinator(self, landed: bool) -> None:
-        """Whoever waits hears nothing; what was not durable did not happen, and the write under way may not have."""
+        """Waiting requests get no answer. Writes that were not durable did not happen, and the one in progress may not
+        have.
+        """
         if self.writing and not landed:
             self.world.rows = self.world.before
         self.writing.clear()
@@ -443,7 +447,9 @@ class Groups(RuleBasedStateMachine):
         assert len(group.members) <= LIMITS.members
 
     def _is_member(self, client: Client) -> bool:
-        """As far as the group goes: who was fenced may not know it yet, and can commit nothing."""
+        """Return whether the group has the client as a member. A fenced client may not know about it yet, and can
+        commit nothing.
+        """
         member = self.world.group.members.get(client.name)
         return member is not None and client.epoch in (member.epoch, member.previous) and client.epoch > 0
 

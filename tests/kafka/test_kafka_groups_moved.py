@@ -1,4 +1,6 @@
-"""Groups between coordinators: what a replaced one still tries, what the next one finds, what is carried over."""
+"""Groups between coordinators: late writes of a replaced coordinator, the state that its successor finds, and the state
+that is carried over.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def committed(offset: int) -> list[tuple[bytes, bytes]]:
 
 
 async def nothing() -> None:
-    """No transaction holds offsets."""
+    """Stand in for a check that finds no offsets held by transactions."""
 
 
 async def test_the_next_coordinator_finds_the_generation_its_members_and_their_assignment() -> None:
@@ -131,7 +133,7 @@ async def test_an_assignment_of_a_coordinator_that_was_replaced_reaches_nobody()
 
 
 class Unsure:
-    """Commits whose answer is lost: they happen at once, later, or never."""
+    """Commits whose answer is lost: they happen immediately, later, or never."""
 
     def __init__(self, metastore: Metastore) -> None:
         self._commit = metastore.commit
@@ -210,7 +212,7 @@ def noted(partition: int, count: int, letters: int = 4_096) -> list[tuple[bytes,
 
 
 async def syncing(led: GroupRunner) -> asyncio.Future[SyncAnswer]:
-    """Its membership is about to be written."""
+    """Join a member and start its sync, so that its membership is about to be written."""
     answer = await led.join(ask())
     return led.sync(
         SyncRequest(answer.member_id, None, answer.generation, assignments=((answer.member_id, b"a" * 1_000),))

@@ -19,7 +19,7 @@ AT_ONCE = 40
 
 
 class Group:
-    """Its members, and how much was produced for them."""
+    """The members of a group, and the number of records produced for them."""
 
     def __init__(self, addresses: str, *, patient: bool = False) -> None:
         self._addresses = addresses
@@ -47,7 +47,7 @@ class Group:
         self._count += AT_ONCE
 
     def rests(self, kind: ConsumerGroupType) -> None:
-        """Everybody has a part, everything is committed, and the group is what it should be."""
+        """Wait until every member has partitions, everything is committed, and the group has the expected type."""
         end = [self._count // PARTITIONS] * PARTITIONS
         eventually(lambda: shared(*self.live))
         eventually(lambda: committed(self._addresses, "g", "t") == end)
@@ -95,7 +95,7 @@ def test_a_rolling_upgrade_and_downgrade_commits_every_record_once(group: Group,
         group.leave(member)
         group.produce()
         group.rests(kind)
-    # A member tells of what it has committed; nobody reads that again.
+    # Members report only committed records, and no record is read a second time.
     assert len(group.reported()) == len(set(group.reported()))
     if client == "confluent":
         assert len(group.reported()) == 9 * AT_ONCE

@@ -1,4 +1,4 @@
-"""Every handler at every version, asked by hand over a socket, answered so that kio can read it."""
+"""Every handler at every version: raw requests over a socket, whose answers kio can read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ALL_TOPICS = b"\xff\xff\xff\xff"
 
 
 def strict(key: int, version: int, body: dict[str, Any]) -> bytearray:
-    """encode_response that also refuses a field which no version of the schema has."""
+    """Call encode_response, and refuse fields that no version of the schema has."""
     api = APIS[key]
     trees = [codec_compiler.response_fields(key, v) for v in range(api.min_version, api.max_version + 1)]
 
@@ -61,13 +61,13 @@ def strict(key: int, version: int, body: dict[str, Any]) -> bytearray:
 
 
 UNION_EXTRAS = {10: ("key",), 9: ("group_id", "topic_id")}
-"""Fields that one builder makes for both shapes of a response."""
+"""Fields that a builder sets for both shapes of a response."""
 
 
 SASL = (17, 36)
-"""What only a listener with SASL answers: test_kafka_sasl."""
+"""APIs that only a listener with SASL answers: test_kafka_sasl."""
 REFUSED = {34: error_codes.LOG_DIR_NOT_FOUND, 43: error_codes.ELECTION_NOT_NEEDED}
-"""What an API answers that is there to refuse by name."""
+"""The error of each API that exists only to refuse by name."""
 
 EVERY = [(a.key, v) for a in APIS.values() if a.key not in SASL for v in range(a.min_version, a.max_version + 1)]
 
@@ -84,8 +84,9 @@ NOBODY = {
     65: error_codes.TRANSACTIONAL_ID_NOT_FOUND,
     69: error_codes.GROUP_ID_NOT_FOUND,
 }
-"""What is told of a group or a transactional id that does not exist, or by who is not in it: some versions say so
-(`expected`)."""
+"""The error for an unknown group or transactional id, or for a caller that is not a member. Some versions have no place
+for it (`expected`).
+"""
 
 
 def expected(key: int, version: int) -> int:
@@ -95,7 +96,7 @@ def expected(key: int, version: int) -> int:
 
 @pytest.fixture(scope="module")
 def shared() -> Any:
-    """Every request passes its check: nobody is a super user here, so that all is allowed."""
+    """Return a broker on which the anonymous user is a super user, so that every request passes its check."""
     broker = FakeBroker(
         KafkaSettings(KafkaSection(group_initial_rebalance_delay_ms=0)), super_users=("User:ANONYMOUS",)
     )
@@ -120,7 +121,7 @@ def test_every_version_is_answered_without_error_and_readable(
 
 
 class Panic(BaseException):
-    """As native code raises them: no Exception."""
+    """An exception of native code, which does not derive from `Exception`."""
 
 
 @pytest.mark.parametrize(
@@ -416,7 +417,7 @@ def test_offset_commits_of_members_are_refused_and_simple_ones_kept(fake_broker:
 def test_offsets_of_what_cannot_be_looked_up_are_asked_for_again_and_not_called_none(
     fake_broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """−1 without an error would make a consumer begin where auto.offset.reset says."""
+    """An offset of −1 without an error would make a consumer start at auto.offset.reset."""
     monkeypatch.setattr("tidemill.kafka.metadata.topic_cache.SETTLE_S", 0.05)
     whole = fake_broker.catalogue.list
 
@@ -636,7 +637,9 @@ async def test_a_reading_of_the_catalogue_that_failed_fails_all_who_shared_it() 
 async def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_wait_and_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once ValueError, so UNKNOWN_SERVER_ERROR: the refresh under way had taken the waiting futures away."""
+    """The error was once ValueError, and so UNKNOWN_SERVER_ERROR: the running refresh had removed the
+    waiting futures.
+    """
     monkeypatch.setattr("tidemill.kafka.metadata.topic_cache.SETTLE_S", 0.05)
 
     class Slow:
@@ -658,7 +661,7 @@ async def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends
     assert cache.resolve("orders", is_id=False) == error_codes.NOT_LEADER_OR_FOLLOWER, "nobody has looked yet"
     left = asyncio.create_task(cache.await_refresh())
     await asyncio.sleep(0)
-    left.cancel()  # its client is gone
+    left.cancel()  # its client has disconnected
     catalogue.error = UnavailableError("away.")
     catalogue.answer.set()
     await asyncio.sleep(0.1)

@@ -1,4 +1,4 @@
-"""Unmodified clients over a topic whose past lies in L1, and whose L0 objects are gone."""
+"""Unmodified clients on a topic whose past is in L1, and whose L0 objects are deleted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTITIONS = 2
 
 @pytest.fixture(params=["memory:", "directory"])
 def moving(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealBroker]:
-    """A broker that moves everything at once, in objects of some ten batches."""
+    """A broker that moves all batches to L1 immediately, in objects of some ten batches."""
     url = request.param if request.param == "memory:" else f"file://{tmp_path_factory.mktemp('objects')}"
     settings = TopicSettings(
         reconcile=True, reconcile_min_s=0.05, reconcile_max_s=0.2, l1_object_bytes=20_000, cache_bytes=0
@@ -39,7 +39,7 @@ def states(broker: RealBroker, topic_id: str) -> list[tuple[int, int]]:
 
 
 def moved(broker: RealBroker, topic: TopicRow) -> None:
-    """Checkpoints until all of it is in L1; then what no log names is collected."""
+    """Run checkpoints until everything is in L1, then collect the objects that no log names."""
 
     async def checkpoint() -> None:
         stage = PartitionsStage(broker.consensus, broker.objects, broker.metastore, broker.clock)
@@ -130,7 +130,8 @@ def test_what_was_aborted_stays_aborted_in_l1(moving: RealBroker) -> None:
             found = read_all(reader, "settled", PARTITIONS, sum(map(len, wanted)))
             assert [[m.value() for m in found[p]] for p in range(PARTITIONS)] == wanted
             reader.close()
-        # From the middle of an aborted one, too: what was aborted is known wherever one begins to read.
+        # The same from the middle of an aborted transaction: the list of aborted ones does not depend on where a read
+        # begins.
         reader = consumer(moving, **{"isolation.level": "read_committed"})
         reader.assign([ck.TopicPartition("settled", 0, 100)])
         assert eventually(partial(reader.poll, 1)).value() == kept[0][60]

@@ -1,4 +1,4 @@
-"""Answers that a client takes by the letter: topics that were deleted and created again, ids, defaults, refusals."""
+"""Answers that clients take literally: topics that were deleted and re-created, ids, defaults, refusals."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def raw(shared: RealBroker) -> Iterator[RawClient]:
 
 
 def delete(broker: RealBroker, name: str) -> None:
-    """As through another node: this one's cache is not told."""
+    """Delete the topic as another node would, without invalidating this node's cache."""
     broker.portal.call(broker.catalogue.delete(TopicRow, name))
     broker.portal.call(broker.topics.refresh())
 
@@ -194,7 +194,7 @@ def test_a_record_an_hour_ahead_of_now_is_refused_unless_its_topic_takes_it(shar
 
 
 def test_every_refusal_has_a_text() -> None:
-    """Of every API and version that has a place for one: librdkafka reads some of them without a look at null."""
+    """Every API and version with a field for the text sets it: librdkafka reads some of them without a null check."""
     texts = 0
     for module in vars(handlers).values():
         if not hasattr(module, "API") or not hasattr(module, "error_answer"):
@@ -202,7 +202,7 @@ def test_every_refusal_has_a_text() -> None:
         api = module.API
         for version in range(api.min_version, api.max_version + 1):
             if api.key in (17, 36):
-                continue  # their texts are those of the mechanism
+                continue  # the mechanism defines their texts
             request = memoryview(example(api.key, version, "t", uuid.UUID(int=7)))
             refused = module.error_answer(decode_request(api.key, version, request, 0), error_codes.POLICY_VIOLATION)
             answer = decode_body(api.key, version, bytes(encode_response(api.key, version, refused)))
@@ -217,7 +217,7 @@ def decode_body(key: int, version: int, data: bytes) -> Any:
 
 
 def count_texts(entity: Any, where: str) -> int:
-    """How many refusals within have a text. Fails for one that has none."""
+    """Count the refusals within `entity` that have a text; fail on one without."""
     if isinstance(entity, tuple):
         return sum(count_texts(each, where) for each in entity)
     if not dataclasses.is_dataclass(entity):
@@ -231,7 +231,7 @@ def count_texts(entity: Any, where: str) -> int:
 
 
 def test_scram_credentials_that_cannot_be_read_are_refused_with_a_text(raw: RawClient, shared: RealBroker) -> None:
-    """librdkafka's DescribeUserScramCredentials crashed at the null of this one."""
+    """librdkafka's DescribeUserScramCredentials crashed when this text was null."""
     request = encode(fields(load_request_schema(50, 0), users=(nested(load_request_schema(50, 0), "users")(name="x"),)))
     found = raw.ask(50, 0, request)
     assert found.results[0].error_message

@@ -1,4 +1,4 @@
-"""SASL at the endpoint: every mechanism with clients that we did not write, and whatever proves nothing."""
+"""SASL at the endpoint: every mechanism with third-party clients, and every kind of invalid credential."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_a_users_credentials_change_together_or_not_at_all(plain: FakeBroker, mo
 
 
 class Dialogue:
-    """One connection in clear text that says whatever it is told to."""
+    """One connection in clear text that sends arbitrary messages."""
 
     def __init__(self, broker: FakeBroker) -> None:
         self.sock = socket.create_connection(("127.0.0.1", broker.port), timeout=30)
@@ -259,7 +259,7 @@ class Dialogue:
         return struct.unpack_from(">h", answer, 4)[0], struct.unpack_from(">q", answer, len(answer) - 8)[0]
 
     def asks(self) -> bool:
-        """Is DescribeCluster answered?"""
+        """Return whether DescribeCluster is answered."""
         self.send(60, 0, b"\x00\x00")
         return bool(self.receive())
 
@@ -316,7 +316,7 @@ def test_what_is_pipelined_behind_a_proof_waits_for_it(plain: FakeBroker) -> Non
 
 
 def test_f243_nothing_is_served_before_a_proof(plain: FakeBroker) -> None:
-    """Every API but three ends the connection; so do large frames, strange mechanisms, and messages out of order."""
+    """Every API but three ends the connection, as do large frames, unknown mechanisms, and messages out of order."""
     from tidemill.kafka.handlers import APIS
 
     for key in sorted(APIS.keys() - {17, 18, 36}):
@@ -405,7 +405,9 @@ def test_delays_grow_by_address_are_bounded_and_forgotten() -> None:
 
 
 def test_a_session_that_expires_proves_anew_or_ends() -> None:
-    """KIP-368, by hand: the same principal and mechanism, before or after the end; anything else ends it."""
+    """KIP-368 by raw requests: re-authentication as the same principal with the same mechanism, before or after the
+    expiry, succeeds. Anything else ends the session.
+    """
     broker = FakeBroker(gate=gate(session_lifetime_s=1.0))
     add(broker, "alice")
     add(broker, "bob")
@@ -414,7 +416,7 @@ def test_a_session_that_expires_proves_anew_or_ends() -> None:
     code, lifetime_ms = client.authenticate(plainly())
     assert code == 0 and 0 < lifetime_ms <= 1000
     for _ in range(2):
-        time.sleep(1.1)  # the session's life, which the clock of the broker counts
+        time.sleep(1.1)  # the lifetime of the session, by the broker's clock
         assert client.handshake("PLAIN") == 0
         assert client.authenticate(plainly())[0] == 0
         assert client.asks()
@@ -554,7 +556,7 @@ def test_whatever_is_said_nobody_comes_in(
 
 
 async def test_the_authenticator_takes_turns_with_passwords() -> None:
-    """Deriving a password costs milliseconds of a processor: two at once, however many ask."""
+    """Deriving a password costs milliseconds of CPU time, so at most two are derived concurrently."""
     users = Users.__new__(Users)
     authenticator = Authenticator(users, Rand())
     running = peak = 0

@@ -1,4 +1,4 @@
-"""The logs of bindings stay flat, and behind nobody's back."""
+"""Truncation of bindings: the logs stay short, and no binding that a reader needs is removed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SOURCE = "topic/clicks"
 
 
 async def mint_for(world: World, remap: LogRemap, seconds: int) -> None:
-    """A binding every half second, of one table that moves."""
+    """Mint a binding every half second, for one table that advances."""
     for _ in range(seconds * 2):
         world.clock.advance(500)
         latest = await remap.latest()
@@ -25,7 +25,7 @@ async def mint_for(world: World, remap: LogRemap, seconds: int) -> None:
 
 
 async def source_of_pipeline(world: World, *tables: str) -> tuple[BindingsUpkeep, LogRemap]:
-    """A topic with bindings, and a pipeline with these tables of it."""
+    """Create a topic with bindings, and a pipeline that feeds these tables from it."""
     world.rows.listed["topic"] = [TopicRow("clicks", "t", 1)]
     if tables:
         world.rows.listed["pipeline"] = [PipelineRow("p", dict.fromkeys(tables, "topic:clicks"))]
@@ -68,7 +68,7 @@ async def test_a_pipeline_that_stands_keeps_its_bindings_and_so_does_what_a_rest
     shard = await world.open("t")
     await mint_for(world, remap, 90)
     await world.write(shard, KEYS)
-    for _ in range(30):  # the pipeline stands
+    for _ in range(30):  # the pipeline is stalled
         await mint_for(world, remap, 60)
         await world.tend()
         await look(world, upkeep)
@@ -114,7 +114,8 @@ async def test_f726_who_keeps_bindings_for_long_is_told_with_how_many_and_how_th
     later_ms = world.clock.now_ms() + 10_000
     assert derive_status(mark, "node:n", later_ms, later_ms).state is StageState.STUCK
 
-    hold = await world.open("t")  # the pipeline goes on, and a reader stays where it was
+    # the pipeline continues, and a reader keeps its hold at the old time
+    hold = await world.open("t")
     await hold.set_hold("export", stood_ms, 86_400_000)
     await world.write(shard, KEYS)
     mark = await reported(1)
@@ -131,7 +132,7 @@ def reported_now(world: World) -> StageStatus | None:
 
 
 async def mint_one(world: World, remap: LogRemap, after_s: int) -> None:
-    """One more binding, so long after the last one."""
+    """Mint one more binding, `after_s` seconds after the last one."""
     world.clock.advance(after_s * 1000)
     latest = await remap.latest()
     offset = latest.offsets["t"][0] + 1 if latest is not None else 0
@@ -162,7 +163,7 @@ async def test_a_source_that_was_idle_and_then_is_not_is_kept_by_nobody() -> Non
         await world.tend()
         await look(world, upkeep)
     await mint_for(world, remap, 60)
-    for _ in range(2):  # the shard was not visited since, nor is there a newer manifest
+    for _ in range(2):  # no maintenance of the shard since, and no newer manifest
         await look(world, upkeep)
         assert upkeep.facts()["held_by"] == {SOURCE: "t"}
         assert reported_now(world) is None

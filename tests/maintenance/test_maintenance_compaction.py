@@ -1,4 +1,4 @@
-"""Compaction by key, from what a producer sends to what a consumer reads, through the real reconciler and keeper."""
+"""Compaction by key, from the records of a producer to those of a consumer, through the real reconciler and job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class World(L1World):
         self.topics.set_coordinator(self._confirm)
         self.sent: list[Row] = []
         self.sequences: dict[int, int] = {}
-        """of producers with transactions"""
+        """Next sequence of each producer with transactions."""
 
     async def _confirm(self, *_: object) -> None:
         """Every transaction is open."""
@@ -67,7 +67,7 @@ class World(L1World):
             self.sent += [(result.base_offset + i, r.key, r.value) for i, r in enumerate(records)]
 
     async def move(self) -> None:
-        """Everything into L1, an extent a call."""
+        """Move all records into L1, one extent per call."""
         stage = PartitionsStage(self.consensus, self.objects, self.metastore, self.clock)
         await stage.load()
         for unit in (await stage.gather()).values():
@@ -82,7 +82,9 @@ class World(L1World):
             pass
 
     async def read(self, start: int = 0, *, partition: int = 0, committed: bool = False) -> list[Row]:
-        """As a client does: fetch after fetch, each from behind the last batch, what is aborted passed over."""
+        """Read as a client does: fetch after fetch, each from the end of the last batch, without aborted records if
+        `committed`.
+        """
         found: list[Row] = []
         while True:
             read = FetchRead(self.topic.topic_id, partition, start, 100, committed=committed)
@@ -103,7 +105,7 @@ class World(L1World):
             start = following
 
     async def abort_markers(self) -> list[int]:
-        """Offsets of those that a client may still fetch."""
+        """Return the offsets of the abort markers that a client can still fetch."""
         found, start = list[int](), 0
         while True:
             [answer] = await self.topics.fetch(
@@ -118,13 +120,13 @@ class World(L1World):
                 return found
 
     def newest(self, rows: list[Row] | None = None) -> list[Row]:
-        """Of each key, but for those of the last batch, which stays anyway."""
+        """Return the newest record of each key. The last batch is exempt from compaction."""
         rows = self.sent if rows is None else rows
         return sorted({key: (offset, key, value) for offset, key, value in rows}.values())
 
 
 async def fill(world: World, rounds: int = 6) -> None:
-    """Some keys that come again and again in extents of two batches; last a batch of its own that stays."""
+    """Write recurring keys in extents of two batches each, then a last batch in its own extent, which stays."""
     codecs = ["none", "gzip", "snappy", "lz4", "zstd"]
     for number in range(rounds):
         for part in range(2):
@@ -224,7 +226,7 @@ async def test_what_is_young_or_not_read_yet_stays() -> None:
 
 
 def again(world: World) -> TopicCompaction:
-    """The job as another node begins it."""
+    """Return the job as another node would start it."""
     job = world.compactor()
     job._holds = world.job._holds
     return job

@@ -1,4 +1,4 @@
-"""The keeper's scheduler: one node at a time, bounded steps, and a job's fault is that job's."""
+"""The scheduler of maintenance jobs: one node at a time, bounded steps, and isolation of a job's errors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tidemill.maintenance.scheduler import (
 
 
 class Panic(BaseException):
-    """What a library's native code raises: no Exception."""
+    """An exception of a library's native code, which does not derive from `Exception`."""
 
 
 class Steps(MaintenanceJob):

@@ -1,4 +1,4 @@
-"""Objects of topics, replaced roll-ups and logs of deleted topics: what goes, what stays, and why."""
+"""Deletion of topics' objects, of replaced rollups and of logs of deleted topics, and the objects that must stay."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_an_object_whose_batches_are_on_their_way_stays_however_long_it_ta
     sending = asyncio.create_task(world.send(node, row, 0))
     while not held:
         await asyncio.sleep(0)
-    # Somebody asks for it to be settled: the leader's own word covers only what it has placed.
+    # A settle request arrives meantime; the leader's answer covers only objects that it has placed.
     led.settle_if_due(0.0)
     await asyncio.sleep(0)
     for _ in range(5):
@@ -97,14 +97,16 @@ async def test_what_a_dead_writer_uploaded_and_never_placed_goes_and_the_partiti
     await world.keep(300)
     assert world.stored() == {placed}
     assert world.collector.facts()["settled"] == 1
-    # A leader paused all the while is refused when it comes back with it.
+    # A leader that was paused all the time is fenced when it resumes with that object.
     head = await world.consensus.log_head(partition_log(row.topic_id, 0))
     assert head.term > led._appender.term
     await world.aclose()
 
 
 async def test_an_object_of_a_writer_that_goes_on_writing_goes_and_nobody_is_made_to_say_so() -> None:
-    """The partition that it once led is another's, and that one's word is older than the writer's newest object."""
+    """Another node leads the partition that the writer once led, and its last entry is older than the writer's newest
+    object.
+    """
     world = World()
     row = await world.catalogue.create_topic("t", 2)
     node, other = world.node(), world.node()
@@ -128,7 +130,9 @@ async def test_an_object_of_a_writer_that_goes_on_writing_goes_and_nobody_is_mad
 
 
 async def test_what_an_idle_partition_decided_once_is_not_asked_again_while_its_leader_writes_elsewhere() -> None:
-    """A retry is uploaded and never placed. Its partition's next word comes when the keeper asks for it: once."""
+    """A retry is uploaded and never placed. The partition's next entry is written when maintenance asks for
+    it, once.
+    """
     world = World()
     row = await world.catalogue.create_topic("t", 2)
     node = world.node()
@@ -193,7 +197,7 @@ async def test_an_object_goes_though_its_log_is_cut_again_before_each_row_of_it_
         await world.send(node, row, 0)
     led = node._led[row.topic_id, 0]
     for start in range(1, 19):
-        # The row is always of the round before.
+        # The row always shows the state of the round before.
         await world.metastore.commit([PARTITIONS.encode(PartitionRow(row.topic_id, 0, start - 1, 20))])
         led.advance_log_start(start)
         while led.state.log_start < start:
@@ -225,8 +229,9 @@ async def test_of_a_deleted_topic_nothing_stays_but_the_heads_of_its_logs() -> N
 
 
 async def test_the_log_of_a_deleted_topic_is_ended_though_nothing_of_it_is_in_the_bucket() -> None:
-    """Its objects had gone before, as they do into L1, and it was never rolled up. A node that has not heard of the
-    deletion, and took it over meanwhile, goes on with it: it is ended again."""
+    """The topic's objects had been deleted earlier, as after a move into L1, and it was never rolled up. A node that
+    took the partition over, and does not know of the deletion, appends to the log; the log is then ended again.
+    """
     world = World()
     row = await world.catalogue.create_topic("gone", 1)
     node = world.node()
@@ -288,7 +293,7 @@ async def test_replaced_rollups_go_and_a_log_whose_truncation_was_cut_off_is_tru
 
 
 async def test_the_rollup_of_a_log_that_a_restore_replaced_goes_and_its_log_is_not_searched() -> None:
-    """It lies beyond the end of the log that is there now."""
+    """The old rollup is beyond the end of the present log."""
     world = World()
     row = await world.catalogue.create_topic("t", 1)
     log = partition_log(row.topic_id, 0)

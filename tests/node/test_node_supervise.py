@@ -39,6 +39,9 @@ async def test_a_killed_child_comes_back_under_a_new_pid_and_stop_ends_it(tmp_pa
     second = child.pid
     assert second is not None
     assert child.restarts == 1
+    [(process, ended)] = supervisor.recent_restarts().items()
+    assert (process, ended["count"]) == ("process:sleeper", 1)
+    assert "killed by SIGKILL" in str(ended["reason"])
     await supervisor.stop()
     assert not alive(second)
     assert failures == []
@@ -62,6 +65,7 @@ async def test_a_child_that_was_asked_to_end_is_started_anew_and_tells_no_failur
     child = supervisor.add(ChildSpec("ends", [sys.executable, "-c", "pass"], marks=("pipeline:p",)))
     await until(lambda: child.restarts >= 2)
     assert supervisor.tracker.failure("pipeline:p") is None and not said
+    assert supervisor.recent_restarts() == {}
     await supervisor.stop()
 
 
@@ -106,7 +110,7 @@ async def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_
     (mark,) = supervisor.tracker.report("up", 0).marks
     assert (mark.name, mark.held_by) == ("pipeline:shop", "operator")
     file.write_text("def build(p):\n    p.table('t', p.topic('t', key='a', schema='a long'))\n")
-    await until(lambda: len(said) > 1)  # long before the pause is over: its file changed
+    await until(lambda: len(said) > 1)  # long before the pause ends, because its file changed
     assert "objects.url" in said[1], "it got further, to the next thing that is wrong"
     assert len(set(said)) == len(said) and other.pid and not failures
     first = failure.since_ms
