@@ -57,12 +57,7 @@ func run(directory string) error {
 			}
 			return value
 		},
-		"required": func(message string, value any) (any, error) {
-			if empty(value) {
-				return nil, errors.New(message)
-			}
-			return value, nil
-		},
+		"fail": func(message string) (string, error) { return "", errors.New(message) },
 		"include": func(name string, data any) (string, error) {
 			var out bytes.Buffer
 			err := root.ExecuteTemplate(&out, name, data)
