@@ -12,6 +12,10 @@ from pathlib import Path
 OWN_VARIABLES = ("PYTHON", "TIDEMILL", "VIRTUAL_ENV")
 
 
+class StepError(Exception):
+    """A RUN ended with another exit code than 0."""
+
+
 @dataclass
 class Stage:
     base: str
@@ -51,7 +55,10 @@ def lineage(stages: list[Stage], name: str) -> list[Stage]:
 
 
 def replay(stages: list[Stage], context: Path, root: Path, path: str) -> None:
-    """Run COPY and RUN of `stages` with `root` as the root directory of the image, and `path` as its PATH."""
+    """Run COPY and RUN of `stages` with `root` as the root directory of the image, and `path` as its PATH.
+
+    Raises StepError if a RUN fails.
+    """
     directory = root
     # Settings of this machine's network stay, those of this Python and of tidemill do not.
     environment = {name: value for name, value in os.environ.items() if not name.startswith(OWN_VARIABLES)}
@@ -73,6 +80,7 @@ def replay(stages: list[Stage], context: Path, root: Path, path: str) -> None:
             done = subprocess.run(
                 ["sh", "-c", command], cwd=directory, env=environment, capture_output=True, text=True, timeout=900
             )
-            assert done.returncode == 0, (command, done.stdout[-2000:], done.stderr[-2000:])
+            if done.returncode:
+                raise StepError(f"exit code {done.returncode}: {command}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
         else:
             raise AssertionError(f"not replayed: {word} {rest}")
