@@ -20,7 +20,7 @@ from support.waiting import eventually
 pytestmark = pytest.mark.browser
 
 SCRIPT_S = 0.2
-"""Processor time that scripts may use to draw the first overview, or a list, of a large cluster."""
+"""Limit of the processor time for scripts to draw the first overview, or a list, of a large cluster."""
 
 VIEWS = {
     "": "no records yet",

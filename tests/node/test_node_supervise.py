@@ -1,4 +1,4 @@
-"""Supervision: what dies is restarted, a refused configuration is not, and nothing outlives its parent."""
+"""Supervision: dead children restart, a rejected configuration does not, and no child outlives its parent."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_a_node_that_refuses_its_configuration_at_once_ends_everything_wit
 async def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_and_a_correction_starts_it(
     tmp_path: Path,
 ) -> None:
-    """The real driver's process, up to where it would open its stores."""
+    """The child is the real driver, up to the point where it would open its stores."""
     from tidemill.base.config.config import parse
     from tidemill.node.supervise.processes import driver_spec
 

@@ -174,7 +174,7 @@ async def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and
 
 
 def test_drivers_that_are_not_started_any_more_are_forgotten_once_they_are_dead(tmp_path: Path) -> None:
-    """`up` with three drivers was killed, and is started with one. The second is frozen, not dead."""
+    """`up` with three drivers was killed, and is started with one. The second driver is frozen, not dead."""
     clock, rand = SystemClock(), Rand()
     argv = [sys.executable, "-c", "input()", DRIVER_MODULE]
 
