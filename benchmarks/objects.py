@@ -253,8 +253,8 @@ async def moto_store(clock: SystemClock, rand: Rand) -> tuple[ObjectStore, Any]:
     import boto3
     from moto.server import ThreadedMotoServer
 
+    from tidemill.objects.buckets.s3 import S3Objects
     from tidemill.objects.retrying import RetryingObjects
-    from tidemill.objects.s3 import S3Objects
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)

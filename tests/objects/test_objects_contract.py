@@ -52,8 +52,7 @@ class TestLocalOpened(ObjectsContract):
 class TestS3Bare(ObjectsContract):
     @pytest.fixture
     def open_store(self, s3_endpoint: str, new_bucket: Callable[[], str]) -> OpenStore:
-        from tidemill.objects.factory import parse_s3
-        from tidemill.objects.s3 import S3Objects
+        from tidemill.objects.buckets.s3 import S3Objects, parse_s3
 
         @asynccontextmanager
         async def opened() -> AsyncIterator[ObjectStore]:

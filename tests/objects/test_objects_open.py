@@ -14,7 +14,8 @@ from support.objects.moto_access import CREDENTIALS
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.objects import MemoryObjects, open_objects
-from tidemill.objects.factory import parse_s3, redact
+from tidemill.objects.buckets.s3 import parse_s3
+from tidemill.objects.buckets.urls import redact
 from tidemill.objects.probe import probe_objects, probe_url
 from tidemill.objects.reads import plan_reads, split_response
 from tidemill.objects.store import Buffer
@@ -34,7 +35,7 @@ async def test_each_form_of_the_url_opens(tmp_path: Path, monkeypatch: pytest.Mo
     ("url", "word"),
     [
         ("", "empty"),
-        ("gs://bucket", "unknown scheme"),
+        ("ftp://bucket", "unknown scheme"),
         ("http://host/bucket", "unknown scheme"),
         ("file://host/dir", "absolute path"),
         ("file:relative", "absolute path"),
@@ -130,7 +131,7 @@ async def test_the_probe_names_what_a_bad_store_gets_wrong(store: type[MemoryObj
 
 
 async def test_the_probe_of_a_wrong_url_is_one_failed_check() -> None:
-    [check] = await probe_url("gs://x", SystemClock(), Rand())
+    [check] = await probe_url("ftp://x", SystemClock(), Rand())
     assert not check.ok and "objects.url" in check.detail and check.fix
 
 

@@ -23,8 +23,8 @@ from tidemill.base.errors import (
     UnknownOutcomeError,
 )
 from tidemill.objects import MemoryObjects, ObjectMeta
+from tidemill.objects.buckets.s3 import S3Objects
 from tidemill.objects.retrying import RetryingObjects
-from tidemill.objects.s3 import S3Objects
 from tidemill.objects.store import Buffer, MisconfiguredError
 
 Script = list[tuple[bool, type[TidemillError] | None]]

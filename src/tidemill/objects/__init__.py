@@ -1,6 +1,6 @@
 """objects: immutable objects in a bucket, a directory or memory.
 
-    caller ─► retrying (concurrency, retries, classification of failures) ─► s3 | local | memory
+    caller ─► retrying (concurrency, retries, classification of failures) ─► buckets | local | memory
     factory: URL ─► store;  reads: for readers;  health: the state of a store;  probe: `tidemill doctor`
 
 Owns key rules, durable and conditional creation, ranged reads, bounded concurrency, retries with a time budget, and the

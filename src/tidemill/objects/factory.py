@@ -2,11 +2,11 @@
 
     file:///abs/dir, ./dir, /abs/dir      a local directory
     memory:                               this process only
-    s3://bucket/prefix?endpoint=http://host:port&region=us-east-1
+    s3://bucket/prefix                    Amazon S3 and servers with its API: `buckets.s3`
+    gs://bucket/prefix                    Google Cloud Storage: `buckets.gcs`
+    az://container/prefix?account=NAME    Azure Blob Storage: `buckets.azure`
 
-Query keys of s3: endpoint, region, access_key_id, secret_access_key, session_token, virtual_host=true|false,
-credentials=environment|instance. Credentials not in the query come from AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY and
-AWS_SESSION_TOKEN; with `credentials=instance` the role of the machine or container provides them.
+Options and environment variables of a bucket are in its module.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Mapping
-from typing import Any
-from urllib.parse import parse_qsl, unquote, urlsplit
+from urllib.parse import unquote, urlsplit
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import InvalidError
 from tidemill.base.limits import OBJECT_RETRY_BUDGET_S
+from tidemill.objects.buckets.urls import URL_FIX, redact
 from tidemill.objects.local import LocalObjects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import RetryingObjects
-from tidemill.objects.store import ObjectStore, check_prefix
+from tidemill.objects.store import ObjectStore
 
-_URL_FIX = "Write it as file:///dir, memory: or s3://bucket/prefix?endpoint=…&region=…."
-_SECRETS = {"access_key_id", "secret_access_key", "session_token"}
-_QUERY_KEYS = _SECRETS | {"endpoint", "region", "virtual_host", "credentials"}
+BUCKET_SCHEMES = ("s3", "gs", "az")
 
 
 async def open_objects(
@@ -54,10 +52,7 @@ async def open_objects(
     elif scheme == "file":
         inner = await asyncio.to_thread(LocalObjects.open, _directory(url), clock, rand)
     else:
-        from tidemill.objects.s3 import S3Objects
-
-        bucket, prefix, config = parse_s3(url, os.environ if env is None else env)
-        inner = S3Objects(bucket, prefix, config, rand)
+        inner = _bucket(scheme, url, os.environ if env is None else env, rand)
         if verify:
             async for _ in inner.list(""):
                 break
@@ -68,66 +63,34 @@ async def open_objects(
         rand,
         store=label,
         budget_s=retry_budget_s,
-        coalesce=scheme == "s3",
+        coalesce=scheme in BUCKET_SCHEMES,
     )
 
 
-def redact(url: str) -> str:
-    """Return the URL without its secrets, for messages and logs."""
-    head, mark, query = url.partition("?")
-    pairs = [part.partition("=") for part in query.split("&")] if mark else []
-    return head + mark + "&".join(f"{n}={'***' if n in _SECRETS else v}" for n, _, v in pairs)
+def _bucket(scheme: str, url: str, env: Mapping[str, str], rand: Rand) -> ObjectStore:
+    """Return the store of a bucket; its module, and with it the library, is imported on demand."""
+    if scheme == "gs":
+        from tidemill.objects.buckets.gcs import GcsObjects, parse_gcs
 
+        return GcsObjects(*parse_gcs(url, env), rand)
+    if scheme == "az":
+        from tidemill.objects.buckets.azure import AzureObjects, parse_azure
 
-def parse_s3(url: str, env: Mapping[str, str]) -> tuple[str, str, dict[str, Any]]:
-    """Parse a URL as (bucket, prefix, obstore configuration). Raises InvalidError."""
-    parts = urlsplit(url)
-    shown = redact(url)
-    if not parts.netloc:
-        raise InvalidError(f"objects.url names no bucket: objects.url={shown!r}.", fix=_URL_FIX)
-    prefix = unquote(parts.path).strip("/")
-    if prefix:
-        check_prefix(prefix)
-        prefix += "/"
-    query = dict(parse_qsl(parts.query, keep_blank_values=True))
-    if unknown := sorted(query.keys() - _QUERY_KEYS):
-        raise InvalidError(
-            f"objects.url has unknown parameters: parameters={','.join(unknown)} objects.url={shown!r}.",
-            fix=f"Use only {', '.join(sorted(_QUERY_KEYS))}.",
-        )
-    config: dict[str, Any] = {
-        "region": query.get("region") or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or "us-east-1",
-        "virtual_hosted_style_request": query.get("virtual_host", "false").lower() == "true",
-    }
-    if endpoint := query.get("endpoint") or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL"):
-        if not endpoint.startswith(("http://", "https://")):
-            raise InvalidError(
-                f"the endpoint of objects.url is not an http address: endpoint={endpoint!r}.",
-                fix="Write it as http://host:port or https://host.",
-            )
-        config["endpoint"] = endpoint.rstrip("/")
-    if query.get("credentials", "environment") == "instance":
-        return parts.netloc, prefix, config
-    for name in ("access_key_id", "secret_access_key", "session_token"):
-        if value := query.get(name) or env.get(f"AWS_{name.upper()}"):
-            config[name] = value
-    if "access_key_id" not in config or "secret_access_key" not in config:
-        raise InvalidError(
-            f"no credentials for objects.url: objects.url={shown!r}.",
-            fix="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or add credentials=instance for the machine's role.",
-        )
-    return parts.netloc, prefix, config
+        return AzureObjects(*parse_azure(url, env), rand)
+    from tidemill.objects.buckets.s3 import S3Objects, parse_s3
+
+    return S3Objects(*parse_s3(url, env), rand)
 
 
 def _scheme(url: str) -> str:
     head, colon, _ = url.partition(":")
     if not url.strip():
-        raise InvalidError("objects.url is empty.", fix=_URL_FIX)
+        raise InvalidError("objects.url is empty.", fix=URL_FIX)
     if not colon or "/" in head:
         return "file"
-    if head in ("file", "memory", "s3"):
+    if head in ("file", "memory", *BUCKET_SCHEMES):
         return head
-    raise InvalidError(f"objects.url has an unknown scheme: objects.url={redact(url)!r}.", fix=_URL_FIX)
+    raise InvalidError(f"objects.url has an unknown scheme: objects.url={redact(url)!r}.", fix=URL_FIX)
 
 
 def local_directory(url: str) -> str | None:

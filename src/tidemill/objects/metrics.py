@@ -1,4 +1,4 @@
-"""Metrics of the package, declared once with their meaning. `store` is local, memory or s3."""
+"""Metrics of the package, declared once with their meaning. `store` is local, memory, s3, gs or az."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Checks of `tidemill doctor` for an object store, before it is used.
 
-Some servers accept `If-None-Match` and ignore it, or check it without atomicity. Two creates in sequence detect the
-first kind, a race of many the second. Probe objects are under `probe/` and are always deleted at the end.
+Some servers accept the condition of a create and ignore it, or check it without atomicity. Two creates in sequence
+detect the first kind, a race of many the second. Probe objects are under `probe/` and are always deleted at the end.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ConflictError, TidemillError
-from tidemill.objects.factory import open_objects, redact
+from tidemill.objects.buckets.urls import redact
+from tidemill.objects.factory import open_objects
 from tidemill.objects.store import ObjectStore
 
 RACERS = 32
@@ -62,7 +63,8 @@ class _ProbeFailedError(Exception):
 
 
 _NO_CONDITIONS = (
-    "Use a server that honours If-None-Match on PutObject (AWS S3, Ceph, MinIO, recent Garage), or upgrade this one."
+    "Use a service that honours conditional creates (AWS S3, Google Cloud Storage, Azure, Ceph, MinIO, recent Garage), "
+    "or upgrade this one."
 )
 
 

