@@ -1,4 +1,4 @@
-"""The scenario that runs on every supported Spark, in one process: `python scenario.py DIRECTORY` prints what it saw as JSON.
+"""Scenario of every supported Spark, in one process: `python scenario.py DIRECTORY` prints its results as JSON.
 
 The PySpark that is first on PYTHONPATH is used. The scenario writes a table, reads it in both ways, follows its changes
 over a restart, streams a topic, writes a stream, and runs a pipeline with a derived table.
