@@ -1,4 +1,4 @@
-"""The backlog of one database: a bound ends the shapes that exceed it and no other, and age counts only while the
+"""The backlog of one database: a limit ends the shapes that exceed it and no others, and age counts only while the
 stream is live."""
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Backlog:
     """A tap with shapes of two tables, whose evaluation runs when the test asks."""
 
     def __init__(self, limits: BacklogLimits, *, restoring: bool = False, where: str = "") -> None:
-        """`where`: of the shape of `TABLE`."""
+        """`where`: clause of the shape of `TABLE`."""
         self.clock = ManualClock()
         self.sink = ShapeTap(self.clock, LoopShare(self.clock), limits)
         self.sink.restoring = restoring
@@ -83,8 +83,8 @@ class Backlog:
         return consumer
 
     def commit(self, *changed: Relation, cut: int = 0, first_id: int = -1) -> int:
-        """One transaction, in fragments of one relation each where `cut`; returns its LSN. Ids begin with `first_id`,
-        or are its LSN and what follows."""
+        """Deliver one transaction and return its LSN. With `cut`, each fragment has one relation. Ids count up from
+        `first_id`, or from the LSN."""
         self._lsn += 10
         first_id = self._lsn if first_id < 0 else first_id
         changes = [

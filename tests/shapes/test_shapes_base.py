@@ -52,7 +52,7 @@ async def test_nobody_empties_a_table_between_the_snapshot_and_the_rows_that_are
 
 
 async def test_rows_of_tables_that_inherit_are_in_neither_the_shape_nor_its_subsets(postgres_dsn: str) -> None:
-    """The stream brings them under their own tables; of a partitioned one under its root."""
+    """The stream delivers those rows under their own tables; those of a partitioned table under its root."""
     ddl = f"""{DDL}; CREATE TABLE child (extra int) INHERITS (a); INSERT INTO child VALUES (9, 9, 9);
         CREATE TABLE p (id int PRIMARY KEY, v int) PARTITION BY RANGE (id);
         CREATE TABLE p0 PARTITION OF p FOR VALUES FROM (0) TO (5); CREATE TABLE p1 PARTITION OF p DEFAULT;

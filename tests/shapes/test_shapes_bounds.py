@@ -144,7 +144,7 @@ async def test_f103_a_feed_over_a_shard_that_fails_ends_its_shape_and_is_told(
 async def test_a_shape_that_has_its_rows_is_not_told_as_loading(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Least of all one over a shard, of which the same task follows the shard from then on."""
+    """Shapes over a shard must be covered: their loading task continues to follow the shard."""
     monkeypatch.setattr("tidemill.shapes.reporting.LOADING_SHOWN_S", 1.0)
     shard = FakeShard("s", SCHEMA)
 
@@ -206,7 +206,7 @@ async def test_f104_a_shape_too_many_is_refused_and_none_in_use_ends_for_it(post
         assert {str(s["handle"]) for s in world.service.shapes()} == set(handles)
 
         async def refreshed() -> bool:
-            """Two are used again and again, so that only the third becomes idle."""
+            """Request two shapes repeatedly, so that only the third becomes idle."""
             for n in (0, 2):
                 assert (await world.get(table="item", offset="-1", where=f"id = {n}")).handle == handles[n]
             return (await world.get(table="item", offset="-1", where="id = 3")).status == 200
@@ -262,7 +262,7 @@ async def test_a_change_without_room_ends_the_shape_whose_log_has_grown_not_the_
 async def test_f106_a_shape_that_falls_behind_ends_and_the_stream_and_other_shapes_go_on(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each change costs the dear one 20 ms: it has half a loop, and the rest is everybody's."""
+    """Each change costs the expensive shape 20 ms; it gets half of the loop's time, and the others share the rest."""
     real = TableConsumer._convert_change
 
     def dear(self: TableConsumer, *arguments: Any) -> None:

@@ -1,4 +1,4 @@
-"""A real nginx as the cache before a node: what it calls HIT, STALE, REVALIDATED and MISS of each kind of answer."""
+"""A real nginx as the cache of a node: HIT, STALE, REVALIDATED and MISS for each kind of answer."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ http {{
 
 
 class Cache:
-    """Requests through nginx; `x-cache` of an answer is nginx's word for it."""
+    """Requests through nginx; `x-cache` of an answer is nginx's cache status."""
 
     def __init__(self, port: int) -> None:
         self.port = port

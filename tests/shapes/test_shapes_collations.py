@@ -1,4 +1,5 @@
-"""Clauses over columns of several collations, against PostgreSQL: what it fails on is refused when it is compiled."""
+"""Clauses over columns of several collations, against PostgreSQL: clauses that fail there are refused at
+compilation."""
 
 from __future__ import annotations
 
@@ -51,7 +52,8 @@ OF_ARRAYS = ["{0} = {1}", "{0} @> {1}", "{0} && {1}", "{0} <@ {1}", "{0} IS DIST
 
 
 def cases() -> tuple[list[str], set[str]]:
-    """Clauses, and those of them where the server may decide without comparing: by an earlier item, or by lengths."""
+    """Return clauses, and the subset that the server may decide without a comparison: by an earlier item, or by
+    lengths."""
     found = [t.format(a, b) for t in (*OF_SCALARS, *PATTERNS) for a, b in itertools.product(SCALARS, SCALARS)]
     found += [t.format(a, b) for t in OF_BOTH for a, b in itertools.product(SCALARS, ARRAYS)]
     arrays = [t.format(a, b) for t in OF_ARRAYS for a, b in itertools.product(ARRAYS, ARRAYS)]

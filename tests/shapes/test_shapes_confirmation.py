@@ -1,4 +1,4 @@
-"""A thousand dear shapes: capture, tables and the confirmation of LSNs do not wait for them."""
+"""A thousand expensive shapes delay neither capture, nor its tables, nor the confirmation of LSNs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SHAPES = 1_000
 ROWS_PER_S = 2_000
 LOAD_S = 5.0
 DELAY_LIMIT_S = 2.0
-"""Measured on two cores: 0.15 s at most; it was 31 s when shapes were evaluated on capture's turn."""
+"""Limit of the delay. Measured on two cores: at most 0.15 s; it was 31 s when capture's task evaluated shapes."""
 
 
 async def test_f435_a_thousand_dear_shapes_do_not_delay_the_confirmation_of_lsns(postgres_dsn: str) -> None:
@@ -66,7 +66,7 @@ class NobodyListed(BaseException):
 async def test_f425_shapes_start_over_when_their_tap_breaks_and_capture_does_not_notice(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The real tap, with a fault in it: clients refetch and end equal, in the same session of the capture."""
+    """The real tap breaks: clients refetch and end equal, in the same session of the capture."""
     async with RealWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.5)) as world:
         await until(lambda: world.capture.streaming)
         client = await world.sync(table="stock", where="w = 1")
@@ -90,7 +90,7 @@ async def test_f425_shapes_start_over_when_their_tap_breaks_and_capture_does_not
 
 
 def load(dsn: str, written: list[tuple[float, int]]) -> None:
-    """Rows at a steady rate; (when, WAL position) some times a second."""
+    """Write rows at a steady rate, and note (time, WAL position) several times a second."""
     with psycopg.connect(dsn, autocommit=True) as connection:
         started_s, rows = time.monotonic(), 0
         while time.monotonic() - started_s < LOAD_S:

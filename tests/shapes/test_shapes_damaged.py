@@ -1,4 +1,4 @@
-"""A flipped bit in a shape's file ends that shape, whose clients refetch, and is never a row of another value."""
+"""A flipped bit in a shape's file ends that shape, whose clients refetch, and never yields a wrong row."""
 
 from __future__ import annotations
 

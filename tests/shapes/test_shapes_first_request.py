@@ -109,7 +109,7 @@ MADE = "CREATE TABLE made (id int PRIMARY KEY, g int GENERATED ALWAYS AS (id * 2
 async def test_a_mistake_is_400_beside_generated_columns_and_a_column_that_was_just_added_503(
     carried: bool, postgres_dsn: str
 ) -> None:
-    """Stored ones are carried where they are published, by PostgreSQL 18 and later."""
+    """PostgreSQL 18 and later publishes stored generated columns, and shapes carry them."""
     async with ShapeWorld(postgres_dsn, MADE) as world:
         if not carried:
             world.relations = {

@@ -49,7 +49,7 @@ def stall_s() -> float:
 
 
 class CpuWatch:
-    """The longest time that the loop's thread worked between two turns of a task that does nothing."""
+    """Measures the longest work of the loop's thread between two turns of an idle task."""
 
     def __init__(self) -> None:
         self.longest_s = 0.0
@@ -64,7 +64,8 @@ class CpuWatch:
 
 
 class SliceWatch:
-    """The longest slice of shapes' own work. (This world decodes the stream on its loop, which a capture does not.)"""
+    """Measures the longest slice of the shapes' own work. (This world decodes the stream on its loop, unlike a
+    capture.)"""
 
     def __init__(self, share: LoopShare) -> None:
         self.longest_s = 0.0

@@ -31,7 +31,7 @@ INSERT INTO "Odd.Name" VALUES ('a/b', '00000000-0000-0000-0000-000000000001', 'Ã
 
 
 async def start(world: ShapeWorld, **params: str) -> dict[str, str]:
-    """Follow a shape to its tail; returns the parameters of the next request."""
+    """Follow a shape to its tail. Return the parameters of the next request."""
     client = await world.sync(table="item", **params)
     return {"table": "item", **params, "offset": client.offset, "handle": client.handle}
 
@@ -390,7 +390,7 @@ async def test_health_list_and_preflight(postgres_dsn: str) -> None:
 
 
 async def test_a_write_during_the_snapshot_is_seen_once(postgres_dsn: str) -> None:
-    """The stream is held back, so that the same rows are in the snapshot and in the buffered stream."""
+    """The stream is paused, so that the same rows are in the snapshot and in the buffered stream."""
     async with ShapeWorld(postgres_dsn, DDL) as world:
         world.hold()
         await asyncio.sleep(0.05)
@@ -448,7 +448,7 @@ async def test_shapes_of_a_capture_that_starts_anew_refetch_and_an_empty_one_is_
 
 
 async def read_events(world: ShapeWorld, params: dict[str, str], until: Any, timeout_s: float = 10) -> tuple[str, bool]:
-    """Raw text of an event stream until `until(text)`; the second value says whether the server closed it."""
+    """Read the text of an event stream until `until(text)` holds. Also return whether the server closed it."""
     import urllib.parse
 
     reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port)
@@ -688,7 +688,7 @@ async def test_a_request_whose_handling_raises_anything_is_500_and_the_next_one_
 
 
 async def test_operators_of_the_application_are_never_called_in_the_snapshot_query(postgres_dsn: str) -> None:
-    """An operator of the search path that fits better than PostgreSQL's own would be chosen, were it in the path."""
+    """An operator in the search path that fits better than PostgreSQL's own would otherwise be chosen."""
     ddl = """
     CREATE TABLE item (id int PRIMARY KEY, name varchar(20));
     INSERT INTO item SELECT n, 'n' || n FROM generate_series(1, 20) n;

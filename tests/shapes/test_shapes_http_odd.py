@@ -1,4 +1,4 @@
-"""Requests as no client of ours would write them: other methods, bytes that are no text, bodies that break off."""
+"""Requests that no regular client sends: other methods, bytes that are no text, interrupted bodies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PAGE = {"origin": "http://localhost:3000"}
 
 
 async def raw(world: ShapeWorld, data: bytes, *, ends: bool = False) -> bytes:
-    """All that is answered to these bytes; `ends`: and nothing more comes."""
+    """Send these bytes and return the whole answer. With `ends`, the connection must end after it."""
     reader, writer = await asyncio.open_connection("127.0.0.1", world.server.port)
     writer.write(data)
     if ends:

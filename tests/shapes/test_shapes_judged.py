@@ -151,7 +151,7 @@ async def test_a_shape_whose_question_the_database_answers_with_an_error_ends(po
 async def test_a_question_that_the_database_does_not_answer_holds_up_no_other(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor do look-ups of the catalogue."""
+    """Other questions and look-ups of the catalogue are not delayed."""
     judge, blocked, answered = remote_evaluation.evaluate_rows, list[str](), list[str]()
 
     async def picky(connection: Any, question: remote_evaluation.EvaluationRequest) -> list[remote_evaluation.Verdict]:

@@ -81,7 +81,7 @@ class Inline(Executor):
 
 
 class Process:
-    """One life: a sink on its store, and the part of a session that shapes see."""
+    """One process: a tap on its store, and the part of a session that shapes use."""
 
     def __init__(self, machine: KeptMachine, path: Path, life: int, limits: BacklogLimits | None = None) -> None:
         self.gate = Gate()
@@ -99,7 +99,7 @@ class Process:
 
 
 class Session:
-    """Stream, for the tap: the collector's queue of notices, its tracker and its status."""
+    """A session for the tap: the collector's queue of notices, its tracker and its status."""
 
     def __init__(self, confirmed: int) -> None:
         self.tracker = FlushTracker()
@@ -125,7 +125,7 @@ class KeptMachine(RuleBasedStateMachine):
     consumer_kind = TableConsumer
 
     def snapshot_of(self, saved: str) -> PgSnapshot:
-        """The snapshot of a shape that is restored."""
+        """Return the snapshot of a restored shape."""
         return PgSnapshot.parse(saved)
 
     @initialize(seed=st.integers(0, 1 << 16))
@@ -136,7 +136,7 @@ class KeptMachine(RuleBasedStateMachine):
         self.row: tuple[str, ...] = ()
         self.confirmed = self.lsn = 0
         self.log: list[list[Fragment]] = []
-        """Whole transactions, as fragments; the last may not have committed."""
+        """Transactions as fragments; the last one may not have committed."""
         self.rows: dict[int, list[tuple[int, dict[str, str]]]] = {t.oid: [(0, {})] for t in TABLES}
         """oid → (commit LSN, contents from then on)"""
         self.lives = self.shape_count = 0
@@ -162,7 +162,7 @@ class KeptMachine(RuleBasedStateMachine):
         self.session = Session(self.confirmed)
         process.taps.begin_stream(self.session, self.confirmed)
         self.delivered = 0
-        """Fragments of the transaction at hand."""
+        """Number of delivered fragments of the current transaction."""
         if process.sink.restoring:
             self.loop.run_until_complete(self.restore())
 
@@ -245,7 +245,7 @@ class KeptMachine(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 3), fragments=st.integers(1, 2))
     def write(self, count: int, fragments: int) -> None:
-        """A transaction of the application."""
+        """Commit a transaction of the application."""
         self.lsn += self.random.randint(1, 3)
         transaction: list[Fragment] = []
         ordinal = 0
@@ -291,7 +291,7 @@ class KeptMachine(RuleBasedStateMachine):
 
     @rule()
     def stream(self) -> None:
-        """All there is, and what comes of it."""
+        """Deliver all fragments, and process the results."""
         self.write(2, 1)
         while self.next_one is not None:
             self.deliver()
@@ -522,7 +522,7 @@ def test_the_property_finds_planted_faults(planted: dict[str, Any]) -> None:
 
 
 def test_what_is_given_up_while_logs_are_restored_is_confirmed_with_their_ends_and_not_before() -> None:
-    """The file still holds them, under the name that the capture's row has: a process that dies now resumes them."""
+    """The file still holds those logs under the name in the capture's row: a process that dies now resumes them."""
     machine = KeptMachine()
     machine.begin(seed=1)
     machine.stream()

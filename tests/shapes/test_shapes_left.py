@@ -1,4 +1,4 @@
-"""Files of shape logs that another node has followed on: they go, and no other file does."""
+"""Files of shape logs that another node has continued: they are deleted, and no other file is."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def test_a_file_goes_when_the_row_names_another_owner_or_is_gone_and_only_
 
 
 def killed(path: Path, owner: str) -> None:
-    """A process that dies without a word: what it wrote last is in the write-ahead log only."""
+    """Simulate a killed process: its last writes are only in the write-ahead log."""
     pid = os.fork()
     if pid == 0:
         file = made(path, owner)

@@ -1,4 +1,4 @@
-"""Shapes that the server defines: what a client may say of them, and what it sees."""
+"""Shapes that the server defines: permitted parameters of a client, and its visible rows."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_a_definition_that_could_never_be_served_is_refused_when_the_node_starts
 
 
 def test_the_whole_query_is_looked_at_once() -> None:
-    """A name that is given twice has no order that two readers could take differently."""
+    """Readers may interpret a repeated name in a query differently."""
     from starlette.datastructures import QueryParams
 
     from tidemill.shapes.http.params import BadRequestError

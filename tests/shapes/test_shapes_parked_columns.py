@@ -94,7 +94,8 @@ async def ends(client: Client) -> bool:
 
 
 async def write(world: RealWorld, name: str, number: int) -> None:
-    """One transaction: rows come, change, move between filters, get other keys and go."""
+    """Commit one transaction in which rows are inserted, changed, moved between filters, given other keys, and
+    deleted."""
     async with world.db.transaction():
         await world.db.execute(f"INSERT INTO {name} (id, a, b) VALUES ({100 + number}, 'new', {number})")
         await world.db.execute(f"UPDATE {name} SET a = a || '.{number}' WHERE id % 7 = {number % 7}")
@@ -168,7 +169,7 @@ ENDING = {
     "moved": "ALTER TABLE moved DROP COLUMN x; ALTER TABLE moved RENAME TO elsewhere",
     "emptied": "ALTER TABLE emptied DROP COLUMN x; TRUNCATE emptied",
 }
-"""Each has the same names and types as before in the columns (id, a), or a key that is another."""
+"""Changes that keep the names and types of columns (id, a), or change the key."""
 LATER = {
     "swapped_later": "ALTER TABLE swapped_later RENAME a TO t; ALTER TABLE swapped_later RENAME c TO a;"
     " ALTER TABLE swapped_later RENAME t TO c",
@@ -291,7 +292,7 @@ async def test_a_shape_continues_while_its_table_is_copied_again_and_what_change
         world.capture.check_tables_soon()
 
         async def set_aside() -> bool:
-            """Rows change all the while."""
+            """Return whether a side topic exists; rows change during the wait."""
             await world.db.execute("UPDATE dropped SET a = a || '.' WHERE id < 20")
             (row,) = await world.catalogue.all_tables()
             return row.side_topic is not None

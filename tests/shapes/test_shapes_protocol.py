@@ -1,4 +1,4 @@
-"""Details of Electric's protocol that its own clients and test suites look at."""
+"""Details of Electric's protocol that its own clients and test suites check."""
 
 from __future__ import annotations
 

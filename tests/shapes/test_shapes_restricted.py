@@ -1,4 +1,4 @@
-"""Principals that may read some shapes only, and only their rows: behind the guard, over real HTTP."""
+"""Principals that may read only some shapes, and only their rows: behind the guard, over real HTTP."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def guarded_world(dsn: str, *, long_poll_s: float = 5.0) -> AsyncIterator[
 
 
 def of_ann() -> str:
-    """A token made when it is asked for: it lives ten minutes, and a test is not run when its file is read."""
+    """Return a token created now: it is valid for ten minutes, and tests may run long after their file is imported."""
     return bearer("ann", tenant="t1")
 
 
@@ -196,7 +196,7 @@ async def test_a_signed_url_needs_no_token_and_may_be_kept_by_caches(postgres_ds
 
 
 async def test_no_request_of_a_restricted_principal_sees_a_row_outside_its_clause(postgres_dsn: str) -> None:
-    """Clients with clauses, columns and subsets of their own, while rows move between tenants."""
+    """Clients use various clauses, columns and subsets, while rows move between tenants."""
     rand = random.Random(11)
     clauses = ["", "true", "n > 10", "tenant = 't1' OR true", "NOT (n = 3)", "n IN (1, 2, 3, 4) OR tenant <> 't0'",
                "100 / (n - 4) < 1000", "tenant LIKE '%'", "tenant IS NOT NULL"]  # fmt: skip

@@ -28,8 +28,8 @@ SHAPES: list[dict[str, str]] = [
 
 
 async def test_a_client_that_takes_every_operation_literally_has_what_select_has(postgres_dsn: str) -> None:
-    """Real clients refuse an insert of a key that they have, and fold an update into the row before. A fragment of
-    this world has five changes."""
+    """Real clients refuse an insert of a key that they hold, and merge an update into the row before. Fragments in this
+    world have five changes."""
     rand = random.Random(7)
     async with RealWorld(postgres_dsn, DDL) as world:
         await until(lambda: world.capture.streaming)

@@ -1,4 +1,4 @@
-"""Shapes on the real capture and real shards: connections that break, and clients that end equal to SELECT."""
+"""Shapes on the real capture and real shards: connections break, and clients end equal to SELECT."""
 
 from __future__ import annotations
 

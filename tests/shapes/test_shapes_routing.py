@@ -1,4 +1,4 @@
-"""The index over filters: it offers no fewer changes than evaluating every filter would, and few more."""
+"""The index over filters: it offers every change that a filter matches, and few others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FILTERS = [
 
 
 def transactions(rand: random.Random, count: int, relation: Relation = TABLE) -> list[Fragment]:
-    """Rows that come, change and go, with odd values among them; some fragments are cut."""
+    """Return transactions that insert, change and delete rows, some with odd values; some fragments are cut."""
     out: list[Fragment] = []
 
     def some_row() -> dict[str, str | None]:
@@ -97,7 +97,7 @@ def test_removed_shapes_leave_nothing_in_the_index() -> None:
 
 
 def test_whole_transactions_are_shown_and_seen_never_goes_back_wherever_slices_end() -> None:
-    """Each step of the pump has no time at all: it does one piece of work, and readers look in between."""
+    """Each step of the evaluation has no time at all: it does one piece of work, and readers check in between."""
     rand = random.Random(17)
     for _ in range(20):
         filters = ["id = 3", "id > 0", "", "open AND id IN (1, 2, 3)", "name = 'n'"]

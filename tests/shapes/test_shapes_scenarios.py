@@ -1,4 +1,4 @@
-"""Rows of docs/internals/capture-scenarios.md that end in a shape: routing, stitching, and the log in memory."""
+"""Rows of docs/internals/capture-scenarios.md that concern a shape: routing, stitching, and the log in memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Durable:
 
 
 def consumer_of(sink: ShapeTap, handle: str) -> TableConsumer:
-    """One more shape of Bench's table, which sees everything from its first fragment on."""
+    """Add a shape of Bench's table, which sees everything from its first fragment on."""
     shape = LiveShape(handle, ShapeDefinition(Source("table", "main", "public", "t"), ""), b"{}", ShapeLog())
     shape.log.seal_base()
     consumer = TableConsumer(
@@ -83,7 +83,7 @@ def test_er3_a_shape_added_in_the_middle_of_a_transaction_has_it_from_its_snapsh
 
 
 async def test_c11_a_replay_past_a_collector_that_knows_nothing_adds_nothing_to_a_shape() -> None:
-    """Taps outlive sessions: the next one's collector begins before everything, the shape does not."""
+    """Taps outlive sessions: the collector of the next session starts before everything, the shape does not."""
     bench = Bench()
     first = bench.fragments(5, ("insert", None, row(1)), ("insert", None, row(2)), size=1)
     second = bench.fragments(6, ("update", row(1), row(1, "later")))
@@ -111,7 +111,7 @@ async def test_c11_a_replay_past_a_collector_that_knows_nothing_adds_nothing_to_
 
 
 def late_and_young() -> tuple[ManualClock, ShapeTap, TableConsumer, TableConsumer]:
-    """Two shapes with a transaction each that was routed but not evaluated to its end: one 11 s old, one 9 s."""
+    """Return two shapes, each with a partly evaluated transaction: one 11 s old, one 9 s."""
     clock = ManualClock()
     sink = ShapeTap(clock, LoopShare(clock), BacklogLimits(age_s=10.0))
     wedged = consumer_of(sink, "wedged")

@@ -1,4 +1,4 @@
-"""Shapes over shards: base, folding of updates, multisets, where clauses, and values as PostgreSQL prints them."""
+"""Shapes over shards: base, folding of updates, multisets, where clauses, and values in PostgreSQL's text form."""
 
 from __future__ import annotations
 

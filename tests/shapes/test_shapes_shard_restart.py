@@ -35,7 +35,7 @@ Rows = Sequence[tuple[int, int, int, str]]
 
 
 class Served:
-    """Shards of this process, whose shapes another one serves: `start`, `kill`, `stop`, as often as one likes."""
+    """Shards of this process, whose shapes another process serves: `start`, `kill`, `stop`, any number of times."""
 
     def __init__(self, directory: Path) -> None:
         self._stores = f"sqlite:{directory / 'c.db'}", f"file:{directory / 'objects'}"
@@ -100,7 +100,7 @@ class Served:
             await asyncio.sleep(0.05)
 
     def kept(self, handle: str = "%") -> int:
-        """Shapes that are there after a kill."""
+        """Return the number of shapes that would survive a kill."""
         path = self._directory / "shapes" / "%shards.db"
         with closing(sqlite3.connect(path)) as file:
             return int(file.execute("SELECT count(*) FROM shapes WHERE handle LIKE ?", (handle,)).fetchone()[0])

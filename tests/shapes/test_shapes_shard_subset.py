@@ -1,4 +1,5 @@
-"""Subsets of shapes over shards: as PostgreSQL answers for a table with the same rows, and joined to the stream."""
+"""Subsets of shapes over shards: equal to PostgreSQL's answers for a table with the same rows, and consistent with the
+stream."""
 
 from __future__ import annotations
 
@@ -52,7 +53,7 @@ def opened(shard: FakeShard) -> Any:
 
 
 async def same_rows(world: ShapeWorld, shard: FakeShard, at_ms: int) -> None:
-    """The shard gets the rows of the table."""
+    """Copy the rows of the table into the shard."""
     cursor = await world.db.execute("SELECT id, grp, n, f, s, d, b, x FROM t")
     names = [column.name for column in WIDE.columns]
     rows = [dict(zip(names, row, strict=True)) for row in await cursor.fetchall()]
@@ -160,7 +161,8 @@ async def test_a_subset_of_a_shard_names_its_time_and_the_changes_name_theirs(po
 
 @pytest.mark.node
 async def test_the_stock_client_joins_subsets_of_a_shard_to_its_changes_exactly(postgres_dsn: str) -> None:
-    """Each change is shown once: in the rows of a snapshot, or by the stream; at the end the client has the shard."""
+    """Each change is shown once: in the rows of a snapshot, or by the stream. At the end the client equals the
+    shard."""
 
     async def write(shard: FakeShard, held: dict[int, dict[str, Any]], rand: random.Random) -> None:
         for step in range(1, 120):

@@ -1,4 +1,4 @@
-"""Signed URLs: exactly the definition that was signed, until it expires, however it is written."""
+"""Signed URLs: exactly the signed definition, until it expires, in every equivalent spelling."""
 
 from __future__ import annotations
 
@@ -304,7 +304,7 @@ def test_a_signature_of_a_table_of_pipelines_is_the_same_for_every_spelling(spel
 
 
 def test_urlencode_of_the_command_and_of_a_browser_mean_the_same() -> None:
-    """`+` and `%20`, brackets and quotes: one meaning, one signature."""
+    """`+` and `%20`, brackets and quotes have one meaning and one signature."""
     items = query_of(ShapeRequest('"a b"', "x = $1 + 1", ("1+1 =2",)), NOW_S + 60)
     signing = grants(ManualClock(NOW_S * 1000))
     plus, percent = urlencode(items), urlencode(items, quote_via=quote)

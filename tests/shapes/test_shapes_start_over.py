@@ -17,7 +17,7 @@ KEY = '"public"."a"/"{}"'
 
 
 async def paused(world: RealWorld) -> None:
-    """No session runs, as while the server is away; the process and its shapes live on."""
+    """Stop the session, as while the server is unreachable; the process and its shapes continue."""
     await world.capture.aclose()
     await asyncio.gather(world._running, return_exceptions=True)
     world.capture._closed = False

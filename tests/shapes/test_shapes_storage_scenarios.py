@@ -1,5 +1,5 @@
-"""Rows ST2, ST4, ST8 and ST9 of docs/internals/capture-scenarios.md: what a shape's disk holds at every step of a
-flush, over any number of restarts, and what a client sees of a row that goes and comes again."""
+"""Rows ST2, ST4, ST8 and ST9 of docs/internals/capture-scenarios.md: the disk of a shape at every step of a flush, over
+any number of restarts, and a client's view of a row that is deleted and inserted again."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ async def restored(path: Path, owner: str) -> tuple[ShapeStore, list[tuple[Store
 async def test_st2_nothing_of_a_transaction_is_on_disk_before_its_commit_and_its_flush_moves_the_end_to_it(
     tmp_path: Path,
 ) -> None:
-    """Flushes in the middle of it write the whole of what came before, and only that."""
+    """Flushes in the middle of it write all earlier transactions, and only these."""
     path = tmp_path / "db.db"
     store, file = store_of(path, ManualClock())
     store.claim(())
@@ -104,7 +104,7 @@ async def test_st2_nothing_of_a_transaction_is_on_disk_before_its_commit_and_its
 
 
 def died_at(path: Path, to: Path, wal: bytes) -> Path:
-    """The disk of a process that died when SQLite's write-ahead log was this."""
+    """Return the disk of a process that died when SQLite's write-ahead log had this content."""
     to.mkdir()
     shutil.copy(path, to / path.name)
     (to / f"{path.name}-wal").write_bytes(wal)
@@ -115,7 +115,7 @@ FRAME_BYTES, FRAME_HEADER_BYTES, WAL_HEADER_BYTES = 4096 + 24, 24, 32
 
 
 def cuts(before: int, after: int) -> list[int]:
-    """Sizes of a write-ahead log whose last writes are lost: at each page, in its header and in its middle."""
+    """Return sizes of a write-ahead log without its last writes: at each page, in its header and in its middle."""
     starts = range(max(before, WAL_HEADER_BYTES), after, FRAME_BYTES)
     inside = (0, FRAME_HEADER_BYTES, FRAME_HEADER_BYTES + 1000)
     return [before, *(start + more for start in starts for more in inside), after]
@@ -229,7 +229,7 @@ BEHIND = 5
 
 
 class Watched(Client):
-    """Notes what it had whenever it was up to date, and its log items, from each refetch on."""
+    """A client that notes its rows whenever it was up to date, and its log items since each refetch."""
 
     def __init__(self, world: ShapeWorld, params: dict[str, str]) -> None:
         super().__init__(world, params)
@@ -258,7 +258,7 @@ def in_order(seen: list[Any], history: list[Any]) -> bool:
 async def test_st8_a_row_that_goes_and_comes_again_is_never_merged_in_a_log_that_outgrows_its_limit_and_begins_anew(
     postgres_dsn: str,
 ) -> None:
-    """A log is not compacted: it has every change, or ends. One client follows, others stay behind at each change."""
+    """A log is not compacted: it has every change, or ends. One client follows it, others stop at each change."""
     written: list[tuple[str, Any]] = []
     history: list[dict[str, str]] = [{}]
     settings = ShapeSettings(long_poll_s=0.3, limits=LogLimits(log_bytes=2_500))

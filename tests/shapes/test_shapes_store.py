@@ -42,7 +42,8 @@ class Model:
 
 @settings(max_examples=60, stateful_step_count=30, deadline=None)
 class StoreMachine(RuleBasedStateMachine):
-    """The capture's row is `row`: what it names may be restored. `position` grows with each transaction, as the LSN."""
+    """`row` is the capture's row: shapes under the name in it may be restored. `position` grows with each transaction,
+    as the LSN."""
 
     @initialize()
     def begin(self) -> None:
@@ -56,7 +57,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.position, self.confirmed, self.lives = 0, 0, 0
         self.shapes: dict[DiskLog, Model] = {}
         self.gone: dict[str, Model] = {}
-        """Dropped, and nothing was durable since."""
+        """Shapes dropped since the last durable flush."""
         self.open()
         self.store.claim(())
         self.row = (self.store.owner,)
@@ -133,7 +134,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(faults=st.sampled_from(((), (), ("lost",), ("untold",), ("", "lost"), ("", "untold"))))
     def flush(self, faults: tuple[str, ...]) -> None:
-        """Two logs in a transaction."""
+        """Flush. Each transaction of the file writes two logs."""
         self.file.faults = list(faults)
         try:
             self.go(self.store.flush())
@@ -254,7 +255,7 @@ async def test_f119_a_disk_that_fails_for_long_is_given_up_before_anything_is_co
 
 
 def saved_under(path: Path, row: list[str]) -> list[str]:
-    """Handles that a process which dies now finds, given what the capture's row names."""
+    """Return the handles that a process would restore after a kill, given the capture's row."""
     with sqlite3.connect(f"file:{path}/db.db?mode=ro", uri=True) as file:
         (owner,) = file.execute("SELECT name FROM owner").fetchone()
         return [handle for (handle,) in file.execute("SELECT handle FROM shapes")] if owner in row else []

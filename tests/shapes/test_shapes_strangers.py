@@ -218,7 +218,7 @@ def test_rows_that_differ_in_the_last_of_many_keys_are_sorted_in_short_steps() -
 
 def test_a_refusal_keeps_no_frames_of_what_failed_and_does_not_grow_with_who_asks() -> None:
     class Rows:
-        """Stands for a shard's rows."""
+        """A stand-in for a shard's rows."""
 
     refusals, definition = RejectionCache(), ShapeDefinition(Source("table", "m", "s", "t"), "1 / id = 1")
 

@@ -31,7 +31,7 @@ def ids(answer: Answer) -> list[int]:
 
 
 async def subset(world: ShapeWorld, method: str, shape: dict[str, str], **wanted: Any) -> Answer:
-    """The same subset, as GET or as POST."""
+    """Request the same subset by GET or by POST."""
     if method == "POST":
         return await world.post(wanted, **shape)
     texts = {k: json.dumps(v) if k == "params" else str(v) for k, v in wanted.items()}
@@ -200,7 +200,7 @@ async def test_h12_subset_injection_attempts_are_400_and_name_the_parameter(post
 
 
 async def test_a_clause_that_fails_tells_nothing_of_rows_that_are_not_the_shapes(postgres_dsn: str) -> None:
-    """PostgreSQL may ask either side of an AND first; an error on a row of another tenant would show that it exists."""
+    """PostgreSQL may evaluate either side of an AND first; an error on a row of another tenant would reveal it."""
     async with ShapeWorld(postgres_dsn, DDL) as world:
         own = {"table": "item", "where": "lower(upper(name)) LIKE 'n%' AND tenant = $1", "params[1]": "1"}
         for probe in ("1 / (id - 2) = 7", "(name || '5')::int = 3 OR id > 0", "-(id / (id - 2)) > 5"):
@@ -259,7 +259,7 @@ async def test_a_post_that_is_malformed_is_400_and_one_that_is_too_large_413(pos
 
 
 async def test_what_the_metadata_calls_visible_is_what_the_rows_show(postgres_dsn: str) -> None:
-    """A transaction that is open, one that is done and not yet streamed, and one that comes later."""
+    """Cases: an open transaction, one that has committed but is not yet streamed, and one that begins later."""
     async with ShapeWorld(postgres_dsn, DDL) as world:
         params = {"table": "item", "log": "changes_only"}
         world.hold()
@@ -317,7 +317,7 @@ async def test_a_handle_that_ended_is_409_at_the_start_and_elsewhere_the_stream_
 
 
 async def test_a_table_that_changed_leaves_the_stream_of_its_old_shape_to_find_out(postgres_dsn: str) -> None:
-    """The capture knows the new column, and no change came yet that would have ended the shape."""
+    """The capture knows the new column, but no change that ends the shape has arrived yet."""
     async with ShapeWorld(postgres_dsn, DDL) as world:
         params = {"table": "item", "log": "changes_only"}
         first = await world.get(**params, offset="now", subset__where="id = 1")

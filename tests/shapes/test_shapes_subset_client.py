@@ -69,7 +69,8 @@ async def test_the_stock_client_asks_for_pages_and_for_trees_of_conditions(postg
 async def test_snapshots_asked_for_while_the_table_changes_join_the_stream_exactly(
     postgres_dsn: str, method: str, sse: bool
 ) -> None:
-    """Each change is shown once: in the rows of a snapshot, or by the stream; at the end the client has the table."""
+    """Each change is shown once: in the rows of a snapshot, or by the stream. At the end the client equals the
+    table."""
 
     async def write(world: ShapeWorld, rand: random.Random) -> None:
         for step in range(150):

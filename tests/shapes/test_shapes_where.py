@@ -1,4 +1,5 @@
-"""The where evaluator gives what `SELECT (expression)` gives on real Postgres, row by row, or refuses."""
+"""The where evaluator returns the same as `SELECT (expression)` on a real PostgreSQL, row by row, or refuses the
+clause."""
 
 from __future__ import annotations
 
@@ -213,7 +214,7 @@ def test_the_printed_clause_selects_the_same_rows(database: Database) -> None:
 
 
 def test_random_clauses_mean_the_same_when_they_are_printed(database: Database) -> None:
-    """Parentheses, precedence, folded signs, quotes: the database is asked for the clause and for its print."""
+    """The database evaluates the clause and its printed form: parentheses, precedence, folded signs, quotes."""
     rand = random.Random(20261122)
     compared = 0
     for _ in range(6000):
@@ -270,7 +271,7 @@ def test_a_number_of_thousands_of_digits_is_a_numeric() -> None:
 
 
 def like_by_table(text: str, pattern: str) -> bool:
-    """LIKE by the book: row by row, which prefixes of `text` the pattern so far can end at."""
+    """Evaluate LIKE by dynamic programming: the prefixes of `text` that match the pattern so far."""
     ends = {0}
     for char in pattern:
         if char == "%":
@@ -281,7 +282,7 @@ def like_by_table(text: str, pattern: str) -> bool:
 
 
 def test_like_is_like_and_takes_no_longer_for_many_wildcards() -> None:
-    """Retried from every place, forty wildcards over a hundred letters would outlast the node that evaluates them."""
+    """A matcher that backtracks would practically never end with forty wildcards over a hundred letters."""
     rand = random.Random(7)
     for _ in range(20_000):
         pattern = "".join(rand.choice("ab%_%") for _ in range(rand.randint(0, 7)))

@@ -50,7 +50,7 @@ EDGES: dict[str, tuple[str, ...]] = {
     "mood": LABELS,
 }  # fmt: skip
 ROWS = 11
-"""The last one is NULL in every column."""
+"""Number of rows; the last one is NULL in every column."""
 
 
 def bare(kind: str) -> str:
@@ -141,7 +141,7 @@ END $$;
 
 
 class Edges:
-    """The table, its rows as the stream prints them, and what PostgreSQL says of clauses over it."""
+    """The table, its rows as the stream prints them, and PostgreSQL's results of clauses over it."""
 
     def __init__(self, dsn: str) -> None:
         options = " ".join(f"-c {k}={v.replace(' ', chr(92) + ' ')}" for k, v in DISPLAY_SETTINGS.items())
@@ -165,7 +165,7 @@ class Edges:
         return [row[0] for row in self.connection.execute("SELECT truth(%s)", (clauses,)).fetchall()]
 
     def ours(self, clause: str) -> list[str | None]:
-        """Raises WhereError."""
+        """Evaluate the clause on every row. Raises WhereError."""
         where = compile_where(clause, (), self.types, table="e", schema="public")
         return [self._one(where, row) for row in self.rows]
 
@@ -196,8 +196,8 @@ class Edges:
 
 
 def agrees(answer: str | None, said: str | None, truth: list[str | None]) -> bool:
-    """An evaluator that raises has PostgreSQL asked. A clause that fails on every row failed when it was planned. One
-    that PostgreSQL does not even parse must not be compiled here."""
+    """Return whether the results agree. If our evaluator raises, PostgreSQL decides. A clause that fails on every row
+    failed when it was planned. A clause that PostgreSQL does not parse must not compile here."""
     if said is not None and said.startswith("!42"):
         return False
     if said is not None and said.startswith("!"):
@@ -449,7 +449,7 @@ COMPARED = ("=", "<>", "<", "<=", ">", ">=", "IS DISTINCT FROM", "IS NOT DISTINC
 
 
 def value(rand: random.Random, kind: str) -> str:
-    """A column, a literal, or a literal of this type."""
+    """Return a column, a literal, or a literal with this explicit type."""
     roll, literal = rand.random(), quoted(rand.choice(EDGES[kind]))
     if roll < 0.5:
         return scalar(kind)
@@ -462,7 +462,7 @@ INTEGERS = ("int2", "int4", "int8")
 
 
 def deep(rand: random.Random, kind: str, depth: int = 2) -> str:
-    """An expression of this type, or of one that takes its place."""
+    """Return an expression of this type, or of one that can take its place."""
     if depth == 0 or rand.random() < 0.25:
         return value(rand, kind)
     one, two = deep(rand, kind, depth - 1), deep(rand, kind, depth - 1)
@@ -503,7 +503,7 @@ def array(rand: random.Random, kind: str) -> str:
 
 
 def deep_array(rand: random.Random, kind: str, family: Sequence[str], depth: int = 2) -> str:
-    """An array of this type, or of one that takes its place."""
+    """Return an array of this type, or of one that can take its place."""
     if depth == 0 or rand.random() < 0.2:
         return array(rand, kind)
     one, two = deep_array(rand, kind, family, depth - 1), deep_array(rand, rand.choice(family), family, depth - 1)

@@ -1,5 +1,8 @@
-"""A captured server fails over to a standby that is behind: HTTP clients and a pipeline's tables equal SELECT on the
-new primary. One node and one driver serve a pair of every PostgreSQL that capture supports."""
+"""A captured server fails over to a standby that lags: HTTP clients and a pipeline's tables equal SELECT on the new
+primary.
+
+One node and one driver serve a pair of every PostgreSQL version that capture supports.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,9 @@ pytestmark = [pytest.mark.spark, pytest.mark.postgres]
 INSTALLED = Path(__file__).parents[1] / "clients" / "node_modules"
 SETTINGS = {"fsync": "off", "shared_buffers": "16MB", "wal_sender_timeout": "5s"}
 TABLES = ("moved", "still")
-"""The standby lacks rows of the first; the second has none that it lacks."""
+"""The standby lacks rows of the first table, and none of the second."""
 DESCRIBED = ("grown", "shrunk", "emptied", "gone")
-"""The standby lacks a change of the description of each, or what removed all its rows."""
+"""The standby lacks a change of each description, or the statement that removed all rows."""
 SIDES = {
     **{f"pg{version}": (version, TABLES) for version in ("14", "16", "18")},
     **{f"restarted{version}": (version, TABLES) for version in ("15", "17")},
@@ -51,7 +54,7 @@ def installed(version: str) -> bool:
 
 
 class Side:
-    """A primary with its standby, and everything that follows two of its tables."""
+    """A primary with its standby, and the clients of two of its tables."""
 
     def __init__(self, name: str, version: str, tables: tuple[str, ...], directory: Path, stack: ExitStack) -> None:
         self.capture = name
@@ -162,7 +165,7 @@ def started_over(side: Side, before: dict[Follower, int]) -> None:
 def test_f499_shapes_and_pipelines_equal_select_after_a_failover_that_lost_commits(
     sides: dict[str, Side], name: str
 ) -> None:
-    """`restarted`: the node sees nothing of it and begins with the new primary."""
+    """`restarted`: the node does not observe the failover and starts with the new primary."""
     side = chosen(sides, name)
     moved, still = side.names["moved"], side.names["still"]
     side.sql(f"UPDATE {moved} SET v = 'known' WHERE id < 5", f"DELETE FROM {still} WHERE id = 9")

@@ -1,4 +1,4 @@
-"""A sink or a derived function that always or sometimes raises: one query runs on, and the other tables keep pace."""
+"""A sink or a derived function that always or sometimes raises: one query continues, and the other tables keep pace."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def build(p):
 
 
 class Pace:
-    """Rows of every topic, one time after another."""
+    """Produces rows of every topic, one time after another."""
 
     def __init__(self, harbour: Any) -> None:
         self.harbour = harbour
@@ -61,7 +61,7 @@ class Pace:
 
 @contextmanager
 def raising(sink: Any) -> Iterator[None]:
-    """Every round of the sink raises what no table is named for."""
+    """Let every round of the sink raise an error that names no table."""
     whole = sink.steps.run_round
 
     def broken(*_: Any) -> None:

@@ -1,4 +1,4 @@
-"""Faults of records, values, schemas and tables in a running pipeline: each ends its own unit and nothing larger."""
+"""Faults of records, values, schemas and tables in a running pipeline: each ends only its own unit."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_f301_a_record_that_cannot_be_read_is_a_dead_letter_and_the_pipeline_goe
 
 
 def forged(whole: bytes, at: int, with_bytes: bytes) -> bytes:
-    """A batch with other contents under a right checksum."""
+    """Return the batch with other contents and a correct checksum."""
     out = bytearray(whole)
     out[at : at + len(with_bytes)] = with_bytes
     out[17:21] = crc32c.crc32c(bytes(out[21:])).to_bytes(4, "big")

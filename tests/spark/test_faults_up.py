@@ -1,4 +1,4 @@
-"""`tidemill up` with a pipeline that is half broken and one that does not import: real node, drivers and clients."""
+"""`tidemill up` with a partly broken pipeline and one that does not import: real node, drivers and clients."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def click(n: int) -> bytes:
 
 
 def named(made: Cluster, table: str, words: str) -> tuple[float, dict[str, Any]]:
-    """Seconds until `why TABLE` exits 3 with these words, and what it printed."""
+    """Return the seconds until `why TABLE` exits 3 with these words, and its output."""
     found: dict[str, Any] = {}
 
     def stuck() -> bool:

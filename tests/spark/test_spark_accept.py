@@ -67,7 +67,7 @@ def test_a_column_that_lost_its_zone_is_told_to_stay_an_instant_in_the_shard() -
 def test_f468_dropped_and_renamed_columns_are_accepted_and_the_shard_keeps_its_history(
     postgres_dsn: str, harbour: Any, tmp_path: Path
 ) -> None:
-    """Capture is killed in the copy."""
+    """Capture is killed during the copy."""
     with Ground(postgres_dsn, harbour, tmp_path) as ground:
         ground.sql(*T)
         with pipeline(harbour, tmp_path / "one", ground.pipeline("one")):
@@ -185,7 +185,8 @@ def test_f469_a_shard_whose_drop_was_cut_off_is_made_anew_and_a_peers_is_left_al
 def test_f470_of_a_table_that_is_gone_nobody_is_told_to_accept_it_and_its_pipeline_stands_with_its_shard(
     harbour: Any, tmp_path: Path
 ) -> None:
-    """World 104 of the oracle: each new driver's patience was the pipeline's progress, while its table was parked."""
+    """World 104 of the oracle: the timeout of each new driver counted as progress of the pipeline, while its table was
+    parked."""
     s, call = harbour.stores, harbour.portal.call
     old = harbour.capture("shop", {"public.t": [("id", "integer", 0), ("v", "integer", -1)]})["public.t"]
     text = 'def build(p):\n    p.table("t", p.capture("shop").table("t"))\n'

@@ -1,4 +1,4 @@
-"""The step after the one under way is read while that one is written: used if it is the next one, else thrown away."""
+"""The next step is read while the current one is written: used if it is the next one, otherwise discarded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """[lower, upper) of every step that was taken as it had been read ahead."""
+    """Record [lower, upper) of every step that was used as read ahead."""
     found: list[tuple[int, int]] = []
     take = Prefetcher.wait_result
 
@@ -40,7 +40,8 @@ def used(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 
 def waiting(harbour: Any, times: int = 12) -> dict[str, int]:
-    """`times` times of ten records each: a step takes two. Keys are written again and again; what they must hold."""
+    """Produce `times` times of ten records each: a step takes two. Keys are overwritten repeatedly. Return their
+    expected values."""
     topic = harbour.create_topic("clicks")
     expected = {}
     for n in range(1, times + 1):

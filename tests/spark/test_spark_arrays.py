@@ -1,4 +1,4 @@
-"""Sorting and comparing rows without a look at those that need none: equal to the plain way."""
+"""Sorting and comparing rows without inspecting those that need neither: equal to the plain implementation."""
 
 from __future__ import annotations
 

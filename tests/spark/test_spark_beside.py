@@ -43,7 +43,7 @@ def record(number: int, kind: str, captured: bool) -> Record:
 def descriptors_of(
     kinds: list[list[list[str]]], torn: int, captured: bool = False
 ) -> tuple[list[SliceDescriptor], list[list[bytes]]]:
-    """Partitions of batches of records; batch `torn`, if there is one, cannot be read."""
+    """Return descriptors of partitions of batches; the batch `torn`, if given, cannot be read."""
     descriptors, data, number = [], [], 0
     for partition, batches in enumerate(kinds):
         refs, mine, offset = [], [], 0

@@ -1,4 +1,4 @@
-"""Captured tables read by blocks give the commands, dead letters and stops that reading them record by record gives."""
+"""Captured tables read by blocks give the same commands, dead letters and stops as reading them record by record."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_a_number_that_is_hardly_one(number: bytes) -> None:
 
 @pytest.mark.parametrize("few", [0, 1 << 62])
 def test_minus_zero_keeps_its_sign_but_in_a_key_where_it_is_zero(few: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """PostgreSQL prints -0; its unique indexes have one key for both."""
+    """PostgreSQL prints -0, but its unique indexes treat both zeros as one key."""
     monkeypatch.setattr(objects_module, "MIN_BLOCK_VALUES", few)
     columns = (Column("k", "float64"), Column("f", "float64"), Column('r "', "float32"), Column("note", "string"))
     decoder = CapturedDecoder(ShardSchema(columns, ("k",)))

@@ -21,7 +21,7 @@ their merges. Measured: 335 MiB in steps, 243 MiB as one time. Three million rec
 
 
 def produced(harbour: Any, count: int) -> Any:
-    """`count` waiting records of some 110 bytes in ten batches a call."""
+    """Produce `count` waiting records of about 110 bytes, in ten batches per call."""
     topic = harbour.create_topic("clicks")
     page = "/products/list?sort=price&page=" + "x" * 20
 
@@ -178,7 +178,7 @@ def test_a_damaged_file_of_a_large_step_is_corrupt_and_nothing_of_the_step_is_ap
 
 
 def test_a_mirror_that_somebody_works_on_is_not_saved(harbour: Any, tmp_path: Path) -> None:
-    """A manifest with the upper of a change and without its rows would be believed at the next start."""
+    """Otherwise the next start would trust a manifest with the upper of a change and without its rows."""
     from support.spark.sinks import clicks_sink
 
     harbour.create_topic("clicks")

@@ -1,4 +1,4 @@
-"""Planners of streams, asked as Spark asks them, without a session: first answer, hold, storage that is away."""
+"""Planners of streams, called like Spark does but without a session: first answer, hold, unreachable storage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A shard has one source, whichever pipelines name it."""
+"""A shard has one source, even if several pipelines name it."""
 
 from __future__ import annotations
 

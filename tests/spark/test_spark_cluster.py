@@ -1,4 +1,4 @@
-"""A pipeline on a cluster: executors that share no directory with the driver and have nothing of ours installed."""
+"""A pipeline on a cluster: executors share no directory with the driver and have none of our packages."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PASSWORD, SECRET = "pg-password-of-the-test", "s3-secret-of-the-test"
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """An S3 bucket (moto's server), as a URL without its credentials, which are in the environment."""
+    """Return the URL of an S3 bucket (moto's server), without its credentials, which are in the environment."""
     import boto3
     from moto.server import ThreadedMotoServer
 

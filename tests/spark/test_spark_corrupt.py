@@ -1,4 +1,4 @@
-"""Records that cannot be read, in a stream of rows: a row of their own, the query's end, or left out."""
+"""Unreadable records in a stream of rows: a separate row, the end of the query, or omitted."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def schema(draw: st.DrawFn) -> str:
 
 
 def ours(text: str) -> list[tuple[str, str]] | None:
-    """The columns; None if they are refused, as a table without columns is."""
+    """Return the columns, or None if they are refused, as a table without columns is."""
     try:
         return [(c.name, c.type) for c in parse_ddl(text)] or None
     except InvalidError:

@@ -72,7 +72,7 @@ def test_a_step_that_was_computed_elsewhere_counts_by_its_letters() -> None:
 
 
 def test_letters_of_a_step_that_are_written_are_not_held() -> None:
-    """Once a step over a whole topic that cannot be read kept up to 64 KiB of each record until its end."""
+    """Regression: a step over an entirely unreadable topic kept up to 64 KiB of each record until its end."""
     found, before = StepDeadLetters(), pa.total_allocated_bytes()
     for at in range(0, 2_000, 50):
         found.add(

@@ -336,7 +336,7 @@ def test_a_block_of_bad_values_is_bisected_to_the_rows_that_no_column_holds() ->
 
 
 def test_what_a_value_is_does_not_depend_on_its_neighbours() -> None:
-    """Arrow takes a block of one spelling only; the slow reader knows PostgreSQL's alone. Found by fuzz."""
+    """Arrow accepts a block of one spelling only; the slow reader knows only PostgreSQL's. Found by fuzzing."""
     spellings = ("2026-01-02T03:04:05Z", "2026-01-02 03:04:05", "infinity", "tomorrow", "2026-01-02 03:04:05+00")
     rows = [(b'{"id":%d}' % n, full(id=n, at=at)) for n, at in enumerate(spellings)]
     found = CapturedDecoder(SHOP).decode(records(*rows))
@@ -349,7 +349,7 @@ def test_what_a_value_is_does_not_depend_on_its_neighbours() -> None:
 
 
 def forged(count: int, **header: int) -> bytes:
-    """A batch under a right checksum that is not what it says."""
+    """Return a malformed batch with a correct checksum."""
     whole = bytearray(batch(0, count))
     body = crc32c.crc32c
     if "records" in header:

@@ -54,7 +54,7 @@ def test_time_moves_on_without_recomputing_what_did_not_change(harbour: Any, tmp
 
 
 def test_a_change_read_before_storage_went_away_is_not_forgotten(harbour: Any, tmp_path: Path) -> None:
-    """The input moves by one batch, the next one cannot be read: what the first one brought still counts."""
+    """The input advances by one batch, and the next one cannot be read: the first batch must still count."""
     clicks = Clicks(harbour, tmp_path)
     derived = derivation(harbour, tmp_path, count_by_product, by_group=True)
     derived.open()
@@ -83,7 +83,8 @@ def test_a_change_read_before_storage_went_away_is_not_forgotten(harbour: Any, t
 def test_a_merge_across_the_time_in_question_does_not_hide_or_invent_a_change(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_enough_to_look: bool
 ) -> None:
-    """One input is ahead, and all of it was merged into one batch: has it anything between two times of the other?"""
+    """One input is ahead, and all of it was merged into one batch, so changes between two times of the other are
+    hidden."""
     if not small_enough_to_look:
         monkeypatch.setattr("tidemill.spark.derived.inputs.INSPECT_BYTES_MAX", 0)
     clicks, call, stores = Clicks(harbour, tmp_path), harbour.portal.call, harbour.stores
@@ -219,7 +220,7 @@ def test_an_idle_input_does_not_hold_a_derived_table_back(harbour: Any, tmp_path
 
 
 def test_a_table_is_derived_from_dead_letters_though_there_are_none(harbour: Any, tmp_path: Path) -> None:
-    """Their shard has no source whose time could be moved, and stands at 0 until there is a letter."""
+    """The shard of dead letters has no source whose time could advance, and stays at 0 until the first letter."""
     clicks, call = Clicks(harbour, tmp_path), harbour.portal.call
     call(harbour.stores.catalogue.put(PipelineRow("p", {"clicks": "topic:clicks"}, "p.dead_letters")))
     dead_letters(harbour).open()

@@ -1,4 +1,4 @@
-"""Every type of a shard through a derived table in real Spark: the ends of its range, what is empty, and null."""
+"""Every type of a shard through a derived table in real Spark: the ends of its range, empty values, and null."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SCHEMA = ShardSchema((Column("k", "int16"), *(Column(NAMES[kind], kind) for kind
 
 
 def rows(keys: range) -> pa.Table:
-    """Row 0, 3, …: nulls; the others: one end or the other."""
+    """Return rows: 0, 3, … are nulls; the others are one end of the range or the other."""
     columns: dict[str, pa.Array] = {"k": pa.array(keys, pa.int16())}
     for kind, values in VALUES.items():
         wire = {"date": pa.int32(), "timestamp": pa.int64(), "timestamp_ntz": pa.int64()}.get(kind, arrow_type(kind))

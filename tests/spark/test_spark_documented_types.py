@@ -1,4 +1,5 @@
-"""Every type that `schema=` of a topic may name: one value alone and among a thousand others is the same, and right."""
+"""Every type that `schema=` of a topic accepts: a value alone equals the value among a thousand others, and is
+correct."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def read(kind: str, value: str, few: int, around: str = "null", *, times: int = 
 
 
 def same(value: Any) -> Any:
-    """Apart from 0.0, -0.0 is not equal to it; NaN is equal to itself."""
+    """Compare values: 0.0 differs from -0.0, and NaN equals itself."""
     return struct.pack("<d", value) if isinstance(value, float) else value
 
 
@@ -206,7 +207,7 @@ def deeper(frames: int, call: Callable[[], Any]) -> Any:
 @pytest.mark.parametrize("kind", ["json", "long"])
 @pytest.mark.parametrize(("levels", "good"), [(450, True), (499, True), (500, False), (900, False), (100_000, False)])
 def test_how_deep_a_value_may_be_nested_does_not_depend_on_the_caller(kind: str, levels: int, good: bool) -> None:
-    """A driver decodes with another stack than a task of Spark's."""
+    """The stack of a driver differs from that of a Spark task."""
     nested = "[" * levels + '"]]]]"' + "]" * levels
     value = nested if kind == "json" else f'1,"x":{nested}'
     wanted = DEAD if not good else nested if kind == "json" else 1
@@ -269,7 +270,7 @@ def test_a_json_column_has_the_text_of_the_record(value: Any, ascii_only: bool) 
 
 
 def test_an_engine_reads_the_same_json_and_decimals_from_the_record_itself() -> None:
-    """DuckDB takes each value from the record's own text."""
+    """DuckDB reads each value from the record's own text."""
     records = [
         '{"k":"a","j":{"x": [1, 2.50]},"d":"99999999999999999999.999999999999999999"}',
         '{"k":"b","j":"text","d":"-0.000000000000000001"}',

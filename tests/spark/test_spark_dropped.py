@@ -1,4 +1,4 @@
-"""A pipeline whose shard was dropped under it: that table leaves, and made again it equals its source."""
+"""A pipeline whose shard was dropped: that table leaves, and after its re-creation it equals its source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A topic of change events gives a pipeline the commands that a topic of rows gives it, by blocks and one by one."""
+"""A topic of change events gives a pipeline the same commands as a topic of rows, by blocks and one by one."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def decoded(decoder: CapturedDecoder, records: list[Record]) -> Captured:
 
 
 def reported(found: Captured, place_of: list[int]) -> Any:
-    """Commands with the places of changes, of which an event and its tombstone are one."""
+    """Return commands with the places of changes; an event and its tombstone are one change."""
     rows = found.commands.rows
     for name, kind in (("s", "int64"), ("s3", "int64"), ("z", "int64"), ("day", "int32")):
         at = rows.schema.get_field_index(name)  # Python's calendar is too short for them
@@ -227,8 +227,8 @@ INSERT = (
 def test_a_pipeline_over_a_captures_topic_of_events_holds_what_verify_finds_in_postgres(
     harbour: Any, postgres_dsn: str, tmp_path: Path
 ) -> None:
-    """Rows copied, and streamed by columns and one by one, keys that moved, a truncate, a column that came later; from
-    one capture in JSON, from another one in Avro."""
+    """Cases: copied rows, rows streamed by columns and one by one, moved keys, a truncate, a later column. One capture
+    uses JSON, another one Avro."""
     s, call = harbour.stores, harbour.portal.call
     registrar = LocalSchemaRegistrar(Registry(s.metastore, s.clock, s.rand, run_inline))
     tables = {"shop": "things", "avro": "others"}

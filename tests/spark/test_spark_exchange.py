@@ -1,6 +1,7 @@
-"""Steps by Spark tasks: decoded once, exchanged by hash range, resolved by range, to the contents of inline steps.
+"""Steps by Spark tasks: decoded once, exchanged by hash range, resolved by range, with the contents of inline steps.
 
-The tasks' functions run in this process too, under every schedule; through real Spark in test_spark_streaming.py.
+The tasks' functions run in this process too, under every schedule; test_spark_streaming.py runs them through real
+Spark.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ def many_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def kept(monkeypatch: pytest.MonkeyPatch) -> RangeMirrorCache:
-    """Executors on another machine: no mirror of the driver's is found there."""
+    """Simulate executors on another machine, where the driver's mirror does not exist."""
     monkeypatch.setattr(distributed_step, "mirror_identity", lambda _: "of the driver")
     monkeypatch.setattr(range_mirror, "PROCESS_CACHE", RangeMirrorCache())
     monkeypatch.setattr(shuffle.os, "access", lambda *_: False)
@@ -72,7 +73,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> RangeMirrorCache:
 
 
 def by_tasks(harbour: Any, scratch: Path, over: int = 0) -> Any:
-    """A sink whose steps all go by tasks; `over` of them may be done over inline."""
+    """Return a sink whose steps are all run by tasks; `over` of them may be run again inline."""
     found = clicks_sink(harbour, scratch)
     found.steps.use_spark(Here(), inline_rows=0)
     run = found.steps._by_tasks.run
@@ -89,7 +90,7 @@ def by_tasks(harbour: Any, scratch: Path, over: int = 0) -> Any:
 
 
 class Clicks:
-    """Writes, deletions and broken records of 40 keys in two partitions."""
+    """Produces writes, deletions and broken records of 40 keys in two partitions."""
 
     def __init__(self, harbour: Any) -> None:
         self.harbour, self.draw, self.n, self.broken = harbour, random.Random(5), 0, 0

@@ -1,4 +1,4 @@
-"""Derived tables by group: what changed groups alone are computed from equals the whole, at every time."""
+"""Derived tables by group: recomputing only the changed groups equals recomputing everything, at every time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Row = tuple[Any, ...]
 
 
 class Table:
-    """A shard and its contents as Python sees them."""
+    """A shard and its expected contents."""
 
     def __init__(self, harbour: Any, name: str, schema: ShardSchema) -> None:
         self.harbour, self.schema = harbour, schema
@@ -39,7 +39,7 @@ class Table:
         self.upper = 0
 
     def change(self, changes: dict[Row, Row | None], upper: int) -> None:
-        """Key → row or None, all at upper - 1."""
+        """Write key → row or None, all at upper - 1."""
         updates = []
         for key, row in changes.items():
             old = self.rows.get(key)
@@ -133,8 +133,8 @@ def some(rng: random.Random, table: Table, time: int) -> None:
 def test_by_group_equals_the_whole_at_every_time(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, few_groups: bool
 ) -> None:
-    """Rows that change their group, groups that come and go, groups of null, inputs given whole, a peer, restarts, and
-    groups that share their half of the hash."""
+    """Cases: rows that change their group, new and vanishing groups, groups of null, inputs given whole, a peer,
+    restarts, and groups that share their half of the hash."""
     if few_groups:
         bits = np.uint64(0x3 << 40)
         monkeypatch.setattr(group_mirror, "groups_of", lambda rows, by: hash_rows(rows, by) & bits)
@@ -285,7 +285,7 @@ def test_a_round_says_why_it_computed_everything(harbour: Any, tmp_path: Path) -
 
 
 def test_a_column_of_json_groups_a_table_whose_column_is_a_string(harbour: Any, tmp_path: Path) -> None:
-    """Spark has no type for JSON, so no cast in the function could make the two one."""
+    """Spark has no type for JSON, so no cast in the function could unify the two."""
     table = Table(harbour, "docs", ShardSchema((Column("id", "int64"), Column("doc", "json")), ("id",)))
 
     def counted(_: Any, docs: Frame) -> Frame:

@@ -42,7 +42,7 @@ def record(at: int, version: int, value: dict[str, Any] | None) -> Record:
 
 @pytest.mark.parametrize("count", [1, 100])
 def test_records_of_every_version_are_rows_of_the_newest(count: int) -> None:
-    """A few are read one by one, many by blocks: the same."""
+    """A few records are read one by one, many by blocks: the result is the same."""
     first = [record(n, 1, {"id": n, "f": 0.1, "n": "1.50"}) for n in range(count)]
     second = [record(1000 + n, 2, {"id": 1000 + n, "f": 0.1, "n": None, "x": None}) for n in range(count)]
     third = [record(2000 + n, 3, {"id": 2000 + n, "f": 0.1, "n": "123456.25", "x": 7, "w": 1.5, "z": "a"})
@@ -113,7 +113,7 @@ def selected(dsn: str) -> list[dict[str, Any]]:
 def test_ddl_under_load_with_kills_of_capture_ends_in_a_shard_that_equals_select(
     postgres_dsn: str, harbour: Any, tmp_path: Path
 ) -> None:
-    """One pipeline runs through all of it, a second one begins when all is done and reads every version."""
+    """One pipeline runs through all of it; a second one begins at the end and reads every version."""
     name = postgres_dsn.rpartition("/")[2]
     with psycopg.connect(postgres_dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE t (id int PRIMARY KEY, v int, f real, n numeric(6,2), w varchar(9))")

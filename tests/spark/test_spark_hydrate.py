@@ -1,4 +1,4 @@
-"""A mirror made from the parts of a shard is the one that had followed it all along, and is made with little memory."""
+"""A mirror built from the parts of a shard equals one that followed it from the start, and needs little memory."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def live(found: Mirror) -> dict[int, int]:
 
 @st.composite
 def shards(draw: st.DrawFn) -> tuple[list[Batch], dict[int, dict[int, int]]]:
-    """Batches of parts, overlapping or not, as upserts leave them; and the contents at each time."""
+    """Return batches of parts, overlapping or not, as upserts leave them, and the contents at each time."""
     contents: dict[int, int] = {}
     at: dict[int, dict[int, int]] = {}
     batches, time = [], 0
@@ -220,7 +220,7 @@ def test_a_damaged_part_ends_the_hydration_of_its_table_with_the_objects_key_and
 
 
 def test_a_saved_mirror_is_not_trusted_under_another_life_of_consensus(harbour: Any, tmp_path: Path) -> None:
-    """Consensus failed over and lost what the mirror holds; others have appended up to its upper since."""
+    """Consensus failed over and lost rows that the mirror holds; others have appended up to its upper since."""
     s = harbour.stores
     shard = harbour.portal.call(open_shard(s.consensus, s.objects, s.clock, s.rand, "t", SCHEMA))
     part = harbour.portal.call(shard.write_part(delta([(1, 10, 0, 1)])))

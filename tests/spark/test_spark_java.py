@@ -1,4 +1,4 @@
-"""Java: the search order, and a runtime without the vector module behind the launcher."""
+"""Java: the search order, and the launcher for a runtime without the vector module."""
 
 from __future__ import annotations
 

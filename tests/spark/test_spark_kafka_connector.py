@@ -1,4 +1,4 @@
-"""Spark's own Kafka connector, unmodified, on topics of tidemill: batch and streaming, reading and writing."""
+"""Spark's own Kafka connector, unmodified, on tidemill's topics: batch and streaming, reading and writing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rows(frame: Any) -> list[tuple[Any, ...]]:
 
 
 def produce(broker: Any, topic: str, first: int, count: int, partitions: int = 2) -> None:
-    """Record n is in partition n % partitions and was made at BASE_MS + 1000 n."""
+    """Produce records: record n is in partition n % partitions with the timestamp BASE_MS + 1000 n."""
     producer = ck.Producer({"bootstrap.servers": broker.address})
     for n in range(first, first + count):
         producer.produce(topic, str(n), f"k{n}", n % partitions, timestamp=BASE_MS + 1000 * n, headers={"n": str(n)})

@@ -78,7 +78,8 @@ def test_a_key_of_several_columns_is_one_where_its_floats_are(harbour: Any, tmp_
 def test_a_table_with_a_key_that_no_record_spells_any_more_is_refused(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Written by an earlier release: a record of the key would be its second row, and no tombstone would delete it."""
+    """An earlier release wrote the table. A record of the key would become its second row, and no tombstone would
+    delete it."""
     topic = harbour.create_topic("ratios")
     sink = ratios_sink(harbour, tmp_path / "before", "r double, v double", "r")
     with monkeypatch.context() as earlier:
@@ -126,7 +127,7 @@ def result(*rows: tuple[float, int]) -> Any:
 
 
 def test_a_derived_table_and_a_dataframe_have_one_row_of_a_key(harbour: Any, tmp_path: Path) -> None:
-    """Spark and DuckDB group both zeros, and NaNs of any bits, into one."""
+    """Spark and DuckDB each group both zeros into one, and NaNs of any bits into one."""
     frame = WriteFrame("ratios", (Column("r", "float64"), Column("n", "int64")), ("r",))
     write(harbour, frame, [(-0.0, 1), (OTHER_NAN, 2)])
     write(harbour, frame, [(0.0, 3), (math.nan, 4)])

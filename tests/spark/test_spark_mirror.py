@@ -184,7 +184,7 @@ def test_a_merge_of_a_damaged_run_is_corrupt_and_names_the_file(tmp_path: Path) 
 
 
 def test_f332_a_run_that_rots_after_it_was_opened_is_not_opened_again(tmp_path: Path) -> None:
-    """A flipped bit changes no time of the file, by which a run that was verified before is known."""
+    """A flipped bit does not change the file's times, which identify a run that was verified before."""
     mirror = Mirror(SCHEMA, directory=tmp_path)
     mirror.apply(delta(*[(k, k, 0, 1) for k in range(1000)]), 0, 1)
     mirror.save("shard-1", "boot-1")
@@ -213,7 +213,8 @@ def stored_bytes(directory: Path) -> int:
 def test_files_of_merged_runs_go_at_once_but_for_those_that_are_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every run a file, every key written again and again: the directory stays within a multiple of what lives."""
+    """Every run is a file, and every key is overwritten repeatedly: the directory stays within a multiple of the live
+    rows."""
     monkeypatch.setattr(mirror_file, "SPILL_BYTES", 1)
     mirror = Mirror(SCHEMA, directory=tmp_path)
     live = [(k, 0) for k in range(4000)]
@@ -298,7 +299,8 @@ def test_runs_of_many_pieces_are_one_run(tmp_path: Path, monkeypatch: pytest.Mon
 def test_a_file_of_a_process_that_had_this_pid_is_not_written_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A driver is always pid 1 in a container, and counts its files from 1 again: what it reads is what is there."""
+    """A driver is always pid 1 in a container, and numbers its files from 1 again: a new name may be that of a mapped
+    file."""
     monkeypatch.setattr(mirror_file, "_FILES", itertools.count(1))
     mirror = Mirror(SCHEMA, directory=tmp_path)
     first = mirror._new_file()

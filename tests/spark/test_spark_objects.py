@@ -1,4 +1,4 @@
-"""JSON read by blocks gives the rows and the dead letters that reading it record by record gives."""
+"""JSON read by blocks gives the same rows and dead letters as reading it record by record."""
 
 from __future__ import annotations
 

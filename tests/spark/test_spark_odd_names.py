@@ -1,4 +1,4 @@
-"""Columns whose names would mean something to JSON, to SQL or to Spark, through a running pipeline."""
+"""Columns with names that are special in JSON, SQL or Spark, through a running pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of `format("tidemill")` and the cluster they lead to, without a session."""
+"""Options of `format("tidemill")` and the cluster that they select, without a session."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def test_what_is_no_time_is_refused(text: str) -> None:
 
 
 def cluster(root: Path, name: str) -> tuple[Path, str, str]:
-    """(configuration file, objects, consensus) of a cluster that exists."""
+    """Return (configuration file, objects, consensus) of an existing cluster."""
     data = root / name
     data.mkdir()
     (data / "consensus.db").touch()

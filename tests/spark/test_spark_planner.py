@@ -1,4 +1,4 @@
-"""Planners of streams, asked as Spark asks them: they wait for a binding instead of being asked again."""
+"""Planners of streams, called like Spark does: they wait for a binding instead of being polled."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def latest(reader: RowReader, start: int) -> int:
 
 
 class Naps:
-    """Stands in for the clock of the planner's loop: what it would sleep for, and no sleep."""
+    """A clock for the planner's loop that records its sleeps without sleeping."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.slept_s: list[float] = []
@@ -138,7 +138,7 @@ def test_what_time_does_not_heal_ends_a_stream_of_one_source(
 def test_a_stream_reads_from_the_stores_that_its_process_opened_last(
     harbour: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Consensus moved back: the stores of before are closed, and every call of theirs raises MovedBack."""
+    """Consensus was restored to an earlier state: the former stores are closed, and all their calls raise."""
     topic = harbour.create_topic("t")
     harbour.mint("topic/t", 50, topic)
     reader = times_of(harbour, pace_ms="0")

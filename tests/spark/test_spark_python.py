@@ -1,4 +1,4 @@
-"""A session whose Python has no tidemill: what of ours meets it says in one sentence what to set."""
+"""A session whose Python lacks tidemill: the first call into our code fails with a sentence that names the setting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tidemill.spark.read`: a plan over the parts themselves, exact at every time, and held while anybody may read it."""
+"""`tidemill.spark.read`: a plan over the parts themselves, exact at every time, and held while it may be read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNT = 30_000
 
 
 def same(harbour: Any, name: str, frame: Any, as_of: int) -> int:
-    """Equal to the shard's own snapshot, bit for bit; how many rows."""
+    """Check that the rows equal the shard's own snapshot, bit for bit. Return their number."""
     want = harbour.portal.call(harbour.shard(name).snapshot(as_of, 10))
     found = frame.toArrow().cast(want.schema)
     order = [("k", "ascending")]
@@ -49,7 +49,8 @@ def explained(spark: Any, frame: Any) -> str:
 
 @pytest.fixture
 def changed(harbour: Any) -> dict[str, str]:
-    """A settled part, changes of it in parts of either sign, an insertion-only part, a null key; uppers 10 to 50."""
+    """Write a settled part, changes of it in parts of either sign, an insertion-only part, and a null key; uppers 10 to
+    50."""
     every = np.arange(-1, COUNT)
     append(harbour, "t", 10, rows(every, 0, 5, 1))
     merge(harbour, "t", 9)
@@ -150,7 +151,7 @@ def test_a_shard_that_was_never_written_is_an_empty_frame(harbour: Any, spark: A
 
 
 def flip(harbour: Any, name: str, column: str) -> str:
-    """One bit of a column in the largest part; its key."""
+    """Flip one bit of a column in the largest part. Return its key."""
 
     async def run() -> str:
         shard = await harbour.stores.shard(name)

@@ -24,7 +24,7 @@ Row = tuple[int | None, str | None, int, int]
 
 
 def append(harbour: Any, name: str, lower: int, upper: int, rows: list[Row], schema: ShardSchema = SCHEMA) -> None:
-    """One batch of (k, v, time, diff)."""
+    """Append one batch of (k, v, time, diff)."""
     kinds = (pa.int64(), pa.string(), pa.int64(), pa.int64())
     columns = [pa.array(c, t) for c, t in zip(zip(*rows, strict=True), kinds, strict=True)] if rows else []
     table = pa.table(dict(zip(("k", "v", TIME, DIFF), columns, strict=False)))
@@ -151,7 +151,7 @@ def test_a_frame_says_so_when_what_it_planned_was_let_go(harbour: Any) -> None:
 
 
 def stream(spark: Any, config: str, root: Path, name: str = "table", **options: Any) -> list[tuple[Any, ...]]:
-    """Everything that came to this directory, after what is there now came too: (k, v, _time, _diff)."""
+    """Return all rows (k, v, _time, _diff) written to this directory once the current contents have arrived."""
     frame = spark.readStream.format("tidemill").options(**{name: "t", **options}, changes=True, config=config).load()
     assert frame.columns == ["k", "v", TIME, DIFF]
     out = str(root / "out")

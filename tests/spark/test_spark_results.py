@@ -134,7 +134,7 @@ def build(p):
 def test_f323_newest_records_that_are_all_dead_letters_and_rows_left_out_are_no_healthy_table(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor after a restart of the driver, which reads none of them again."""
+    """The table is not healthy after a restart of the driver either, which reads none of the records again."""
     monkeypatch.setattr(StreamingQuery, "run", lambda _: None)  # FakeSpark has no queries
     topic = harbour.create_topic("clicks")
     now_ms = harbour.stores.clock.now_ms()

@@ -1,4 +1,4 @@
-"""Seats are given and taken by any thread: none gets lost, and none comes back."""
+"""Seats are assigned and released by any thread: none is lost, and none returns."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_table_that_leaves_does_not_take_the_seat_that_it_was_given_meanwhile(
 
 
 class Time:
-    """A clock by hand."""
+    """A manual clock."""
 
     now_s = 100.0
 

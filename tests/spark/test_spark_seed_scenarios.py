@@ -76,7 +76,7 @@ def append(harbour: Any, table: str, lower: int, upper: int, parts: list[Sequenc
 
 
 def query(harbour: Any, spark: Any, sink: FeedSink, checkpoint: Path) -> None:
-    """A streaming query of the feed as a pipeline has it, until everything bound now is processed."""
+    """Run a streaming query of the feed, like a pipeline's, until everything bound now is processed."""
     frame = (
         spark.readStream.format("tidemill")
         .options(objects=harbour.urls.objects, consensus=harbour.urls.consensus)
@@ -136,14 +136,14 @@ def played(request: pytest.FixtureRequest, spark: Any, tmp_path_factory: pytest.
 
 
 def history(harbour: Any, table: str) -> list[Update]:
-    """Every update of the shard, by (time, key, diff, value)."""
+    """Return every update of the shard, by (time, key, diff, value)."""
     shard = harbour.shard(table)
     rows = harbour.portal.call(shard.updates_until(shard.state.upper - 1)).to_pylist()
     return sorted(((r["k"], r["v"], r["_time"], r["_diff"]) for r in rows), key=lambda u: (u[2], u[0], u[3], u[1]))
 
 
 def batches(harbour: Any, table: str) -> list[tuple[int, int, int]]:
-    """lower, upper, rows"""
+    """Return (lower, upper, rows) of each batch."""
     return [(b.lower, b.upper, sum(p.rows for p in b.parts)) for b in harbour.shard(table).state.batches]
 
 
@@ -225,7 +225,7 @@ def test_m4306_spark_what_a_peer_appended_is_told_as_the_upper_whoever_won(playe
 
 
 def intervals(harbour: Any, spark: Any, scratch: Path, rows: list[tuple[int, int]], ends: Sequence[int]) -> Any:
-    """A keyed topic of (time, n), by Spark tasks to each of `ends`; the shard's batches then."""
+    """Write a keyed topic of (time, n), by Spark tasks to each of `ends`. Return the shard's batches."""
     topic = harbour.create_topic("clicks")
     for time in sorted({t for t, _ in rows}):
         harbour.produce(topic, [(b"", {"click_id": f"c{n}", "product_id": n}) for t, n in rows if t == time])
@@ -261,7 +261,7 @@ def test_m4304_spark_the_same_at_once_is_one_batch(harbour: Any, spark: Any, tmp
 
 
 def times(harbour: Any, spark: Any, name: str, checkpoint: Path) -> dict[tuple[int, int], int]:
-    """(partition, offset) → time of every record, as a streaming DataFrame of the topic has them."""
+    """Return (partition, offset) → time of every record in a streaming DataFrame of the topic."""
     rows = (
         spark.readStream.format("tidemill")
         .options(objects=harbour.urls.objects, consensus=harbour.urls.consensus, source=f"topic/{name}")

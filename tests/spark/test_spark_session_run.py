@@ -1,4 +1,4 @@
-"""`tidemill.spark.run` in the session of the test: its handle, its settings, and what it refuses."""
+"""`tidemill.spark.run` in the session of the test: its handle, its settings, and its refusals."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_f336_a_pipeline_of_another_process_is_named_and_one_that_is_taken_over_
 
 
 def test_a_session_that_ends_ends_its_pipeline_without_an_error(harbour: Any, spark: Any, tmp_path: Path) -> None:
-    """The context of the test process outlives the test, so only this run believes that it was stopped."""
+    """The context of the test process outlives the test, so only this run is made to believe that it was stopped."""
     stopped = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
         for module in (pipeline_run, requirements):

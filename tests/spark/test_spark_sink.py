@@ -1,4 +1,4 @@
-"""The sink on real stores and topics, without a JVM: exact tables, races, restarts, dead letters (U1 to U5)."""
+"""The sink on real stores and topics, without a JVM: exact tables, races, restarts, dead letters."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def test_a_table_that_gets_nothing_moves_its_upper_at_its_pace_and_one_that_does
 def test_a_step_that_failed_and_is_read_again_up_to_less_loses_nothing(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A micro-batch that was planned before the failed step began comes after it. Once it appended an interval that
-    ended where the failed step did, with its own records alone."""
+    """A micro-batch that was planned before the failed step runs after it. Regression: it appended an interval that
+    ended where the failed step did, with only its own records."""
     topic = harbour.create_topic("clicks")
     sink = clicks_sink(harbour, tmp_path / "s")
     harbour.produce(topic, [(b"a", {"click_id": "a", "product_id": 1})])
@@ -181,7 +181,8 @@ def test_a_stream_that_was_deleted_and_created_again_is_the_table_from_its_begin
 
 
 def test_what_was_written_into_a_table_before_its_stream_began_stays(harbour: Any, tmp_path: Path) -> None:
-    """A table filled from elsewhere, then kept by a topic: no earlier topic is there whose rows would have to go."""
+    """The table was filled by other means before a topic kept it: no earlier topic exists whose rows would have to be
+    removed."""
     call, topic = harbour.portal.call, harbour.create_topic("clicks")
     call(harbour.stores.shard("clicks", CLICKS))
     shard = harbour.shard("clicks")
@@ -272,7 +273,7 @@ def test_a_replayed_batch_does_nothing(harbour: Any, tmp_path: Path) -> None:
 
 
 def test_a_step_that_cannot_be_appended_is_held_once_however_often_it_is_tried(harbour: Any, tmp_path: Path) -> None:
-    """The bucket can be read and not written: the driver's memory does not grow with the tries."""
+    """The bucket is readable but not writable: the driver's memory does not grow with the retries."""
     topic = harbour.create_topic("clicks")
     harbour.produce(topic, [(b"%d" % n, {"click_id": str(n), "product_id": n}) for n in range(50)])
     harbour.mint("topic/clicks", 10, topic)
@@ -321,7 +322,7 @@ def test_two_sinks_race_on_one_shard_and_the_loser_recomputes(harbour: Any, tmp_
 def test_m4403_a_follower_whose_history_is_compacted_between_two_looks_starts_over(
     harbour: Any, tmp_path: Path
 ) -> None:
-    """Read from where it stands, the merged batch holds every live row as news and no deletion at all."""
+    """The merged batch, read from the old position, shows every live row as new and no deletion at all."""
     topic = harbour.create_topic("clicks")
     one, two = clicks_sink(harbour, tmp_path / "1"), clicks_sink(harbour, tmp_path / "2")
     for n in range(1, 11):
@@ -356,7 +357,7 @@ def letters(source: str, *offsets: int) -> pa.Table:
 
 
 def test_threads_and_peers_that_put_the_same_letters_at_once_add_each_once(harbour: Any) -> None:
-    """Feeds call from threads of their own, identical drivers from processes of their own."""
+    """Feeds call from separate threads, identical drivers from separate processes."""
     writers = [dead_letters(harbour), dead_letters(harbour)]
     failures: list[BaseException] = []
     both = threading.Barrier(4)

@@ -51,7 +51,8 @@ def test_m4304_the_same_with_a_frontier_that_is_past_all_of_it_is_one_batch() ->
 
 
 def follower_with_a_result_for_10_to_20(peer_upper: int) -> tuple[Writer, Writer]:
-    """(a writer that holds [10, 20) and has not appended it, a peer that brought the shard to `peer_upper`)."""
+    """Return a writer that holds [10, 20) and has not appended it, and a peer that brought the shard to
+    `peer_upper`."""
     shard = ModelShard()
     follower, peer = Writer(shard), Writer(shard)
     peer.step([], 10)

@@ -1,4 +1,5 @@
-"""A pipeline of many inputs starts as one of few does: one streaming query, and one Python planner, for all of them."""
+"""A pipeline of many inputs starts as fast as one of few: one streaming query, and one Python planner, for all of
+them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ def test_so_many_queries_begin_at_once_and_the_next_when_one_has_begun_or_hangs(
 
 
 def planners(spark: Any) -> set[str]:
-    """Processes of the session's JVM that plan a stream, by their ids."""
+    """Return the ids of the session's processes that plan a stream."""
     jvm, found = spark.sparkContext._gateway.proc.pid, set()
     ahead = [str(jvm)]
     while ahead:

@@ -39,7 +39,7 @@ TABLES = {
 
 
 class Shop:
-    """Feeds both sources and knows what the tables must hold."""
+    """Produces to both sources and knows the expected tables."""
 
     def __init__(self, harbour: Any) -> None:
         self.harbour = harbour

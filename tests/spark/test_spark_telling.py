@@ -153,7 +153,7 @@ def test_a_driver_that_ends_in_life_after_life_before_it_has_begun_is_not_moving
 def test_a_row_that_was_deleted_under_a_living_driver_is_there_again(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`pipeline delete` takes a driver that was frozen, or whose clock is another, for gone."""
+    """`pipeline delete` treats a driver that was frozen, or has another clock, as dead."""
     monkeypatch.setattr(runner_module, "REGISTRATION_CHECK_S", 0.05)
     _, stopping, thread = started(harbour, tmp_path, PIPELINE)
 
@@ -173,7 +173,7 @@ def test_a_row_that_was_deleted_under_a_living_driver_is_there_again(
 def test_a_driver_that_ends_in_order_saves_the_mirrors_of_derived_tables_whose_thread_has_ended(
     harbour: Any, tmp_path: Path
 ) -> None:
-    """The next one would read everything again."""
+    """The next driver would read everything again without them."""
     runner, stopping, thread = started(harbour, tmp_path, PIPELINE)
     saved: list[str] = []
 

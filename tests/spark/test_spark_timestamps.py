@@ -31,7 +31,7 @@ HOUR = 3_600_000_000
 
 @pytest.fixture
 def elsewhere(spark: Any) -> Iterator[Any]:
-    """A session whose time zone is not UTC."""
+    """A session with a time zone other than UTC."""
     before = spark.conf.get("spark.sql.session.timeZone")
     spark.conf.set("spark.sql.session.timeZone", "America/New_York")
     yield spark

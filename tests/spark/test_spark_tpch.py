@@ -1,4 +1,4 @@
-"""TPC-H under its refresh functions: derived tables equal to batch SQL by another engine after each of them."""
+"""TPC-H with its refresh functions: after each of them, derived tables equal batch SQL of another engine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Columns that an UPDATE left as they were, under an identity that does not say the old row: from the row before, or an
-error value with a key, and never NULL."""
+"""Columns that an UPDATE left unchanged, under an identity that omits the old row: the value is that of the row before,
+or the key gets a dead letter; it is never NULL."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def commands(steps: Sequence[Step], truncates: Sequence[Truncate] = ()) -> Comma
 
 
 def oracle(steps: Sequence[Step], truncates: Sequence[Truncate]) -> tuple[dict[int, Row], list[int]]:
-    """A single reader that takes one record after another: what it holds in the end, and the orders of what it lost."""
+    """Read one record after another, as a model. Return the final rows, and the orders of lost records."""
     held: dict[int, Row] = {}
     lost: list[int] = []
     every = [(order, step) for step in steps for order in (step[2],)] + [(t.order, t) for t in truncates]
@@ -138,7 +138,7 @@ def decoded(records: Sequence[Record]) -> Any:
 
 @pytest.mark.parametrize("count", [2, 200])
 def test_records_that_lack_columns_are_read_with_what_they_lack(count: int) -> None:
-    """A few are read one by one, many by columns: the same."""
+    """A few records are read one by one, many by columns: the result is the same."""
     found = decoded(
         [record(n, {"k": n, "a": n}, ("tm.unchanged", b'["b"]')) for n in range(count)]
         + [record(1000 + n, {"k": 1000 + n, "a": n, "b": "x"}) for n in range(count)]

@@ -20,13 +20,14 @@ from tidemill.spark.merge.resolve import resolve
 
 
 def fed(*rows: tuple[int, int, int, int]) -> pa.Table:
-    """Feedback: (key, value, time, diff)."""
+    """Return feedback: (key, value, time, diff)."""
     names = ("k", "v", "_time", "_diff")
     return pa.table({n: pa.array([r[i] for r in rows], pa.int64()) for i, n in enumerate(names)})
 
 
 def lagging(operator_type: type[UpsertOperator], *, feedback_first: bool) -> UpsertOperator:
-    """Seed 001's exact shape: the upper jumps to 10 without output of ours; rows at 5 and 7; source frontier 11."""
+    """Return a writer that lags: the upper is at 10 without our output, rows are at 5 and 7, and the source frontier is
+    11."""
     operator = operator_type(SCHEMA, Mirror(SCHEMA))
     late = commands([(0, 1, 5, 1), (1, 2, 7, 2)])
     if feedback_first:
@@ -189,7 +190,8 @@ def test_an_idle_tick_moves_the_frontier_without_rows() -> None:
 
 
 def test_a_lost_race_is_recomputed_and_not_trimmed() -> None:
-    """The peer saw another value at time 1 (log compaction took one away): our time 2 must retract the peer's row."""
+    """The peer saw another value at time 1, because log compaction removed one: our time 2 must retract the peer's
+    row."""
     shard = ModelShard()
     ours, peer = Writer(shard), Writer(shard)
     ours.operator.ingest(commands([(1, 10, 1, 1), (1, 20, 2, 2)]))

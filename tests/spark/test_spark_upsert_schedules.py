@@ -20,7 +20,7 @@ TIMES = 12
 
 @st.composite
 def topics(draw: st.DrawFn) -> tuple[list[Set], list[Truncate]]:
-    """A topic of one partition: offsets grow, and times never fall, as bindings make it."""
+    """Return a topic of one partition: offsets grow, and times never decrease, as bindings ensure."""
     sets: list[Set] = []
     truncates: list[Truncate] = []
     time = 0
@@ -43,7 +43,7 @@ ACTIONS = st.lists(
 
 
 class Racer:
-    """A writer whose pending result may be computed now and tried later."""
+    """A writer whose pending result may be computed now and committed later."""
 
     def __init__(
         self, shard: ModelShard, sets: list[Set], truncates: list[Truncate], operator_type: type[UpsertOperator]

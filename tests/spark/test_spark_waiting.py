@@ -61,7 +61,8 @@ def test_a_pipeline_waits_for_its_capture_and_its_snapshot_and_says_so(harbour: 
 
 
 def test_mirrors_are_saved_before_spark_is_asked_to_stop_however_long_that_takes(harbour: Any, tmp_path: Path) -> None:
-    """A supervisor waits for twenty seconds; queries on a busy machine take longer, and the next start would pay."""
+    """A supervisor waits for twenty seconds. Queries on a busy machine take longer to stop, and the next start would
+    have to rebuild the mirrors."""
     harbour.create_topic("clicks")
     runner, stopping, thread = started(harbour, tmp_path, PIPELINE)
     kept = tmp_path / "scratch" / "mirrors" / "clicks" / MANIFEST

@@ -1,4 +1,4 @@
-"""Threads that wait: a feed is woken when there is something to do, the query's watch when the query ends."""
+"""Waiting threads: a feed is woken when it has work, the query's watch when the query ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BOUND_S = 30.0
 
 
 class Changed(threading.Event):
-    """Notes how long its waiter would wait, and lets the next thing happen instead."""
+    """An event that records the timeouts of its waiter, and triggers the next action instead of waiting."""
 
     def __init__(self, steps: list[Callable[[], None]]) -> None:
         super().__init__()

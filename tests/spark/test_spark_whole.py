@@ -1,4 +1,5 @@
-"""Inputs that are given whole, in real Spark: a plan at exactly the round's time, held by it, no rows in the driver."""
+"""Inputs that are given whole, in real Spark: a plan at exactly the round's time, held by it, without rows in the
+driver."""
 
 from __future__ import annotations
 
@@ -45,7 +46,7 @@ def held(harbour: Any, at: int) -> dict[int, int]:
 
 @pytest.fixture
 def large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No shard is small."""
+    """Treat no shard as small."""
     monkeypatch.setattr(read_plan, "SMALL_BYTES", 0)
 
 
@@ -126,7 +127,7 @@ def test_what_is_merged_and_collected_before_and_during_a_round_changes_no_conte
 
 @pytest.fixture
 def bucket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A harbour on S3 (moto's server)."""
+    """Return a harbour on S3 (moto's server)."""
     import boto3
     from moto.server import ThreadedMotoServer
 

@@ -1,4 +1,4 @@
-"""Writing rows into a shard without a session: staged as tasks do, committed as the driver's side does."""
+"""Writing rows into a shard without a session: staged like tasks do, committed like the driver does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PLAIN = WriteFrame("t", (Column("k", "int64"), Column("v", "string")), ("k",))
 
 
 class Memory:
-    """Staged objects."""
+    """Staged objects in memory."""
 
     def __init__(self) -> None:
         self.objects: dict[str, bytes] = {}
@@ -208,7 +208,7 @@ def test_a_lost_race_is_computed_anew_on_what_the_winner_wrote(harbour: Any) -> 
     write(harbour, PLAIN, [(1, "a"), (2, "b")])
 
     def peer() -> None:
-        """Others say nothing of turns."""
+        """Let a writer append that does not take turns."""
         lower = harbour.upper("t")
         updates = [(1, "a", lower, -1), (1, "peer", lower, 1), (3, "p", lower + 1, 1)]
         rows = pa.Table.from_pylist([dict(zip(("k", "v", TIME, DIFF), u, strict=True)) for u in updates])
@@ -487,7 +487,7 @@ def test_what_cannot_be_written_is_refused_before_anything_runs(
 
 
 def test_the_options_of_the_table_that_rows_were_read_from_are_not_those_of_the_write(harbour: Any) -> None:
-    """Spark gives a write the columns of its rows, with what a catalogue keeps of where they came from."""
+    """Spark passes a write the columns of its rows, with the metadata that a catalogue keeps of their origin."""
     write(harbour, PLAIN, [(1, "a")])
     urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
     properties = {"provider": "tidemill", **{f"option.{k}": v for k, v in {**urls, "shard": "t"}.items()}}
