@@ -264,10 +264,10 @@ def _check_capture(config: Config, name: str) -> str:
             name, section.dsn, tuple(section.tables), identity=section.identity, manual=section.manual,
             failover=section.failover, envelope=section.envelope, cleanup=section.cleanup,
         )  # fmt: skip
-        return portal.call(check_capture(settings, lambda asked: _store_prior_identities(config, name, asked)))
+        return portal.call(check_capture(settings, lambda asked: store_prior_identities(config, name, asked)))
 
 
-async def _store_prior_identities(config: Config, capture: str, asked: dict[str, dict[int, tuple[str, str]]]) -> None:
+async def store_prior_identities(config: Config, capture: str, asked: dict[str, dict[int, tuple[str, str]]]) -> None:
     """Store the replica identities that tables have before an administrator sets FULL, for `capture list` and `capture
     drop`. If the stores do not answer, the identities are only printed."""
     if not asked:
