@@ -1,9 +1,8 @@
-"""The pages for new users: their blocks are executed in order, and every output shown is compared."""
+"""The pages for new users: few commands, and what is only parsed. `tests/e2e/test_start_pages.py` executes the rest."""
 
 from __future__ import annotations
 
 import json
-import os
 import shlex
 import shutil
 import subprocess
@@ -12,28 +11,10 @@ from pathlib import Path
 import postgast
 import pytest
 
-from support.docs.blocks import START, Block, commands_of, shows, start_blocks
-from support.docs.walk import Walk, path_with
-from support.postgres import EmbeddedPostgres
-from tidemill.spark.session.java import ensure_spark_home, find_java
+from support.docs.blocks import PAGES, START, Block, commands_of, shows, start_blocks
 
 BLOCKS = start_blocks()
-INSTALLING = "install"
-"""Its commands are run by `./dev quickstart`."""
 MOST_COMMANDS = 12
-
-
-@pytest.mark.spark
-@pytest.mark.postgres
-@pytest.mark.browser
-def test_the_pages_for_new_users_do_what_they_show(postgres_server: EmbeddedPostgres, tmp_path: Path) -> None:
-    environ = {**os.environ, "PATH": path_with(), "JAVA_HOME": str(find_java().home)}
-    if home := ensure_spark_home():
-        environ["SPARK_HOME"] = home
-    with Walk(tmp_path, postgres_server, environ) as walk:
-        for block in BLOCKS:
-            if not block.not_run and block.page != INSTALLING:
-                walk.run(block)
 
 
 def test_every_page_has_blocks_and_few_commands() -> None:
@@ -41,7 +22,7 @@ def test_every_page_has_blocks_and_few_commands() -> None:
     run = [block for block in BLOCKS if not block.not_run]
     count = sum(len(commands_of(block)) if block.language == "console" else block.language == "sql" for block in run)
     assert count <= MOST_COMMANDS
-    assert sum(block.language == "console" for block in run if block.page == INSTALLING) == 1
+    assert sum(block.language == "console" for block in run if block.page == PAGES[0]) == 1
 
 
 @pytest.mark.parametrize("block", [block for block in BLOCKS if block.not_run], ids=str)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 START = Path(__file__).parents[3] / "docs" / "start"
 PAGES = ("install", "database", "live-page", "pipeline", "read", "stop")
-"""In the order in which a new user reads them."""
+"""Pages for new users, in the order of reading."""
 
 _FENCE = re.compile(r'```(\w*)(?: title="(.*)")?')
 _NOT_RUN = re.compile(r"<!-- not run: (.+) -->")

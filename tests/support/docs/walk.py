@@ -1,6 +1,6 @@
 """The pages for new users, executed: a directory, a shell, a browser and a database, as a reader has them.
 
-    console   commands of one shell, whose directory and environment persist; `tidemill up` runs in the background, to ^C
+    console   commands of one shell, whose directory and environment persist; `tidemill up` in the background, to ^C
     sql       in the database `shop`, as its administrator
     text      what a browser shows at the address in the title
     others    files of the directory, named by the title; without a title an excerpt of a file that exists
@@ -33,14 +33,15 @@ from tidemill.node.supervise.supervisor import launch_command
 DATABASE = "shop"
 ROLE = "tidemill"
 READING = ("tidemill sql", "python ")
-"""Commands that are repeated until they print what the page shows: a table is some seconds behind its source."""
+"""Commands that are repeated until they print what the page shows: Spark takes a while to start, and a table is some
+seconds behind its source."""
 COMMAND_S = 4 * DEADLINE_S
 """Deadline of a command: an installation takes minutes."""
 ENDS_WITHIN_S = 60.0
 
 
 class Walk:
-    """A reader of the pages, who works in `directory/shop`. `log` gets each command with its time. A context manager."""
+    """Reader of the pages, in `directory/shop`; a context manager. `log` gets each command with its time."""
 
     def __init__(
         self, directory: Path, server: EmbeddedPostgres, environ: Mapping[str, str], log: Callable[[str], None] = print
@@ -88,7 +89,7 @@ class Walk:
             if block.text == "^C\n":
                 assert self._up is not None, f"{block}: nothing runs"
                 self._interrupt()
-            for command in commands_of(block._replace(text=text)):
+            for command in commands_of(block):
                 self._run_command(block, command)
         elif block.language == "sql":
             self.commands += 1
@@ -114,29 +115,31 @@ class Walk:
     def _run_command(self, block: Block, command: Command) -> None:
         self.commands += 1
         began_s = time.monotonic()
-        if command.line == "tidemill up":
+        line = self._replace(command.line)
+        if line == "tidemill up":
             output = self._start(command)
         else:
-            output = self._shell(block, command.line)
-            until_s = began_s + DEADLINE_S
-            while command.line.startswith(READING) and not shows(command.output, output) and time.monotonic() < until_s:
+            code, output = self._shell(line)
+            until_s = began_s + COMMAND_S
+            while line.startswith(READING) and (code or not shows(command.output, output)):
+                assert time.monotonic() < until_s, f"{block}: $ {line} exited with {code}\n{output}"
                 time.sleep(1)
-                output = self._shell(block, command.line)
-        self._log(f"$ {command.line}\n{output.rstrip()}\n  [{time.monotonic() - began_s:.0f} s]")
-        assert shows(command.output, output), f"{block}: $ {command.line} printed\n{output}"
+                code, output = self._shell(line)
+            assert code == 0, f"{block}: $ {line} exited with {code}\n{output}"
+        self._log(f"$ {line}\n{output.rstrip()}\n  [{time.monotonic() - began_s:.0f} s]")
+        assert shows(command.output, output), f"{block}: $ {line} printed\n{output}"
 
-    def _shell(self, block: Block, line: str) -> str:
-        """Run a command; the next one has its directory and its environment."""
+    def _shell(self, line: str) -> tuple[int, str]:
+        """Run a command; the next one has its directory and its environment. Return its exit code and its output, with
+        its errors if it fails."""
         script = f"{line}\ncode=$?\n{{ pwd; env -0; }} > {self._state}\nexit $code"
         done = subprocess.run(
             ["bash", "-c", script], cwd=self._environ["PWD"], env=self._environ, stdin=subprocess.DEVNULL,
             capture_output=True, text=True, timeout=COMMAND_S,
         )  # fmt: skip
-        printed = done.stdout + done.stderr
-        assert done.returncode == 0, f"{block}: $ {line} exited with {done.returncode}\n{printed}"
         pwd, _, variables = self._state.read_text().partition("\n")
         self._environ = {**dict(each.split("=", 1) for each in variables.split("\0") if each), "PWD": pwd}
-        return done.stdout
+        return done.returncode, self._restore(done.stdout + (done.stderr if done.returncode else ""))
 
     def _start(self, command: Command) -> str:
         """Start the cluster, and return what it has printed when that is what the page shows."""
@@ -145,10 +148,12 @@ class Walk:
                 launch_command(["bash", "-c", f"exec {command.line}"]), cwd=self._environ["PWD"],
                 env=self._environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip
-        eventually(
-            lambda: shows(command.output, self._up_log.read_text()), self._up_log.read_text, COMMAND_S, pause_s=0.2
-        )
-        return self._up_log.read_text()
+        eventually(lambda: shows(command.output, self._printed()), self._printed, COMMAND_S, pause_s=0.2)
+        return self._printed()
+
+    def _printed(self) -> str:
+        """Return what the cluster has printed so far."""
+        return self._restore(self._up_log.read_text())
 
     def _interrupt(self) -> None:
         process, self._up = self._up, None
@@ -173,6 +178,12 @@ class Walk:
                 error.add_note(f"{block}: {url} shows\n{page.locator('body').inner_text()[:2000]}")
                 raise
         self._log(f"Chromium at {url} shows: {' | '.join(lines)}")
+
+    def _restore(self, text: str) -> str:
+        """Return an output with the addresses of the pages."""
+        for shown, real in self._replaced.items():
+            text = text.replace(real, shown)
+        return text
 
     def _replace(self, text: str) -> str:
         for shown, real in self._replaced.items():

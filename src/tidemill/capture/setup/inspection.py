@@ -1,6 +1,6 @@
-"""What a database offers to a capture that does not exist yet: for `tidemill init`. Only reads.
+"""Inspection of a database for a capture that does not exist yet, for `tidemill init`. Only reads.
 
-The checks are those of `tidemill doctor`; here each one contributes, instead of the first that fails.
+The checks are those of `tidemill doctor`. All problems are returned, not only the first.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ class Inspection(msgspec.Struct, frozen=True):
     patterns    those of the capture
     tables      tables that can be captured once the statements have run
     refused     by name: why another table that matches cannot be captured
-    problems    what prevents the capture of the whole server
-    statements  what an administrator has to run, in order
+    problems    reasons why the whole server cannot be captured
+    statements  SQL for an administrator, in order
     replaced_identities  by table: the identities that the statements replace, to be remembered for `capture drop`
     """
 
@@ -90,7 +90,8 @@ async def inspect_database(name: str, dsn: str, patterns: Sequence[str] = ()) ->
 
 
 def default_patterns(tables: Sequence[TableInfo]) -> tuple[str, ...]:
-    """Return `public.*`, or all schemas with tables if there is none in public: managed services add schemas of their
-    own."""
+    """Return `public.*`, or all schemas with tables if schema public has no table. (Managed services add schemas of
+    their own.)
+    """
     schemas = sorted({table.schema for table in tables})
     return ("public.*",) if "public" in schemas or not schemas else tuple(f"{schema}.*" for schema in schemas)

@@ -72,7 +72,7 @@ def init(
 
 
 def _write(path: Path, text: str, *, private: bool) -> None:
-    """Create a file. It must not exist: another process may have created it meanwhile."""
+    """Create a file. Raises FileExistsError if another process was faster."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:

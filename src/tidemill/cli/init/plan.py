@@ -34,7 +34,7 @@ class PlannedCount(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """What the files of a new cluster contain. `shown`: the table of the page."""
+    """Contents of a new cluster's files. `shown`: the table of the page."""
 
     capture: str
     patterns: tuple[str, ...]
