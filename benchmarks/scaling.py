@@ -1,9 +1,9 @@
 """Capacity of one driver, one metastore domain and one consensus log, by measured unit costs: a model, not a
 measurement.
 
-Every unit cost names the command that measured it (docs/benchmarks.md). Its input is a load: changes per second, their
-bytes, and the number of tables. Its result is the number of each component, the first limit, and the bucket's bill for
-a million changes.
+Every unit cost names the command that measured it (docs/reference/benchmarks.md). Its input is a load: changes per
+second, their bytes, and the number of tables. Its result is the number of each component, the first limit, and the
+bucket's bill for a million changes.
 """
 
 from __future__ import annotations

@@ -9,8 +9,8 @@ Prints what failed or was skipped, and why, then how many passed.
                     names: no registry carries them. Not run without; --only as pytest's -k
 
 One fresh node for each suite. A test that fails is repeated alone, and counts if it passes then: the suites were
-written for a dedicated machine. Fewer passes than a suite's floor are an error. docs/kafka.md explains each test that
-fails.
+written for a dedicated machine. Fewer passes than a suite's floor are an error. docs/reference/kafka.md explains each
+test that fails.
 """
 
 from __future__ import annotations

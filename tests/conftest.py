@@ -30,7 +30,7 @@ settings.load_profile("any machine")
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine function runs on a loop of its own, within the time of a scenario."""
+    """Run a coroutine test on its own loop, within the time limit of a scenario."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
@@ -40,7 +40,7 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
 
 @pytest.fixture(autouse=True)
 def logs_as_they_were() -> Iterator[None]:
-    """A command that a test runs in this process says from which level logs are kept; no later test inherits that."""
+    """Restore the logging configuration, which a command run in this process may change."""
     before = structlog.get_config() if structlog.is_configured() else None
     yield
     if before is None:
@@ -84,7 +84,7 @@ REAL_CLIENT_MARKERS = ("node", "java", "go", "browser", "kcat", "spark", "postgr
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
-    """In CI nothing real is skipped: with TIDEMILL_REQUIRE_REAL=1 such a skip is a failure."""
+    """Turn a skip of a real-client test into a failure where TIDEMILL_REQUIRE_REAL=1 is set, as in CI."""
     outcome = yield
     report = outcome.get_result()  # type: ignore[attr-defined]
     required = os.environ.get("TIDEMILL_REQUIRE_REAL") == "1"
@@ -94,8 +94,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
 
 
 SHARED: Final = {"tests/spark/": "spark", "tests/e2e/": "e2e"}
-"""Folders whose tests go to one worker each: one Spark session in the whole run, and never two demos at once. Of all
-other tests those of a file go to one worker, which makes the fixtures of a module once."""
+"""Folders whose tests all go to one worker: there is one Spark session per run, and two demos never run concurrently.
+Other tests are distributed by file, so that a module's fixtures are made once.
+"""
 
 
 ORDER: Final = (
@@ -133,7 +134,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """By path, not by xdist's group marks: those need to rename tests, which pytest 9 does not let them."""
+    """Distribute tests by path. The group marks of xdist would have to rename tests, which pytest 9 does not allow."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc, no-any-unimported, unused-ignore]

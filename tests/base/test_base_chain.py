@@ -110,7 +110,7 @@ def test_a_driver_that_dies_again_and_again_is_told_by_who_restarts_it() -> None
 
 
 def test_a_table_that_its_pipeline_may_not_keep_is_told_by_that_where_nobody_keeps_it() -> None:
-    """Not by the topic of its name, which is well."""
+    """A healthy topic of the same name does not hide the refusal."""
     refused = StageStatus(
         "pipeline:p:table/clicks", 0, 1, "operator", error="fed by another", failing_since_ms=1, parked=True
     )

@@ -1,4 +1,4 @@
-"""Synchronous code inside an asynchronous context: entered once, left once, whoever forgets it."""
+"""Synchronous use of an asynchronous context: it is entered once and exited once, also when the caller forgets it."""
 
 from __future__ import annotations
 

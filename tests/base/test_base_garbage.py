@@ -1,4 +1,6 @@
-"""What survived a full collection is not walked again; a cycle that dies there is found in the end."""
+"""Garbage collector tuning: survivors of a full collection are not traversed again, yet a cycle that dies later is
+still found.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Histograms of durations: never far from what was counted, of one size, and the same whoever adds them up."""
+"""Histograms of durations: bounded error, constant size, and sums that do not depend on the order of addition."""
 
 from __future__ import annotations
 

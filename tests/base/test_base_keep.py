@@ -1,4 +1,4 @@
-"""Supervision: whatever a unit raises ends that unit only, is told under its mark, and is tried again."""
+"""Supervision: an error ends only the unit that raised it, is reported under the unit's stage, and is retried."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ QUICK = dict(first_s=0.001, longest_s=0.001)
 
 
 class Panic(BaseException):
-    """What a library's native code raises: no Exception."""
+    """An exception of a library's native code, which does not derive from `Exception`."""
 
 
 def shown(tracker: StatusTracker, now_ms: int = 0) -> list[StageStatus]:
@@ -85,7 +85,9 @@ async def test_what_ends_a_process_or_a_task_on_purpose_is_no_fault(ends: type[B
 
 
 async def test_a_unit_that_fails_while_it_is_cancelled_ends_and_is_not_begun_again() -> None:
-    """What its clean-up raises takes the place of the cancellation: who waits for its end would wait for ever."""
+    """An error from the clean-up replaces the cancellation. If the unit were restarted then, awaiting its end would
+    hang.
+    """
     tracker, begun = StatusTracker(), 0
     began = asyncio.Event()
 

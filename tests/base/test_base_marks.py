@@ -121,8 +121,9 @@ def test_progress_is_movement_though_the_position_stands() -> None:
 
 
 def lives(count: int, position: int) -> StageStatus:
-    """What the last of so many processes says that each show five seconds of progress
-    at one position and die."""
+    """Return the last status of `count` processes in sequence. Each shows five seconds of progress at one position and
+    dies.
+    """
     report = StatusReport("p", 0, ())
     for life in range(count):
         tracker = StatusTracker()

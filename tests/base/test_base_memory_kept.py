@@ -1,4 +1,4 @@
-"""What a process frees stays with it for its next work, until it rests."""
+"""Freed memory stays with the process for its next work until the process becomes idle."""
 
 from __future__ import annotations
 
@@ -81,5 +81,5 @@ def test_a_rest_begins_once_after_work() -> None:
     assert [rest.has_become_idle(done, at) for done, at in later] == [
         False, False, False, True,
     ]  # fmt: skip
-    # A table that opened anew counts anew: that is work too.
+    # A table that reopens starts its counter at zero, which counts as work too.
     assert [rest.has_become_idle(2, at) for at in (3_000.0, 3_030.0)] == [False, True]

@@ -24,13 +24,13 @@ class Mill(asyncio.SelectorEventLoop):
         self.pace = CoopBudget(self.clock, STRETCH_MS / 1000)
         self.turn = 0
         self.worked: Counter[int] = Counter()
-        """By the turn of the loop."""
+        """Work units per turn of the loop."""
         self.steps: list[str] = []
-        """Who worked, element by element."""
+        """Names of the workers, one per element of work."""
         self.ended: list[str] = []
         self.waits = 0
         self.asked = 0
-        """How often the pace wanted a turn of the loop."""
+        """Number of times the budget asked for a turn of the loop."""
 
     def _run_once(self) -> None:
         self.turn += 1

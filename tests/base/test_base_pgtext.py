@@ -1,4 +1,6 @@
-"""What PostgreSQL refuses is refused, and what is read is what PostgreSQL reads: asked of a real one, text by text."""
+"""The text parsers accept and reject the same texts as PostgreSQL and read the same values, checked against a real
+server.
+"""
 
 from __future__ import annotations
 

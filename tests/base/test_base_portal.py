@@ -1,4 +1,4 @@
-"""The event loop that synchronous code calls: results, errors, and an end that leaves nobody waiting."""
+"""The blocking portal to the event loop: results, errors, and a shutdown that leaves no caller waiting."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A table that parks for what a copy makes good is copied again by itself, within bounds, and is exact after it."""
+"""Automatic re-snapshots: a table paused for a reason that a copy resolves is copied again within bounds, and is exact
+afterwards.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ async def test_f466_rows_that_come_and_go_with_a_partition_are_copied_by_themsel
 
 
 async def test_f467_it_is_copied_once_a_pause_and_says_from_when_on(postgres_dsn: str) -> None:
-    """The first time at once. A table that waits is nobody's to mend, and may be asked for before."""
+    """The first re-snapshot starts immediately. A table that waits for the next one needs no operator, but an operator
+    may request it earlier.
+    """
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD, f"CREATE TABLE t ({COLUMNS})", f"INSERT INTO t VALUES {ROWS}")
         async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=3600):

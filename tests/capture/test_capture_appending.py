@@ -1,4 +1,4 @@
-"""What was set aside is appended once and in order, wherever that is cut off, and whoever else appends."""
+"""Appending of a side topic: every record once and in order, across interruptions and concurrent appenders."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ async def test_what_was_set_aside_is_appended_once_and_in_order(monkeypatch: pyt
             bounds = [rng.randint(0, len(later)) if rng.random() < 0.8 else len(later) for later in ordered]
             two = [made(Failing(world.topics, rng)) for _ in range(2)]
             running = [asyncio.ensure_future(one.append_up_to(bounds, reported.append)) for one in two]
-            if rng.random() < 0.4:  # cut off, as by SIGKILL: what is in flight lands, or does not
+            # interrupted as by SIGKILL: requests in flight land, or do not
+            if rng.random() < 0.4:
                 await asyncio.sleep(rng.random() * 0.01)
                 for each in running:
                     each.cancel()

@@ -1,4 +1,4 @@
-"""Changes set aside while a table is copied (docs/rfcs/0009-changes-set-aside.md), against PostgreSQL."""
+"""Side topics: changes stored while a table is copied (docs/rfcs/0009-changes-set-aside.md), against PostgreSQL."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ ROWS = 120_000
 
 
 class Load:
-    """Small transactions over all of table a, and a few over good, on a connection of its own."""
+    """Small transactions over all of table a, and a few over good, on a separate connection."""
 
     def __init__(self, dsn: str, seed: int = 1, pause_s: float = 0.001) -> None:
         self._dsn = dsn
@@ -90,7 +90,7 @@ async def side_topic(world: World) -> SideTopicState | None:
 
 
 async def ends_well(world: World) -> None:
-    """The table flows, is what SELECT says, and nothing is left of what was set aside."""
+    """Check that the table flows and equals SELECT, and that nothing remains of its side topic."""
     await world.flowing("a")
     await world.caught_up()
     row = await world.table("public.a")
@@ -194,7 +194,8 @@ async def test_a_capture_that_is_killed_in_the_copy_and_in_the_append_is_exact(
                     return row is not None and row.copy is not None
 
                 await until(copying, "it is copied")
-                killed(process)  # the first copy, before the stream: what changes since is set aside
+                # the first copy, before the stream: later changes go to the side topic
+                killed(process)
                 process = start()
                 await known(lambda found: found.records > 0, "some is set aside")
                 confirmed_lsn = await world.confirmed()
@@ -222,7 +223,7 @@ async def test_a_capture_that_is_killed_in_the_copy_and_in_the_append_is_exact(
 
 
 async def copied_with_side_topic(world: World, **settings: Any) -> None:
-    """A copy of `a` is cut off after some chunks: the next session sets aside what changes."""
+    """Interrupt a copy of `a` after some chunks, so that the next session stores its changes in a side topic."""
     async with world.capture(wait=False, **{**SLOW, **settings}):
 
         async def reported() -> bool:
@@ -234,8 +235,9 @@ async def copied_with_side_topic(world: World, **settings: Any) -> None:
 
 @contextlib.contextmanager
 def append_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[asyncio.Event, asyncio.Event]]:
-    """(it is to be appended beside the stream, it may be). A session that begins meanwhile appends without waiting:
-    it does not stream before."""
+    """Delay the append of a side topic while the stream runs. Yield two events: "the append begins" and "the append may
+    proceed". A session that starts in the meantime appends without waiting, because it does not stream yet.
+    """
     begins, may, to = asyncio.Event(), asyncio.Event(), SideTopicAppender.append_up_to
 
     async def waits(self: SideTopicAppender, offsets: Sequence[int], *moved: Callable[[int], None]) -> int:
@@ -352,7 +354,7 @@ async def test_what_befalls_a_table_while_it_is_appended(
 
 
 async def with_x(world: World) -> dict[str, dict[str, Any]]:
-    """As `as_folded`; rows of before have no x."""
+    """Return the expected rows as `as_folded` does; rows written before x was added have no x."""
     found = await world.select("SELECT id, v, w, x FROM a")
     return {f'{{"id":{i}}}': {"id": i, "v": v, "w": w, **({"x": x} if x is not None else {})} for i, v, w, x in found}
 
@@ -377,7 +379,7 @@ async def no_side_topic(world: World) -> bool:
 
 
 async def test_a_copy_that_waits_to_be_gone_on_with_lets_wal_go(postgres_dsn: str) -> None:
-    """Its session goes on; the copy's connection is cut, and then somebody has the table's lock."""
+    """The session survives while the copy's connection is terminated and another session holds the table's lock."""
     async with World(postgres_dsn) as world:
         await tables(world, 30_000)
         async with world.capture(**SLOW, tables=("good",)):

@@ -69,7 +69,9 @@ BACK = "ALTER TABLE p ATTACH PARTITION p1 FOR VALUES FROM (0) TO (100)"
 async def test_a_partition_that_was_away_and_is_back_before_anybody_looks_is_noticed(
     postgres_dsn: str, at_once: bool
 ) -> None:
-    """By its oid, columns and files it is the same. In one transaction, or between two sessions."""
+    """The partition is unchanged in its oid, columns and files. It was away within one transaction, or between two
+    sessions.
+    """
     async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED, ROWS, "ALTER TABLE p1 ADD CHECK (id >= 0)")
         async with world.capture(table_poll_s=0.1, **AGAIN):
@@ -111,7 +113,9 @@ async def test_attachments_that_an_older_tidemill_did_not_note_are_those_that_ar
 
 
 async def test_a_partition_that_is_being_detached_concurrently_is_none_any_more(postgres_dsn: str) -> None:
-    """Its first transaction ends, its second one waits for whoever used the table before."""
+    """The first transaction of DETACH CONCURRENTLY has ended; the second waits for transactions that used the table
+    earlier.
+    """
     async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED, ROWS)
         wire = await PgConnection.connect(world.dsn, purpose="test")
@@ -139,7 +143,7 @@ async def copied(world: World) -> bool:
 
 
 async def test_a_partition_that_the_role_may_not_read_is_copied_and_doctor_grants_it(postgres_dsn: str) -> None:
-    """A right to the root is none to the partition alone. Of an empty one it is not needed."""
+    """A right to the root does not extend to a partition alone. An empty partition does not need one."""
     async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED, ROWS)
         async with reader_of(world):
@@ -204,7 +208,7 @@ async def test_a_look_that_takes_too_long_again_and_again_is_in_doubt(
 async def test_a_look_waits_for_who_holds_the_lock_however_often_it_is_tried(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever holds it got it before the first look: as soon as the attachment was committed."""
+    """The holder locks the partition before the first check, as soon as the attachment is committed."""
     async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED)
         failed = 0

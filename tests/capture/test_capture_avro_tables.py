@@ -55,7 +55,7 @@ def dsn(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 class Registered:
-    """How often a registry was asked to register what."""
+    """A registrar that records the subjects of all registrations."""
 
     def __init__(self, world: World) -> None:
         self.registry = Registry(world.metastore, world.clock, world.rand, run_inline)
@@ -95,7 +95,7 @@ async def read(world: World, registry: Registry, table: str) -> list[tuple[Any, 
 
 
 def said(text: str | None, oid: int, mod: int) -> Any:
-    """What the event says of a value that PostgreSQL prints so."""
+    """Return the value in the event for a text that PostgreSQL prints."""
     if text is None:
         return None
     form = value_form(oid, mod)
@@ -162,7 +162,8 @@ async def test_a_schema_that_the_registry_refuses_parks_its_table_alone_until_it
             await world.sql("ALTER TABLE b ALTER n TYPE bigint", "INSERT INTO b VALUES (2, 1)")
             paused = await world.paused("a", f"rejected the schema of a topic: subject={subject}")
             assert "Give the subject" in paused.reason and len(paused.schemas) == 1
-            # It is copied again: refused before what it has is gone, and told.
+            # It is copied again: the schema is rejected before the existing rows are deleted, and the rejection is
+            # reported.
             await request_recopy(world.catalogue, world.name, "public.a")
 
             def reported() -> bool:
@@ -197,7 +198,7 @@ async def test_k1_a_wider_key_is_copied_again_and_a_restart_asks_the_registry_no
             await world.flowing("t")
         (after,) = (await world.tables())["public.t"].schemas
         assert after[0] != before[0][0]
-        # Whatever the registry holds by now, and though it is off: the ids are the table's.
+        # The schema ids belong to the table, even if the registry has changed or is off.
         for which in ("key", "value"):
             await registered.registry.delete(f"{world.name}.public.t-{which}", None)
         async with world.capture(schemas=None, **settings):

@@ -1,4 +1,4 @@
-"""What only the operator can mend is said in one sentence, with the fix, and leaves nothing half-made behind."""
+"""Errors that only the operator can repair: one sentence with the fix, and no half-made state left behind."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_a_dropped_slot_is_an_error_not_a_gap(postgres_dsn: str) -> None:
         drop = f'DROP PUBLICATION "tidemill_{world.name}"'
         with pytest.raises(SlotLostError, match="does not exist") as caught:
             await asyncio.wait_for(world.new_capture().run_sessions(), 20)
-        # What it tells the operator to do is all there is to do.
+        # The fix in the error is sufficient.
         assert drop in caught.value.fix
         await world.sql(drop)
         async with world.capture():

@@ -1,4 +1,4 @@
-"""While the topics take nothing, capture buffers up to its bounds and no further, however large a transaction is."""
+"""Bounded buffers: capture buffers up to its limits while topics accept nothing, however large a transaction is."""
 
 from __future__ import annotations
 

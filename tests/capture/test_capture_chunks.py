@@ -1,4 +1,4 @@
-"""A copy in chunks: cut off anywhere it goes on, exactly, or begins anew where it must; and it keeps to its rate."""
+"""Copies in chunks: an interrupted copy resumes exactly or restarts where it must, and keeps to its rate."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tidemill.topics.batch import decode_batch
 
 
 async def written_in_epoch(world: World, epoch: int) -> int:
-    """How many records of the topic a copy's producer wrote in this epoch."""
+    """Count the records of the topic that a copy's producer wrote in this epoch."""
     topic, at, count = await world.topic_id("a"), 0, 0
     end = (await world.topics.offsets(topic, 0)).high_watermark
     while at < end:
@@ -196,8 +196,9 @@ async def test_f414_a_copy_that_is_killed_goes_on_at_the_first_chunk_that_was_no
 
 
 class Transfers:
-    """Random transactions that leave the sum of v as it is, and move rows: wide and narrow updates, keys that change,
-    rows that split and merge."""
+    """Random transactions that preserve the sum of v and move rows: wide and narrow updates, keys that change, rows
+    that split and merge.
+    """
 
     def __init__(self, dsn: str, seed: int) -> None:
         self._dsn = dsn
@@ -298,7 +299,8 @@ async def test_every_time_that_is_bound_shows_one_state_wherever_copies_were_cut
             copy = await copy_of(world)
             epochs.append(copy.epoch if copy is not None else 0)
             await world.sql("VACUUM a")
-        # Nothing is bound before the copy is done: else what was bound beside it would hold back what is not exact yet.
+        # No binding is minted before the copy is done; otherwise a binding of the concurrent stream would wait for the
+        # inexact table.
         run = Binder.run
 
         async def run_late(self: Binder) -> None:

@@ -18,7 +18,7 @@ from tidemill.capture.postgres.standby_status import Keepalive, ReplicationStatu
 
 
 class RecordingSink:
-    """Takes everything under one consumer name; flushes when told, or while it is handed the commit."""
+    """A sink with one consumer name that accepts everything. It flushes on request, or while it receives the commit."""
 
     def __init__(self, name: str = "c", *, eager: bool = False, fails: bool = False) -> None:
         self.name = name

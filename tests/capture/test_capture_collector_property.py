@@ -1,9 +1,9 @@
-"""The property of seed 002 on the real collector: consumers come and go at any moment, flush when they like, notices
-and keepalives wait in its queue, and the process dies and begins again at the position that the server was told.
+"""The flush property on the real collector: consumers come and go at any moment and flush at any time, notices and
+keepalives wait in its queue, and the process dies and restarts at the position that was confirmed to the server.
 
-A consumer that goes says, in the order of the collector's queue, that it holds all it was sent: within a transaction
-that it has a part of, only once that commits (consumers.Sink: whoever is returned will send `flushed` for it).
-Oracle: what the consumers' storages really hold.
+A consumer that leaves reports, in the order of the collector's queue, that it holds everything it was sent. In the
+middle of a transaction of which it has a part, it reports only after the commit (`consumers.Sink`: each returned name
+will report `flushed`). Oracle: the contents of the consumers' storages.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ def at_once(work: Coroutine[Any, Any, T]) -> T:
 
 
 class Consumer:
-    """In memory, in front of `durable`, which survives the process."""
+    """An in-memory consumer in front of `durable`, which survives the process."""
 
     def __init__(self, durable: list[ChangePosition], since: int, logic: FlushAlignment) -> None:
         self.logic = logic
         self.durable = durable
         self.buffered: list[ChangePosition] = []
         self.since = since
-        """It is sent what begins from here on."""
+        """First LSN of the transactions that it is sent."""
         self.sent = at(-1)
 
 
 class Sink:
-    """All consumers of one process. `inline`: a notice is told to the tracker at once, past the queue."""
+    """All consumers of one process. A `silent` sink removes consumers without a notice."""
 
     def __init__(self, *, silent: bool) -> None:
         self.consumers: dict[str, Consumer] = {}
         self.silent = silent
         self._part: set[str] = set()
         self._left: dict[str, ChangePosition] = {}
-        """Gone, with a part of the transaction that is open."""
+        """Consumers that left with a part of the open transaction."""
 
     def remove(self, name: str, notices: FlushNotices) -> None:
         consumer = self.consumers.pop(name)
@@ -130,7 +130,7 @@ class Capture(RuleBasedStateMachine):
         self.start()
 
     def start(self) -> None:
-        """A process begins at what the server was told, and is told again what comes after."""
+        """Start a process at the confirmed position; the server replays the later transactions."""
         self.sink = Sink(silent=self.silent)
         for name, disk in self.disks.items():
             self.sink.consumers[name] = Consumer(disk, self.since[name], self.alignment())
@@ -195,7 +195,7 @@ class Capture(RuleBasedStateMachine):
 
     @rule()
     def add(self) -> None:
-        """It sees what begins from now on, also after a crash."""
+        """Add a consumer that sees transactions from now on, also after a crash."""
         name = f"c{self.names}"
         self.names += 1
         self.disks[name], self.since[name] = [], self.lsn + 1

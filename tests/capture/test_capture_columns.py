@@ -1,4 +1,4 @@
-"""What is decoded and encoded by columns, held to the per-row functions: equal fragments, equal bytes, equal errors."""
+"""Columnar decoding and encoding, compared with the per-row functions: equal fragments, equal bytes, equal errors."""
 
 from __future__ import annotations
 
@@ -152,8 +152,9 @@ AS_IS = {oid: replace(relation, old_rows="key") for oid, relation in RELATIONS.i
 
 
 def less_of_old_rows(rand: random.Random, frames: Sequence[bytes]) -> list[bytes]:
-    """With what an identity that is not FULL says: keys, of partitioned tables under the name of a whole row, or
-    nothing; sometimes less than the key, which is poison."""
+    """Reduce old rows to those of an identity other than FULL: the key, for partitioned tables in the form of a whole
+    row, or nothing; sometimes less than the key, which is poison.
+    """
     out = []
     for each in frames:
         payload = each[PAYLOAD_START:]
@@ -208,7 +209,7 @@ def write(
     fragments: Sequence[Fragment], partitions: int, held: dict[int, int], tails: dict[int, ChangePosition],
     source: EventSource | None = None,
 ) -> Written:  # fmt: skip
-    """What a topic writer makes of them: the batches of every lane, its offsets, and the rows it cannot write."""
+    """Return a topic writer's output: the batches of every lane, its offsets, and the rows that it cannot write."""
 
     async def run() -> Written:
         log = Log()
@@ -260,7 +261,7 @@ def test_l1_rows_written_by_columns_have_the_bytes_of_rows_written_one_by_one(
 
 
 def rows_of(count: int, texts: Sequence[str], lsn: int = 50) -> list[bytes]:
-    """One transaction of so many inserts into the narrow table."""
+    """One transaction of `count` inserts into the narrow table."""
     rows = [framed(lsn, message("I", 1, None, [str(n), "1", texts[n % len(texts)]])) for n in range(count)]
     begin = framed(lsn, b"B" + struct.pack(">qqI", lsn, 0, 7))
     return [begin, *rows, framed(lsn, b"C" + struct.pack(">Bqqq", 0, lsn, lsn + 8, 0))]

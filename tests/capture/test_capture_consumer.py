@@ -1,4 +1,4 @@
-"""C1-C5, C15 and the race of seed 002: consumer, tracker and the ordering axiom together."""
+"""C1-C5, C15 and the race between flush notices and commits: consumer, tracker and the ordering axiom together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidemill.capture.delivery.flush_tracker import FlushTracker
 
 
 class Harness:
-    """One consumer and a tracker: notices wait in the queue until the step that sent them is over."""
+    """One consumer and a tracker: notices wait in the queue until the end of the step that sent them."""
 
     def __init__(self, alignment: type[FlushAlignment] = FlushAlignment) -> None:
         self.consumer = alignment()
@@ -102,9 +102,9 @@ def test_c5_a_commit_without_changes_raises_the_boundary_of_what_is_still_to_be_
 
 def test_c15_align_exact_none_and_empty() -> None:
     consumer = FlushAlignment()
-    assert consumer.align_to_boundary(at(3, 3)) == at(3, 3)  # nothing mapped: as it is
+    assert consumer.align_to_boundary(at(3, 3)) == at(3, 3)  # nothing mapped: unchanged
     consumer.record_fragment(at(5, 2), at(5, 8), commits=True)
-    assert consumer.align_to_boundary(at(4)) == at(4)  # below the entry: as it is
+    assert consumer.align_to_boundary(at(4)) == at(4)  # below the entry: unchanged
     assert consumer.align_to_boundary(at(5, 2)) == at(5, 8)  # the entry: its boundary
     assert consumer.align_to_boundary(at(5, 2)) == at(5, 2)
 

@@ -253,7 +253,9 @@ def test_arbitrary_bytes_are_a_message_or_corrupt(data: bytes) -> None:
 
 
 def test_a_relation_parked_now_or_in_an_earlier_life_leaves_the_others_where_they_are() -> None:
-    """Its changes keep their ordinals: what a restart replays must meet the same positions in the topics' tails."""
+    """Changes of the other relation keep their ordinals: a replay after a restart must meet the same positions in the
+    topics' tails.
+    """
     other = Insert(OTHER.oid, ["1"] * len(OTHER.columns))
     messages = [insert(1), other, insert(2), Truncate((T.oid, OTHER.oid), False, False), other, insert(3), other]
     plain = run(converter(), BEGIN, *messages, COMMIT)
@@ -282,7 +284,9 @@ def test_a_relation_is_parked_from_its_lsn_on_and_told_there() -> None:
 
 
 def test_an_old_row_with_null_where_a_value_did_not_change_is_not_whole() -> None:
-    """Of a partition that lacks FULL under a root that has it: such a value is never NULL."""
+    """A partition without FULL below a root that has it sends such rows. An unchanged TOAST value is never NULL, so the
+    NULL shows that the old row lacks it.
+    """
     update = Update(1, "O", ["1", None], ["2", UNCHANGED])
     with pytest.raises(InvalidError, match="REPLICA IDENTITY FULL"):
         build_change(T, ("id", "v"), update, ChangePosition(1, 0))

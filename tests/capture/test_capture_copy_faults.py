@@ -1,4 +1,6 @@
-"""A copy that fails: what is one table's is that table's, and what is nobody's fault costs nothing that was copied."""
+"""Failures of a copy: a fault of one table affects only that table, and an external fault loses nothing that was
+copied.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,9 @@ def test_what_may_pass_is_told_from_what_is_met_again(error: Exception, passes: 
 async def test_f478_a_row_that_postgresql_cannot_read_keeps_its_table_out_alone_until_it_is_mended(
     postgres_dsn: str,
 ) -> None:
-    """What its type is made of is gone from the catalogue: XX000 as soon as a value is to be printed."""
+    """The catalogue lacks the range that the column's type consists of: PostgreSQL raises XX000 as soon as it prints a
+    value.
+    """
     async with World(postgres_dsn) as world:
         await world.sql(
             *GOOD, *BAD,
@@ -84,9 +88,9 @@ async def test_f478_a_row_that_postgresql_cannot_read_keeps_its_table_out_alone_
         assert len(await world.folded("bad")) == 100
 
 
-# what a copy that was cut off keeps ----------------------------------------------------------------
+# remains of an interrupted copy --------------------------------------------------------------------
 async def cut_off(world: World, **settings: Any) -> str:
-    """A copy of `a` is cut off after some chunks; its topic's id."""
+    """Interrupt a copy of `a` after some chunks and return the id of its topic."""
     await world.sql(
         "CREATE TABLE a (id int PRIMARY KEY, v int, w text)",
         "INSERT INTO a SELECT g, g, repeat('w', 100) FROM generate_series(1, 3000) g",
@@ -155,7 +159,7 @@ async def test_f479_a_cut_off_copy_is_gone_on_with_though_others_write_lock_and_
 async def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What changes meanwhile is in no stream."""
+    """Changes made while the table is unpublished are in no stream."""
     monkeypatch.setattr(copier, "RECORD_S", 0.05)
     tries = 0
     async with World(postgres_dsn) as world:
@@ -233,7 +237,9 @@ async def test_a_copy_that_is_cut_off_again_and_again_without_one_more_chunk_is_
 async def test_f480_a_copy_that_left_its_topic_empty_is_not_told_and_takes_no_other_with_it(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first chunks of `b` have no row any more. One that was told all the same begins anew, alone."""
+    """The first chunks of `b` contain no row any more, so no progress is stored for it. If progress is stored
+    nevertheless, only `b` starts over.
+    """
     monkeypatch.setattr(copier, "RECORD_S", 0.05)
     settings: dict[str, Any] = {**SMALL, "tables": ("a", "b")}
     settle, write_rows = copier._TableCopyTask.collect_durable_chunks, TopicWriter.write_copied_rows

@@ -1,5 +1,6 @@
-"""Several DDLs chosen by a seed, on a table and a partitioned one, under load and with kill -9 of capture in between:
-by itself, or once somebody accepts it, each ends in a topic that is what SELECT says."""
+"""Several DDL statements chosen by a seed, on a plain and a partitioned table, under load and with kill -9 of capture
+in between. Each ends in a topic that equals SELECT, automatically or after an operator accepts the change.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +29,9 @@ pytestmark = pytest.mark.postgres
 
 PROGRAM = Path(__file__).parents[1] / "support" / "capture" / "process.py"
 SEEDS = (26, 14)
-"""On the newest server: stored, attached, retyped, attached, detached, volatile. On an older one: constant, attached,
-volatile, detached, renamed, volatile. Capture is killed three times, and twice."""
+"""Statements on the newest server: stored, attached, retyped, attached, detached, volatile. On an older one: constant,
+attached, volatile, detached, renamed, volatile. Capture is killed three times, and twice.
+"""
 COLUMNS = "id int NOT NULL, v int, w varchar(8), n numeric(6,2), f real"
 
 
@@ -55,7 +57,7 @@ def seed(request: pytest.FixtureRequest) -> int:
 
 
 class Changes:
-    """What may be done next; `consent`: whether somebody has to accept it."""
+    """Source of the next DDL statements."""
 
     def __init__(self, rng: random.Random, version: int) -> None:
         self.rng = rng
@@ -66,7 +68,7 @@ class Changes:
         self.parts = 2
 
     def next(self) -> tuple[str, list[str], bool]:
-        """(table, statements, whether somebody has to accept it)"""
+        """Return (table, statements, whether an operator has to accept them)."""
         self.number += 1
         n = self.number
         kinds = ["constant", "volatile", "part", "attached", "detached"]
@@ -154,7 +156,7 @@ async def test_f470_ddl_by_a_seed_under_load_and_kills_ends_in_topics_that_equal
                     running[0].wait()
                     running[0] = start()
                 if consent:
-                    # A copy that was under way has taken the table as it is now: then nothing is to be accepted.
+                    # A copy in progress may have taken the table in its present form; then there is nothing to accept.
                     await until(lambda t=table: _waits_or_flows(world, t), f"{table} parks, or flows")  # type: ignore[misc]
                     if not await _flow(world, table):
                         await accept_effects(world.catalogue, world.name, f"public.{table}", (), copied=True)
@@ -190,7 +192,7 @@ async def _waits_or_flows(world: World, name: str) -> bool:
 
 
 async def _flow(world: World, *names: str) -> bool:
-    """They flow, under the description that they have now."""
+    """Return whether the tables flow, under their present descriptions."""
     rows: dict[str, Any] = await world.tables()
     for name in names:
         query = f"SELECT attname FROM pg_attribute WHERE attrelid = '{name}'::regclass AND attnum > 0"

@@ -29,7 +29,9 @@ ATTEMPTS = 30
 async def test_a_transaction_that_has_read_a_table_and_writes_it_then_goes_on_while_the_table_is_published(
     postgres_dsn: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """PostgreSQL ends at once who comes to wait for a holder of SHARE that waits for more itself (its proc.c)."""
+    """PostgreSQL immediately ends a session that starts to wait for a holder of SHARE which itself waits for more (its
+    proc.c).
+    """
     monkeypatch.setattr("tidemill.capture.setup.publication.LOCK_PAUSE_S", 0.02)
     async with World(postgres_dsn) as world:
         await world.sql(*TABLES[kind], "INSERT INTO t VALUES (1, 0)")
@@ -58,7 +60,8 @@ async def test_a_transaction_that_has_read_a_table_and_writes_it_then_goes_on_wh
                 async def waits() -> bool:
                     return bool(await world.select(waiting))
 
-                for _ in range(5):  # one look may come when a wait has just been given up
+                # a check may come just after a wait timed out
+                for _ in range(5):
                     await until(waits, "the set-up waits for the reader")
                     await application.execute("UPDATE t SET v = v + 1")
                 await application.commit()

@@ -1,4 +1,4 @@
-"""Types that columns are made of are altered: old values read otherwise in SELECT, and no row is in the stream."""
+"""Altered types of columns: SELECT prints old values differently, and no row is in the stream."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def test_f489_a_type_that_is_altered_below_a_column_has_its_tables_alone_c
             return {name.removeprefix("public."): row.generation for name, row in (await world.tables()).items()}
 
         async def altered(statement: str) -> None:
-            """It is altered, and the tables that depend on it, and no others, are copied again."""
+            """Alter a type. The tables that depend on it, and no others, are copied again."""
             before = await generations()
             await world.sql(statement)
 

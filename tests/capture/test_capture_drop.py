@@ -1,4 +1,4 @@
-"""`capture drop`: what a capture changed in the database is as it was, whatever it found there."""
+"""`capture drop`: everything that a capture changed in the database is restored, in any initial state."""
 
 from __future__ import annotations
 

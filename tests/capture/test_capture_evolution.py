@@ -34,7 +34,7 @@ GROWS = {
     "float8": ("ALTER TABLE t ALTER r TYPE double precision", "r", "real"),
     "key": ("ALTER TABLE t ALTER id TYPE bigint", "id", "integer"),
 }
-"""What is done to a table, to which column, and its default or the type it was."""
+"""Statements on a table, the column that they affect, and its default or its former type."""
 
 PARKS = {
     "volatile": ("ALTER TABLE t ADD x float DEFAULT random()", "were rewritten"),
@@ -67,7 +67,7 @@ def on(name: str, statements: str) -> list[str]:
 
 
 async def test_f460_what_loses_nothing_flows_on_within_the_transaction_that_changes_it(postgres_dsn: str) -> None:
-    """Rows before, in and after the DDL's transaction; then a restart; then everything told again from before."""
+    """Rows come before, in and after the DDL's transaction; then a restart; then a replay from before it."""
     async with World(postgres_dsn) as world:
         await make(world, GROWS)
         async with world.capture(table_poll_s=60, fragment_changes=2):
@@ -156,8 +156,10 @@ SEVERAL = (
 async def test_f463_several_changes_with_rows_between_are_versions_also_of_a_stream_that_is_told_again(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, at_once: bool, behind: bool
 ) -> None:
-    """In one transaction or each in its own; met as they happen, or by a capture that was away, and whose catalogue
-    is ahead. Nothing is bound at first, so the next session is told all of it again, under the description of then."""
+    """The changes are in one transaction or in several. The capture streams them as they happen, or was away and finds
+    the catalogue ahead. Nothing is bound at first, so the next session replays everything under the description of that
+    time.
+    """
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=60):
@@ -196,8 +198,9 @@ async def test_f463_several_changes_with_rows_between_are_versions_also_of_a_str
 async def test_f464_a_catalogue_that_is_ahead_by_what_it_cannot_vouch_for_parks_at_the_first_row_in_doubt(
     postgres_dsn: str,
 ) -> None:
-    """A column that was added, written, dropped and added again under its name: of the first one nobody knows what
-    older rows held."""
+    """A column was added, written, dropped and added again under its name. The values that older rows had in the first
+    one are unknown.
+    """
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture():

@@ -1,8 +1,8 @@
-"""The property of seed 002: over all interleavings, nothing is confirmed early and nothing stays pending for ever.
+"""The flush property over all interleavings: nothing is confirmed early, and nothing stays pending permanently.
 
-Model: fragment-mode consumers of one stream, each with a storage that flushes when it likes (also in the
-middle of a transaction), one queue that carries their notices to the tracker, consumers that come.
-Oracle: what each consumer's storage really holds.
+Model: fragment-mode consumers of one stream, each with a storage that flushes at any time (also in the middle of a
+transaction), one queue that carries their notices to the tracker, consumers that join. Oracle: the contents of each
+consumer's storage.
 
 Planted faults (raw notices before the commit; == instead of ≥; no recompute after the commit) must be found by the same
 property.
@@ -100,7 +100,7 @@ class Model:
             self.check()
 
     def flush(self, name: str) -> None:
-        """Storage makes a prefix of its buffer durable and says so."""
+        """Make a prefix of a consumer's buffer durable and report it."""
         consumer = self.consumers[name]
         if not consumer.buffered:
             return
@@ -109,7 +109,7 @@ class Model:
         del consumer.buffered[:count]
         reported = consumer.durable
         if not consumer.buffered and consumer.open_change is None and self.rng.random() < 0.3:
-            # Nothing of its own lies behind: storage may report a little further than its last record.
+            # The consumer has no later change: its storage may report a little beyond its last record.
             reported = at(reported.commit_lsn, reported.ordinal + 1)
         self.cast(name, consumer.logic.record_flush(reported))
 

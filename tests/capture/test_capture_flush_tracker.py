@@ -155,7 +155,8 @@ def test_ft18_a_flush_above_what_was_sent_completes() -> None:
     planted = EqualityTracker()
     planted.commit(fragment(3, last=at(3, 4)), ["a"], 0)
     planted.record_flush("a", at(3, 5), 0)
-    assert planted.pending_positions  # what == does: pinned for ever
+    # with ==, the entry stays pinned permanently
+    assert planted.pending_positions
 
 
 def test_a_pinned_minimum_does_not_let_the_order_grow() -> None:

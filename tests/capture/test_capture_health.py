@@ -1,4 +1,4 @@
-"""Whether a capture works where it runs: what decides whether its node keeps it."""
+"""Health of a capture on its node, which decides whether the node keeps it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.postgres
 
 
 class HoldingSink:
-    """Keeps what it gets in memory and flushes when told."""
+    """A sink that keeps fragments in memory and flushes on request."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -112,8 +112,9 @@ async def test_rc3_the_connection_survives_a_sink_that_blocks_longer_than_wal_se
 async def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobody_writes_any_more(
     postgres_dsn: str,
 ) -> None:
-    """World 201 of the oracle: it was told with the next commit, heartbeat or status that was due anyway, up to fifteen
-    seconds later, while the mark said that nothing was left to do."""
+    """Seed 201 of the oracle: the position was confirmed only with the next commit, heartbeat or status that was due
+    anyway, up to fifteen seconds later, while the status showed no remaining work.
+    """
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         async with world.capture(heartbeat_s=600.0, table_poll_s=600.0) as capture:
@@ -121,7 +122,7 @@ async def test_what_was_held_for_a_copy_is_confirmed_once_it_is_over_though_nobo
             session = capture._session
             assert session is not None and session.adder is not None and session.collector is not None
             status = session.collector.status
-            # Each look at the tables ends with no copy under way. This one is over; the next is ten minutes off.
+            # Each check of the tables ends with no copy in progress. This one has ended; the next is ten minutes away.
             assert await session.adder.is_being_added("public.none") is False
             session.adder.wal_hold.set_copying(True)
             held = status.hold

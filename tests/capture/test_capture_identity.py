@@ -72,7 +72,7 @@ async def test_f471_an_identity_that_does_not_say_the_key_is_refused_with_the_st
             for name in REFUSED:
                 row = await world.paused(name, "does not include the primary key")
                 assert row.state == "refused"
-                # Nothing that the application does fails meanwhile, and nothing was altered.
+                # No statement of the application fails while the table is refused, and nothing was altered.
                 await world.sql(f"INSERT INTO {name} VALUES (1, 1)", f"UPDATE {name} SET id = 2", f"DELETE FROM {name}")
                 await world.sql(row.fix.removeprefix("Run "))
             await world.flowing("fine", *REFUSED)
@@ -168,7 +168,7 @@ async def test_f472_a_manual_capture_alters_nothing_and_says_what_is_missing_unt
             await world.sql("UPDATE wide SET v = 5 WHERE id = 5", "INSERT INTO later VALUES (1, 1)")
             await exact(world, "wide")
             await exact(world, "later")
-            # Taken away: told, and left as it is.
+            # A table that loses its identity is reported and not changed.
             await world.sql("ALTER TABLE later REPLICA IDENTITY NOTHING")
             row = await world.paused("later", "makes its UPDATE and DELETE fail")
             assert "DROP TABLE ONLY" in row.fix and await identity(world, "later") == "n"

@@ -1,6 +1,6 @@
-"""An idle capture costs nothing beyond its heartbeat: no write to consensus, no object, next to no processor time.
+"""An idle capture costs nothing beyond its heartbeat: no write to consensus, no object, next to no CPU time.
 
-It is measured in a process of its own: what another test's client threads do in this one is none of the capture's.
+It is measured in a separate process, so that client threads of other tests do not count.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ async def idle(dsn: str) -> dict[str, Any]:
 
 
 def where_it_runs() -> list[str]:
-    """What every other thread does, looked at for two seconds."""
+    """Sample the stacks of every other thread for two seconds."""
     seen: Counter[str] = Counter()
     for _ in range(200):
         time.sleep(0.01)

@@ -1,5 +1,4 @@
-"""Tables copied beside the stream: what the catalogue says of them is what the running session does, and who holds a
-copy back is named."""
+"""Tables copied while streaming: the running session follows the catalogue, and the blocker of a copy is named."""
 
 from __future__ import annotations
 
@@ -105,7 +104,9 @@ async def test_a_stream_that_is_told_again_from_before_a_copy_parks_nothing_that
 async def test_nothing_beyond_a_park_at_the_wals_end_is_handed_on_before_the_park_is_durable(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a capture that dies in between has bound and confirmed what it left out, and knows of no park."""
+    """Otherwise a capture that dies in between has bound and confirmed a position beyond the omitted rows, without a
+    record of the pause.
+    """
     async with World(postgres_dsn) as world:
         await world.sql(
             *GOOD,
@@ -170,7 +171,7 @@ async def test_f413_a_copy_beside_the_stream_moves_with_its_rows_and_holds_the_c
             assert "copying public.t" in table.mark.reason
 
             def held() -> bool:
-                # Its topics may hold it for a moment longer, by what came beside the streams.
+                # Its topics may block it for a moment longer, by records that came while it streamed.
                 own = reported(world, capture, capture.config.mark)
                 return own is not None and own.mark.held_by == table.mark.name
 
@@ -216,7 +217,8 @@ async def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_
                 await good_flows(world)  # the others, and the slot is confirmed
                 await until(stuck, "it still is")
                 await other.rollback()
-            # It flowed all the while as it was before: what tells that it is copied again is that nothing is told.
+            # The table kept flowing in its former state. Its re-snapshot is complete when the stage of the copy
+            # disappears.
             await until(lambda: reported(world, capture, mark) is None, "its copy is not told any more")
             await world.flowing("t")
             await good_flows(world)

@@ -1,4 +1,4 @@
-"""What an operator is told when a capture begins, lacks rights, and is taken back."""
+"""Messages to the operator when a capture starts, lacks rights, and is dropped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whoever captured before is ended by its successor: the lock's session, and what the same process streams."""
+"""A new session ends its predecessor: the session that holds the lock, and the stream of the same process."""
 
 from __future__ import annotations
 

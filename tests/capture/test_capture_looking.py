@@ -35,7 +35,7 @@ SET_UP = (
     "ALTER PUBLICATION of_looks ADD TABLE ONLY t, p",
 )
 CHANGES: dict[str, tuple[str, str]] = {
-    # what is done → which of tables, published and hazards say so
+    # statement → the queries (tables, published, hazards) whose result changes
     "a new table": ("CREATE TABLE made (id int PRIMARY KEY)", "t"),
     "a table without a key": ("CREATE TABLE made (id int)", "t"),
     "an unlogged table": ("CREATE UNLOGGED TABLE made (id int PRIMARY KEY)", "t"),

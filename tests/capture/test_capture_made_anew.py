@@ -1,4 +1,4 @@
-"""A table is dropped, or made anew, between two questions of the capture: nothing else fails, nothing waits long."""
+"""A table is dropped or re-created between two queries of the capture: nothing else fails, and nothing waits long."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ async def test_a_captured_table_that_somebody_unpublishes_is_copied_again(postgr
 async def test_f473_a_table_that_is_dropped_while_a_session_is_set_up_does_not_start_over(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its rows up to there stay in its topic, and it ends there."""
+    """The table ends there, and its earlier rows stay in its topic."""
     seen: list[PreparedSession] = []
     real_published, real_prepare = bootstrap.read_published_tables, session.prepare_session
     async with world_with_tables(postgres_dsn) as world:
@@ -111,7 +111,9 @@ async def test_f473_a_table_that_is_dropped_while_a_session_is_set_up_does_not_s
 async def test_a_session_whose_stream_begins_while_the_catalogue_is_asked_goes_on(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The question of the set-up's guard comes to its end: the connection answers nobody after one that was cut off."""
+    """The session lets the query of the set-up's guard complete: a control connection is unusable after a cancelled
+    query.
+    """
     asked: list[str] = []
     withdraw, open_writer = PublicationRepair.withdraw_identities, Session._open_writer
 

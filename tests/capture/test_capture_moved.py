@@ -1,4 +1,4 @@
-"""What was captured moves back: the database, its slot, its publication. Topics equal SELECT afterwards."""
+"""A captured database, its slot or its publication moves back. Topics equal SELECT afterwards."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_history_file_is_read_as_postgresql_writes_it() -> None:
 # worlds ---------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
-    """A primary whose walsenders notice at once that their client is gone."""
+    """A primary whose walsenders notice quickly that their client is gone."""
     with primary(tmp_path_factory.mktemp("primary"), wal_sender_timeout="5s") as made:
         yield made
 
@@ -176,7 +176,7 @@ async def test_f499_a_failover_to_a_standby_that_is_behind_copies_the_tables_it_
                 assert latest is not None and latest.era == lost.era + 1 == 1
                 assert "fork=" in str(capture.facts()["recopied"])
                 assert await world.select("SELECT 1 WHERE pg_is_in_recovery()") == []
-            # The same once more after a restart, with nothing to find.
+            # Nothing is found after another restart.
             async with world.capture(failover=True):
                 await world.sql("UPDATE a SET v = v + 1", "DELETE FROM b WHERE id = 1")
                 await world.same_as_select(*TABLES)
@@ -231,7 +231,7 @@ async def test_a_failover_to_a_standby_without_the_slot_copies_all_tables(
 async def test_f482_a_database_that_is_restored_from_a_backup_is_copied_again(
     server: EmbeddedPostgres, database: str, tmp_path: Path, recovered: bool
 ) -> None:
-    """`to a point in time` begins a new timeline; files that are put back as they were go on with the old one."""
+    """Recovery `to a point in time` begins a new timeline; files that are put back unchanged continue the old one."""
     recovery = {"restore_command": "/bin/false", "recovery_target": "immediate", "recovery_target_action": "promote"}
     async with moving(server, database) as world:
         async with world.capture():
@@ -406,7 +406,9 @@ async def test_f484_a_publication_that_is_altered_and_altered_back_has_the_table
         await world.sql(*ONE, "CREATE TABLE u (id int PRIMARY KEY, v int)")
 
         async def alter() -> None:
-            """In one transaction where the capture looks meanwhile: else it may see what is between."""
+            """Alter the publication, in one transaction while a capture polls: otherwise it may see an intermediate
+            state.
+            """
             statements = ALTERED[how] if not captures or "BEGIN" in ALTERED[how] else ("BEGIN", *ALTERED[how], "COMMIT")
             async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as other:
                 for statement in statements:

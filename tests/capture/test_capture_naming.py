@@ -1,4 +1,4 @@
-"""Names of tables and topics: any two tables have two topics, and every topic tells its table."""
+"""Names of tables and topics: any two tables have two topics, and every topic name identifies its table."""
 
 from __future__ import annotations
 

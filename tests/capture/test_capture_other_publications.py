@@ -39,7 +39,7 @@ OTHERS = {
     "all tables": ("t", "FOR ALL TABLES", 18),
     "a schema": ("t", "FOR TABLES IN SCHEMA public", 18),
 }
-"""What another publication holds → the table whose UPDATE or DELETE fails with FULL, from which version on."""
+"""Contents of another publication → the table whose UPDATE or DELETE fails with FULL, from which version on."""
 
 
 def version_of(dsn: str) -> int:
@@ -48,7 +48,7 @@ def version_of(dsn: str) -> int:
 
 
 async def refused_by_postgres(world: World, table: str) -> bool:
-    """Whether the application's UPDATE or DELETE of every part of the table is."""
+    """Return whether PostgreSQL rejects the application's UPDATE or DELETE of every part of the table."""
     try:
         await world.transaction(f"UPDATE {table} SET v = v + 1", f"DELETE FROM {table} WHERE id = -1")
     except (psycopg.errors.InvalidColumnReference, psycopg.errors.ObjectNotInPrerequisiteState):
@@ -64,7 +64,7 @@ async def works_again(world: World, table: str) -> None:
 
 
 async def objected(world: World, table: str, words: str = "publication=other") -> CaptureTableRow:
-    """Until the table is refused or parked for that; its row."""
+    """Wait until the table is refused or paused for that reason; return its row."""
     found: list[CaptureTableRow] = []
 
     async def refused() -> bool:

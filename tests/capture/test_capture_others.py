@@ -1,4 +1,4 @@
-"""What publications make of a table's UPDATE and DELETE, as the catalogue says it, and as PostgreSQL does."""
+"""Effect of publications on a table's UPDATE and DELETE: predictions from the catalogue, compared with PostgreSQL."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TABLES = (
     "CREATE TABLE late (id int PRIMARY KEY DEFERRABLE, v int NOT NULL)",
     "CREATE TABLE keyless (id int, v int)",
     "CREATE TABLE root (w int, id int PRIMARY KEY, v int NOT NULL) PARTITION BY RANGE (id)",
-    # Columns in another order, in a schema of its own, and one more level.
+    # Partitions with another column order, in another schema, and one more level.
     "CREATE TABLE apart.low (v int NOT NULL, id int NOT NULL, w int, PRIMARY KEY (id))",
     "ALTER TABLE root ATTACH PARTITION apart.low FOR VALUES FROM (0) TO (100)",
     "CREATE TABLE high PARTITION OF root FOR VALUES FROM (100) TO (1000) PARTITION BY RANGE (id)",
@@ -83,7 +83,7 @@ EXCEPTION WHEN invalid_column_reference OR object_not_in_prerequisite_state THEN
     RETURN true;
 END $$
 """
-"""Whether PostgreSQL refuses an UPDATE or a DELETE under an identity."""
+"""SQL function that returns whether PostgreSQL rejects an UPDATE or a DELETE under an identity."""
 
 
 def test_the_catalogue_says_which_identity_makes_update_and_delete_fail(postgres_dsn: str) -> None:

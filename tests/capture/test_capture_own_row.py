@@ -34,7 +34,7 @@ def named(*taps: str) -> Callable[[CaptureRow], CaptureRow]:
 
 
 async def taken_over(catalogue: Catalogue) -> None:
-    """By a session of another process, which names who follows there."""
+    """Claim the row by a session of another process, which stores its own taps."""
     heir = FencedCaptureRow(catalogue, "shop")
     await heir.read()
     await heir.claim()

@@ -44,7 +44,8 @@ async def test_what_was_written_before_a_row_that_parks_its_table_becomes_a_boun
     tables = [CapturedTable(r.name, TopicRow(r.table, r.table, 1), 1 << 62, oid=r.oid) for r in (T, OTHER)]
 
     async def parks(table: CapturedTable, lsn: int, error: BaseException) -> None:
-        await asyncio.sleep(0.05)  # made durable; what was sent meanwhile lands
+        # until the pause is durable; records in flight land
+        await asyncio.sleep(0.05)
         writer.pause_table(table.oid, lsn)
 
     def durable(boundaries: Sequence[CommitBoundary]) -> None:

@@ -61,7 +61,7 @@ async def test_f494_a_prepared_transaction_in_the_way_is_named_with_the_statemen
             prepare(world.dsn, "other", "INSERT INTO c VALUES (2, 2)")
             row = await world.paused("c", "gid='other'")
             assert row.state == "refused" and "COMMIT PREPARED 'other' or ROLLBACK PREPARED 'other'" in row.fix
-            # Whoever compares the tables meets it as well.
+            # `verify` meets the prepared transaction as well.
             await world.sql("CREATE TABLE d (id int PRIMARY KEY, v int)")
             with pytest.raises(UnavailableError, match="gid='other'"):
                 async with verify.open_source_point(world.dsn, ["public.c"], "nonce"):

@@ -1,5 +1,6 @@
-"""A table that a copy round had to leave out says so at once and for as long as it lasts, and so does one that is
-parked and is to be copied again."""
+"""A table that a round of copies had to leave out reports it immediately and for as long as it lasts. The same holds
+for a paused table that waits for its re-snapshot.
+"""
 
 from __future__ import annotations
 

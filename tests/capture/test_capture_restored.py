@@ -1,4 +1,4 @@
-"""A capture that comes back from a restore: it goes on when its slot is not ahead, and starts over when it is."""
+"""A capture after a restore: it resumes if its slot is not ahead, and starts over if it is."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def world_with_table(dsn: str) -> AsyncIterator[World]:
 
 
 def saved(world: World) -> MemoryState:
-    """What a checkpoint at this moment would restore."""
+    """Return the state that a checkpoint at this moment would restore."""
     state = copy(world.consensus.state)
     state.waiters = {}
     return deepcopy(state)
@@ -55,7 +55,7 @@ async def contents(world: World) -> dict[str, dict[str, Any]]:
 
 
 async def idle(world: World) -> None:
-    """Until a binding covers all that the slot has let go of."""
+    """Wait until a binding covers everything up to the slot's confirmed LSN."""
 
     async def covered() -> bool:
         latest = await world.remap().latest()

@@ -1,4 +1,4 @@
-"""Restarts and snapshots: nothing lost, nothing doubled, whatever was cut off."""
+"""Restarts and snapshots: nothing is lost and nothing is doubled after an interruption at any point."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def test_a_snapshot_beside_running_writers_loses_and_doubles_nothing(postg
         await until(lambda: sum(w.transactions for w in writers) > 20, "writers write")
         async with world.capture():
             await until(lambda: sum(w.transactions for w in writers) > 200, "writers go on")
-            # One whose lock was not to be had at once is taken in beside the stream.
+            # A table whose lock was not free immediately is added while streaming.
             await world.flowing("a", "b")
             for writer in writers:
                 writer.stop()

@@ -52,7 +52,8 @@ async def test_a_table_that_comes_later_is_refused_with_the_statements_and_taken
                 await world.sql(
                     "ALTER TABLE c REPLICA IDENTITY FULL", *[s for s in await missing(world) if "GRANT" in s]
                 )
-                # What a writer wrote before the table was published is in no stream: the copy waits for its end.
+                # Rows that a writer wrote before the table was published are in no stream: the copy waits for the
+                # writer's end.
                 async with await psycopg.AsyncConnection.connect(postgres_dsn) as writer:
                     await writer.execute("INSERT INTO c VALUES (1, 'before')")
                     await world.sql(f"ALTER PUBLICATION tidemill_{world.name} ADD TABLE ONLY c")
@@ -67,7 +68,7 @@ async def test_a_table_that_comes_later_is_refused_with_the_statements_and_taken
 
 
 async def blocked(world: World) -> None:
-    """Until the table is told as locked by others: its writer is waited for."""
+    """Wait until the table is reported as locked by others, because the copy waits for its writer."""
 
     async def reported() -> bool:
         row = await world.table("public.c")

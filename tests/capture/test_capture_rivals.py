@@ -1,5 +1,6 @@
-"""Primary keys that two rows hold at once inside a transaction: of every envelope, the last record of a key says the
-row that SELECT has under it."""
+"""Primary keys that two rows hold simultaneously inside a transaction: in every envelope, the last record of a key is
+the row that SELECT returns for it.
+"""
 
 from __future__ import annotations
 
@@ -241,7 +242,7 @@ def row_of(record: Record, source: EventSource | None) -> tuple[str, str | None,
 
 
 def folded(parts: Sequence[Sequence[Record]], source: EventSource | None, end_lsn: int) -> Table:
-    """Whoever keeps the last record of each key has this, as of a commit."""
+    """Return the last record of each key as of a commit."""
     table: Table = {}
     for part in parts:
         mine: Table = {}
@@ -268,8 +269,9 @@ def folded(parts: Sequence[Sequence[Record]], source: EventSource | None, end_ls
 def test_after_each_transaction_the_last_record_of_a_key_is_the_row_that_the_table_has(
     seed: int, partitions: int, source: EventSource | None, limit: int
 ) -> None:
-    """Swaps, chains, cycles, permutations, rows of equal content, deletes and inserts of the same key, truncates; in
-    fragments, by columns and one by one, and where too much is to be remembered."""
+    """Swaps, chains, cycles, permutations, rows of equal content, deletes and inserts of the same key, and truncates,
+    in fragments, by columns and row by row, and beyond the memory limit.
+    """
     rand = random.Random(seed)
     model = Model(rand)
     for _ in range(rand.randint(2, 7)):
@@ -470,9 +472,8 @@ async def test_keys_that_were_deferrable_when_they_moved_are_told_apart_though_t
             await world.sql("UPDATE d SET v = 'new' WHERE id = 3", "DELETE FROM d WHERE id = 2")
             await as_selected(world, "d")
             assert not capture._session._converter.relations[await oid(world, "d")].deferrable, "only for as long"
-        await world.sql(  # told once the key is another one, made by a later transaction
-            REKEYED.format("late", "DEFERRABLE"), "UPDATE late SET id = id + 1", REKEYED.format("late", "")
-        )
+        # recognised once a later transaction has replaced the key
+        await world.sql(REKEYED.format("late", "DEFERRABLE"), "UPDATE late SET id = id + 1", REKEYED.format("late", ""))
         async with world.capture():
             await as_selected(world, "late")
             for table in ("d", "late"):
@@ -484,7 +485,7 @@ async def test_keys_that_were_deferrable_when_they_moved_are_told_apart_though_t
 async def test_a_key_that_was_made_anew_is_no_deferrable_one_where_the_stream_says_only_keys_of_old_rows(
     postgres_dsn: str,
 ) -> None:
-    """Rivals cannot be told apart by these; the identity itself says whether the key is one that may be deferred."""
+    """Keys alone do not identify rivals. The identity itself shows whether the key may be deferred."""
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE d (id int PRIMARY KEY, v text)", "INSERT INTO d VALUES (1, 'a'), (2, 'b')")
         async with world.capture(identity="as-is"):
@@ -506,7 +507,7 @@ async def oid(world: World, table: str) -> int:
 async def test_rows_that_are_asked_for_over_a_slow_link_have_a_deadline_for_each_question_not_for_all_of_them(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the session ends, and the next one is told the same transaction and asks the same."""
+    """Otherwise the session ends, and the next one receives the same transaction and asks for the same rows."""
     some, slices = relations._read_rows_by_key, list[int]()
 
     async def slowly(wire: PgConnection, relation: Relation, rows: Sequence[Row]) -> list[Row | None]:

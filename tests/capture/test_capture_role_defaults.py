@@ -1,4 +1,4 @@
-"""What a role has as its defaults is no default of its capture, nor of what compares its tables."""
+"""Defaults of a role apply neither to its capture nor to `verify`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rounds: how far they are told to go, and what makes them end."""
+"""Send rounds: the positions up to which they go, and the events that end them."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def writer() -> PartitionWriter:
 
 
 async def test_a_round_that_left_before_its_position_was_known_is_told_of_it() -> None:
-    """Seed 002's class: who adds waits in between (a table is being parked), and a round leaves meanwhile."""
+    """A caller waits after `add` (for a table that is being paused), and a round is sent in between."""
     async with batch_sender() as (rounds, topics, durable):
         one = writer()
         one.assign_offset(at(0))
         rounds.add(one, RECORD)
-        rounds.schedule_round()  # somebody else's turn
+        rounds.schedule_round()  # scheduled by another caller
         await turn()
         assert len(topics.taken) == 1
         rounds.schedule_round(at(0))

@@ -1,4 +1,4 @@
-"""What a capture keeps about its tables: a row each, of bounded size, and nothing of those that are gone."""
+"""The capture's rows about its tables: one each, of bounded size, and none of dropped tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_f419_a_dropped_table_ends_at_its_drop_and_leaves_nothing_once_no_
             assert await world.folded("kept", end) == {'{"id":1}': {"id": 1, "v": 1}}, "all before the drop is there"
             await world.catalogue.put(PipelineRow("p", {}))
             await forgotten(world, "kept")
-            # One that is made anew begins anew, under the same name.
+            # A re-created table starts over under the same name.
             await world.sql("CREATE TABLE gone (id int PRIMARY KEY, v int)", "INSERT INTO gone VALUES (2, 2)")
             await world.flowing("gone")
             assert await world.folded("gone") == await plain(world, "gone")
@@ -68,7 +68,7 @@ async def test_a_table_that_is_dropped_while_it_is_parked_says_so_and_not_how_to
 
 
 async def test_a_table_that_is_dropped_while_it_is_refused_says_so_and_not_what_refused_it(postgres_dsn: str) -> None:
-    """A reader of its shape would wait for the publication's owner for ever."""
+    """A reader of its shape would otherwise wait permanently for the publication's owner."""
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD, "CREATE TABLE kept (id int PRIMARY KEY, v int)")
         await world.sql("CREATE PUBLICATION other FOR TABLE kept (id)")
@@ -84,8 +84,9 @@ async def test_a_table_that_is_dropped_while_it_is_refused_says_so_and_not_what_
 
 
 async def test_a_stream_that_tells_of_before_the_copy_leaves_followers_no_older_columns(postgres_dsn: str) -> None:
-    """What it describes last has no row behind the copy, so no shape would have the newest column. Found by the
-    oracle's worlds, seed 4004."""
+    """The last description in the replayed stream has no row after the copy, so no shape would get the newest column.
+    Found by the oracle's worlds, seed 4004.
+    """
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD, "CREATE TABLE grown (id int PRIMARY KEY, v int)", "INSERT INTO grown VALUES (1, 1)")
         async with world.capture(table_poll_s=0.1):
@@ -116,7 +117,9 @@ async def test_a_stream_that_tells_of_before_the_copy_leaves_followers_no_older_
 async def test_a_table_that_is_dropped_while_it_is_set_up_is_dropped_and_not_for_ever_taken_in(
     postgres_dsn: str,
 ) -> None:
-    """Its identity was noted; then it was not there to be described. Found by the oracle's worlds, seed 3004."""
+    """The table's identity was recorded, but the table was dropped before its description was read. Found by the
+    oracle's worlds, seed 3004.
+    """
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD)
         await world.catalogue.put(PipelineRow("p", {"kept": f"capture:{world.name}:public.kept"}))
@@ -133,7 +136,9 @@ async def test_a_table_that_is_dropped_while_it_is_set_up_is_dropped_and_not_for
 
 
 async def test_a_column_that_no_row_has_yet_is_in_what_followers_see_of_the_table(postgres_dsn: str) -> None:
-    """No row of the stream tells it: shapes over the table would show it without the column for as long as that."""
+    """The stream does not announce the column before the first row with it. Until then, shapes would show the table
+    without it.
+    """
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD, "CREATE TABLE grown (id int PRIMARY KEY, v int)", "INSERT INTO grown VALUES (1, 1)")
         async with world.capture(table_poll_s=0.1) as capture:
@@ -157,7 +162,9 @@ async def test_a_column_that_no_row_has_yet_is_in_what_followers_see_of_the_tabl
 
 
 async def test_f420_no_row_grows_with_the_number_of_tables_and_wide_ones_fit(postgres_dsn: str) -> None:
-    """As many tables at once as over time; and PostgreSQL's widest table, with its longest names."""
+    """The limits hold for many concurrent tables, for many tables over time, and for PostgreSQL's widest table with its
+    longest names.
+    """
     async with World(postgres_dsn) as world:
         columns = ", ".join(f'"{"c" * 58}{n:04}" timestamp with time zone' for n in range(1590))
         await world.sql(*GOOD, f"CREATE TABLE wide (id int PRIMARY KEY, v int, {columns})")

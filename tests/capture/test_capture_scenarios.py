@@ -23,7 +23,7 @@ from tidemill.shards.bindings.remap import LogRemap
 
 
 class Sink:
-    """Takes what it is given, raises at the positions of `poison`, and flushes at once when it is `eager`."""
+    """A sink that accepts fragments, raises at the positions of `poison`, and flushes immediately if it is `eager`."""
 
     def __init__(self, *, eager: bool = False, poison: frozenset[ChangePosition] = frozenset()) -> None:
         self.eager = eager
@@ -47,7 +47,7 @@ async def settle() -> None:
 
 
 async def ended_with(collector: Collector) -> BaseException | None:
-    """What the collector's task ended with by itself; None while it goes on."""
+    """Return the error that ended the collector's task, or None while it still runs."""
     task = asyncio.ensure_future(collector.run())
     await settle()
     if task.done():

@@ -23,7 +23,9 @@ TABLE = "CREATE TABLE a (id int PRIMARY KEY, v int)"
 
 
 class DyingSink:
-    """Never flushes by itself; dies, once `ripe`, while it is handed a fragment that begins with this row."""
+    """A sink that flushes only on request. Once `ripe`, it dies while it is handed a fragment that begins with this
+    row.
+    """
 
     def __init__(self, ripe: Callable[[], Awaitable[None]] | None = None) -> None:
         self.got: list[Fragment] = []
@@ -74,7 +76,9 @@ def rows(fragments: list[Fragment]) -> list[str]:
 async def test_slc6_a_sink_that_dies_with_work_pending_ends_the_session_and_the_next_one_hands_it_out_again(
     postgres_dsn: str,
 ) -> None:
-    """Nobody pins the slot from beyond: the entry goes with the session, the transaction does not."""
+    """The dead sink no longer pins the slot: its entry ends with the session, and the transaction is
+    delivered again.
+    """
     async with World(postgres_dsn) as world:
         sink = DyingSink()
         await world.sql(TABLE)
@@ -211,7 +215,7 @@ async def test_st2_a_commit_after_all_of_a_topics_records_are_durable_moves_the_
 async def test_st3_half_a_transaction_that_a_dead_session_wrote_is_not_bound_and_not_written_again(
     postgres_dsn: str,
 ) -> None:
-    """Nothing is trimmed from a topic: readers go by bindings, and the replay counts what is there."""
+    """The topic is not trimmed: readers follow bindings, and the replay counts the records that are already there."""
     async with World(postgres_dsn) as world:
 
         async def half() -> bool:

@@ -80,7 +80,7 @@ async def test_f410_a_table_whose_description_changes_parks_before_the_first_suc
                 "INSERT INTO t SELECT g, g, 'c' FROM generate_series(100, 140) g", "DELETE FROM t WHERE id = 1"
             )
             expected = await before(world)
-            # Of a key no message of the stream tells: the catalogue does, and it may be ahead of what was read.
+            # The stream has no message about a changed key. The catalogue has it, and may be ahead of the stream.
             await world.caught_up()
             await world.transaction(
                 "UPDATE t SET v = 99", statement, f"INSERT INTO {table} ({columns}) VALUES ({values[0]})",
@@ -136,7 +136,7 @@ async def test_f412_a_difference_made_while_nothing_captures_parks_the_table_at_
 
 
 class Followed:
-    """A tap, as shapes are: what it was told of table t, in order."""
+    """A tap, as shapes are: the operations on table t that it received, in order."""
 
     name = consumer = ""
 
@@ -235,8 +235,9 @@ async def test_f413_while_a_table_is_copied_the_others_flow_and_nothing_is_confi
 
 
 async def test_f414_tables_are_copied_beside_a_stream_under_load_and_lose_and_double_nothing(postgres_dsn: str) -> None:
-    """A new table, one that is asked for again while it flows, and writers on all of them, with a capture cut off in
-    between at random moments."""
+    """A new table, one whose re-snapshot is requested while it flows, and writers on all of them, with a capture that
+    is interrupted at random moments.
+    """
     async with World(postgres_dsn) as world:
         rng = random.Random(3)
         await world.sql(*TWO_TABLES, *[f"INSERT INTO {t} SELECT g, g FROM generate_series(1000, 9000) g" for t in "ab"])
@@ -392,7 +393,7 @@ async def test_f416_ddl_under_load_with_kills_ends_in_equal_tables_once_they_are
 async def test_f410_a_key_changed_by_a_transaction_that_is_not_visible_yet_is_found_all_the_same(
     postgres_dsn: str,
 ) -> None:
-    """A commit is sent once it is flushed; here its session goes on waiting for a standby that does not exist."""
+    """A commit is sent once it is flushed; here its session still waits for a standby that does not exist."""
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T, f'ALTER DATABASE "{world.name}" SET synchronous_commit = local')
         try:

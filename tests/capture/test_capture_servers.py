@@ -1,5 +1,6 @@
-"""Every PostgreSQL that capture serves besides the newest, on which all other tests run: tests from other files again,
-on servers of 14 to 17 as their registry carries them (`tests/clients/install`)."""
+"""Every PostgreSQL version that capture supports, except the newest, on which all other tests run. Tests from other
+files run again on servers of versions 14 to 17 (`tests/clients/install` fetches them).
+"""
 
 from __future__ import annotations
 

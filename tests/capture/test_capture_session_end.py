@@ -1,4 +1,4 @@
-"""How a session ends: whatever interrupts it, none of its connections is left open."""
+"""The end of a session leaves none of its connections open, after any interruption."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Closable:
 
 
 class EndsSlowly(Session):
-    """Opens two connections, then fails by itself while one of its tasks takes its time to end."""
+    """A session that opens two connections, then fails while one of its tasks ends slowly."""
 
     def __init__(self) -> None:
         nothing: Any = None
@@ -52,7 +52,7 @@ class EndsSlowly(Session):
 
 
 async def test_a_session_that_is_cancelled_while_it_ends_by_itself_leaves_no_connection_open() -> None:
-    """Such a connection would hold the slot and the capture's lock against the next session."""
+    """An open connection would hold the slot and the capture's lock against the next session."""
     session = EndsSlowly()
     running = asyncio.ensure_future(session.run())
     await session.ending.wait()

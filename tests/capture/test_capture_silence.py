@@ -41,7 +41,7 @@ async def until_in_time(check: Callable[[], object], otherwise: str, budget_ms: 
 
 
 class JumpingClock(ManualClock):
-    """Its wall clock can be set."""
+    """A manual clock whose wall clock can be set."""
 
     wall_ms = 0
 
@@ -64,7 +64,9 @@ def test_a_wall_clock_that_jumps_makes_no_question_old() -> None:
 
 
 def test_a_question_that_is_given_up_stays_open_for_its_age_to_go_on() -> None:
-    """The marks are written between its end and its session's: what was told of it must not heal there."""
+    """Statuses are written between the end of the query and that of its session. The reported failure must not clear in
+    between.
+    """
     clock = ManualClock()
     answers = OpenQueries(clock)
 
@@ -89,7 +91,9 @@ async def walsender_of(world: World) -> int:
 
 
 def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such a walsender says nothing at all while it skips a large transaction: it would be given up for ever."""
+    """A walsender without a timeout sends nothing while it skips a large transaction: its stream would be closed again
+    and again.
+    """
     monkeypatch.setattr(server_watch, "ASK_AFTER_S", 0.01)
     monkeypatch.setattr(server_watch, "SILENCE_S", 0.02)
 
@@ -133,7 +137,7 @@ async def test_f431_a_server_behind_a_black_hole_is_stuck_and_named_within_its_b
                 assert mark.held_by == f"postgres:127.0.0.1:{proxy.port}"
                 assert f"server=127.0.0.1:{proxy.port}" in mark.error and "does not answer" in mark.error
                 assert mark.target > mark.position, "never idle"
-                # Its age goes on while the session is given up and connecting anew hangs as well.
+                # Its age continues while the session is closed and the reconnect hangs as well.
                 since_ms = mark.failing_since_ms
                 await until(lambda: mark_of(world, capture)[0].tries >= 2, "the session is given up")
                 assert mark_of(world, capture)[0].failing_since_ms == since_ms
@@ -172,7 +176,9 @@ async def test_f432_a_walsender_that_is_frozen_is_told_and_heals(
 
 
 async def test_f432_wal_that_is_not_sent_is_named_with_its_server_before_anything_is_overdue(postgres_dsn: str) -> None:
-    """A mark below its target names its holder at once (M1), and a walsender at work is seen within the budget."""
+    """A status below its target names its blocker immediately, and a working walsender is recognised within
+    the budget.
+    """
     assert server_watch.ASK_AFTER_S * 2 * 1000 < FRESHNESS_BUDGET_MS
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
@@ -218,7 +224,7 @@ async def test_f432_a_stream_that_stays_silent_ends_its_session(
 async def test_f432_a_walsender_that_works_through_what_nobody_captures_is_not_told_as_silent(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It looks at its input once half of wal_sender_timeout has passed, and no sooner."""
+    """A walsender reads its input once half of wal_sender_timeout has passed, and no sooner."""
     monkeypatch.setattr(server_watch, "ASK_AFTER_S", 0.1)
     monkeypatch.setattr(control_connection, "OVERDUE_AFTER_MS", 0)
     async with World(postgres_dsn) as world:
@@ -266,7 +272,7 @@ async def test_f433_whoever_has_the_captures_name_is_named_with_pid_application_
 async def test_f434_a_transaction_that_the_set_up_waits_for_is_named_with_pid_and_query(
     postgres_dsn: str, table: str
 ) -> None:
-    """Both waits: for the captured table's lock, and for the slot, which waits for whoever has written anything."""
+    """Two waits: for the captured table's lock, and for the slot, which waits for every writing transaction."""
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE other (id int)")
         writer = await psycopg.AsyncConnection.connect(world.dsn, application_name="nightly job")
@@ -290,7 +296,7 @@ async def test_f434_a_transaction_that_the_set_up_waits_for_is_named_with_pid_an
 async def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It takes the table between its publication and its snapshot, which runs in a session of its own."""
+    """The transaction locks the table between its publication and its snapshot, which runs in a separate session."""
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         other = await psycopg.AsyncConnection.connect(world.dsn, application_name="migration")

@@ -1,4 +1,6 @@
-"""What the slot keeps: how fast it grows, when it is full, and whose open transaction keeps WAL that is confirmed."""
+"""WAL retained by the slot: its growth, the time at which it is full, and the open transaction that keeps confirmed
+WAL.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How old a commit was when it was received, durable and bound: what `status --latency` draws of a capture."""
+"""Ages of a commit when it is received, durable and bound: the part of a capture in `status --latency`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the table states report of a table that carries nothing."""
+"""Reasons that the table states report for a table without a stream."""
 
 from __future__ import annotations
 

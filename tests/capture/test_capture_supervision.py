@@ -1,4 +1,6 @@
-"""Whatever ends a session is told under the capture's mark, with an age that survives restarts, and heals by itself."""
+"""Every error that ends a session is reported under the capture's stage, with an age that survives restarts, and clears
+after recovery.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,15 @@ pytestmark = pytest.mark.postgres
 
 
 class NobodyListed(BaseException):
-    """As native code raises: not even an Exception."""
+    """An exception as native code raises it, which does not derive from `Exception`."""
 
 
 async def test_f427_an_error_of_a_type_nobody_listed_ends_the_session_alone_and_its_age_survives(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dying again and again at one LSN is stuck, with the error of the last try, and heals when it is mended."""
+    """Repeated deaths at one LSN make the stage stuck, with the error of the last try, and it recovers after the
+    repair.
+    """
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
         broken = False
@@ -119,7 +123,7 @@ async def test_f429_an_unreadable_message_of_one_table_parks_it_and_the_stream_g
             assert row.paused_lsn < binding.lsn
             found = await world.records("b")
             assert [r.key for r in found] == [b'{"id":1}', b'{"id":2}']
-            # The change that was passed over keeps its ordinal: those behind it stand where they always will.
+            # The skipped change keeps its ordinal, so that later changes keep their final positions.
             assert dict(found[1].headers)["tm.pos"] == f"{row.paused_lsn}_4".encode()
             assert capture._session is current, "the session went on"
 
@@ -270,7 +274,7 @@ async def test_a_restart_leaves_a_capture_that_streamed_where_it_stood(postgres_
 async def test_a_mark_that_cannot_be_published_ends_the_capture_and_is_told_to_its_owner(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Marks that stand still would say that all is well."""
+    """Statuses that are no longer updated would look healthy."""
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
 

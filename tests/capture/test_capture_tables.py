@@ -1,4 +1,4 @@
-"""Tables are units: what is wrong with one is that one's, and told; nothing the application does fails."""
+"""Tables are units: a fault of one affects only that one and is reported; no statement of the application fails."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ async def test_f407_partitions_that_begin_empty_flow(postgres_dsn: str) -> None:
 async def test_f407_rows_that_come_or_go_with_a_partition_park_the_table(
     postgres_dsn: str, changes: tuple[str, ...], words: str
 ) -> None:
-    """No message of the stream tells of them."""
+    """The stream has no message about these rows."""
     async with World(postgres_dsn) as world:
         await world.sql(*PARTITIONED)
         async with world.capture(table_poll_s=0.1):
@@ -164,7 +164,7 @@ async def test_f407_rows_that_come_or_go_with_a_partition_park_the_table(
 
 
 async def test_f408_a_table_dropped_while_it_is_set_up_stops_nothing(postgres_dsn: str) -> None:
-    """It is listed, then dropped before its lock; and dropped again before the copy."""
+    """The table is listed, then dropped before its lock; and dropped again before the copy."""
     async with World(postgres_dsn) as world:
         from tidemill.capture.session import bootstrap
         from tidemill.capture.snapshot import exported_snapshot
@@ -207,7 +207,8 @@ async def test_f409_a_table_behind_an_open_transaction_names_it_and_keeps_nobody
                 row = await world.paused("t", f"pid={pid}")
                 assert "INSERT INTO t" in row.reason
                 await good_flows(world)
-                # Writers beside it are held up by a lock that is waited for briefly and seldom only.
+                # The lock is requested with short timeouts and long pauses, so that it hardly delays concurrent
+                # writers.
                 slow = 0.0
                 async with await psycopg.AsyncConnection.connect(world.dsn, autocommit=True) as writer:
                     loop = asyncio.get_running_loop()

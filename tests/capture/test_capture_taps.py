@@ -1,4 +1,4 @@
-"""Taps: whatever they raise stays theirs, they join and leave between transactions, and nothing waits for them."""
+"""Taps: their errors affect only themselves, they join and leave between transactions, and nothing waits for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tidemill.capture.postgres.standby_status import ReplicationStatus
 
 
 class NobodyListed(BaseException):
-    """As native code raises: not even an Exception."""
+    """An exception as native code raises it, which does not derive from `Exception`."""
 
 
 class SeeingTap:
@@ -55,7 +55,7 @@ class SeeingTap:
 
 
 class GatedSink:
-    """Durable at once, but takes nothing before its gate opens."""
+    """A sink that is durable immediately, but accepts nothing before its gate opens."""
 
     def __init__(self) -> None:
         self.gate = asyncio.Event()

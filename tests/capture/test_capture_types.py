@@ -20,7 +20,7 @@ NO_INPUT = {
     "gtsvector", "pg_node_tree", "pg_ndistinct", "pg_dependencies", "pg_mcv_list", "pg_brin_bloom_summary",
     "pg_brin_minmax_multi_summary",
 }  # fmt: skip
-"""Of the server's own use: their input functions refuse everything."""
+"""Types for the server's own use: their input functions reject everything."""
 NO_XML = {"xml"}
 """The server of these tests is built without it."""
 
@@ -35,7 +35,7 @@ def said(record: Record) -> dict[str, Any]:
 
 
 def as_json(text: str | None, kind: str) -> Any:
-    """What the format promises for a value that PostgreSQL prints so."""
+    """Return the JSON value that the format promises for a text that PostgreSQL prints."""
     if text is None:
         return None
     if kind == "boolean":

@@ -1,5 +1,6 @@
-"""What a shard makes of a captured row of every type, and of a value that its column cannot hold: through the decoder,
-the upsert, a part and a snapshot. PostgreSQL's own text and arithmetic are the measure."""
+"""Captured rows of every type in a shard, and values that its columns cannot hold: through the decoder, the upsert, a
+part and a snapshot. PostgreSQL's own text and arithmetic are the reference.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +101,7 @@ async def test_every_type_is_in_the_shard_what_postgres_says_it_is(postgres_dsn:
         types = {column.type for column in schema}
         assert types >= {"timestamp", "date", "binary", "bool", "json", "decimal(12,2)", "float32", "int16", "string"}
         assert "timestamp_ntz" in types
-        # What the shard gives back, from its part; and as a shape over it prints it.
+        # The shard returns the values, from its part; and a shape over it prints them.
         stored = await Stored.of(world, "kinds", await schema_of(world, "kinds"))
         await stored.step(captured.commands)
         contents = await stored.contents()
@@ -158,8 +159,9 @@ async def test_a_value_that_its_column_cannot_hold_is_a_dead_letter_and_a_good_o
 
 
 async def test_minus_zero_is_a_value_of_its_own_and_in_a_key_the_same_as_zero(postgres_dsn: str) -> None:
-    """An update from 0 to -0 is one. As a key PostgreSQL has one of the two, whatever it is printed as: its records are
-    in one partition, in their order, and its row is one."""
+    """An update from 0 to -0 is a change. As a key, PostgreSQL holds one of the two, however it is printed: its records
+    are in one partition, in order, and form one row.
+    """
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE z (id float8 PRIMARY KEY, f float8, r real)")
         async with world.capture(partitions=8):

@@ -1,4 +1,6 @@
-"""What is carried of a description and what parks, by itself: no database, no stream."""
+"""Plans of schema versions without database or stream: the changes that a description can follow, and those that pause
+the table.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which streamed transactions a snapshot holds: the xid rules, with 32-bit wrap (rows C6 and C7)."""
+"""Visibility of streamed transactions in a snapshot: the xid rules, with 32-bit wrap (rows C6 and C7)."""
 
 from __future__ import annotations
 

@@ -140,7 +140,9 @@ def listening(port: int) -> None:
 
 
 def warned(path: Path, *named: str) -> str:
-    """What `up` says in the foreground of a capture that cannot run just now. It runs all the same, and is ended."""
+    """Return the warning that `up` prints in the foreground for a capture that cannot run yet. The node starts anyway
+    and is then stopped.
+    """
     command = [sys.executable, "-m", "tidemill", "up", "--config", str(path)]
     with subprocess.Popen(command, cwd=path.parent, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as up:
         assert up.stderr is not None

@@ -1,4 +1,4 @@
-"""`tidemill capture list`: what is set aside of a table that is being copied, and since when WAL is kept for it."""
+"""`tidemill capture list`: the side topic of a table that is being copied, and since when WAL is retained for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`tidemill pipeline check`: every problem of a file at once, without Spark; with --cluster those of the cluster."""
+"""`tidemill pipeline check`: all problems of a file in one run, without Spark; with --cluster also those of the
+cluster.
+"""
 
 from __future__ import annotations
 

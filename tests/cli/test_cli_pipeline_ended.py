@@ -53,7 +53,7 @@ def test_a_pipeline_that_was_given_up_takes_its_silent_drivers_from_the_status(t
 
 
 def test_drivers_that_were_scaled_away_after_a_crash_are_not_missed(tmp_path: Path) -> None:
-    """Their supervisor was killed, and is started with fewer: here with none, beside a peer that works."""
+    """Their supervisor was killed and restarted with fewer instances: here with none, while a peer keeps working."""
     config = cluster(tmp_path)
     run = [sys.executable, "-m", "tidemill", "pipeline", "run", "shop", "--label", "b", "--instances", "0"]
     host = this_process()[1]

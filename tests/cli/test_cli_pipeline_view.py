@@ -1,4 +1,4 @@
-"""What `pipeline list` and `pipeline describe` say of how far tables are behind."""
+"""The lag of tables that `pipeline list` and `pipeline describe` print."""
 
 from __future__ import annotations
 

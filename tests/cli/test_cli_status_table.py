@@ -1,4 +1,4 @@
-"""The table of `tidemill status`: names and reasons as they are."""
+"""The table of `tidemill status` prints names and reasons verbatim."""
 
 from __future__ import annotations
 

@@ -183,7 +183,7 @@ def test_a_shard_that_is_used_is_dropped_only_when_told_twice(cluster: Cluster) 
 
 
 def test_a_shard_that_a_derived_table_reads_is_dropped_only_when_told_twice(cluster: Cluster) -> None:
-    """Also where another pipeline reads it than the one that writes it, and neither runs."""
+    """The refusal also protects a reader in a pipeline other than the writer's, while neither pipeline runs."""
     cluster.append([(1, "a", 1)])
     cluster.pipeline(PipelineRow("b", {"sums": "derived"}, derived={"sums": {"orders": ("k",), "names": ()}}))
     cluster.pipeline(PipelineRow("c", {"other": "derived"}, derived={"other": {"names": ()}}))

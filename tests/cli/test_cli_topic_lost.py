@@ -19,7 +19,7 @@ from tidemill.topics.membership import SingleNodeAssignment
 
 
 def command(config: Path, *arguments: str) -> str:
-    """What it printed. Raises what it refused with."""
+    """Return the output of the command, or raise the error that it ended with."""
     done = CliRunner().invoke(app, ["topic", *arguments, "--config", str(config)])
     if isinstance(done.exception, TidemillError):
         raise done.exception

@@ -1,4 +1,4 @@
-"""`tidemill user`: passwords from stdin, users that a node knows at once, and bad input that changes nothing."""
+"""`tidemill user`: passwords from stdin, users that a node accepts immediately, and bad input that changes nothing."""
 
 from __future__ import annotations
 

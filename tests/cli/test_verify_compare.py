@@ -1,4 +1,4 @@
-"""The merge of two sorted streams: counts equal set arithmetic, whatever the chunks."""
+"""The merge of two sorted streams: counts equal set arithmetic for any chunk size."""
 
 from __future__ import annotations
 

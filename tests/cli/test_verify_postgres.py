@@ -1,4 +1,4 @@
-"""verify on a real PostgreSQL: every type, a point marked in the stream, writers meanwhile, planted differences."""
+"""`verify` on a real PostgreSQL: every type, a point marked in the stream, concurrent writers, planted differences."""
 
 from __future__ import annotations
 

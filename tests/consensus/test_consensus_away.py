@@ -1,6 +1,6 @@
 """Consensus locked by another process, its host stopped, its disk full or read-only, its PostgreSQL away.
 
-Who holds it is named within two seconds where anybody can know it; what heals, heals without a restart.
+Where the holder can be determined, it is named within two seconds. Every recoverable fault recovers without a restart.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ async def test_f510_a_running_client_says_who_locks_writes_out_and_goes_on_after
         with pytest.raises(UnavailableError, match=f"holder_pid={other.pid}"):
             await consensus.cas("k", 1, b"w", "n")
         assert f"holder_pid={other.pid}" in consensus.trouble()
-        assert await consensus.head("k") is not None  # reads go on
+        assert await consensus.head("k") is not None  # reads continue
     await consensus.cas("k", 1, b"w", "n")
     assert consensus.trouble() == ""
     await consensus.aclose()
@@ -321,7 +321,9 @@ def test_f513_a_real_postgres_that_is_stopped_and_started_is_waited_for_by_runni
 
 
 async def test_a_server_that_takes_connections_and_says_nothing_does_not_answer() -> None:
-    """It is not called unreachable: nothing refused the connection, and a node with such a consensus names it so."""
+    """The error does not say "unreachable", because nothing refused the connection. A node with such a consensus uses
+    the same wording.
+    """
     async with await asyncio.start_server(lambda *_: None, "127.0.0.1", 0) as silent:
         host, port = silent.sockets[0].getsockname()
         with pytest.raises(UnavailableError, match=r"PostgreSQL does not answer: .*timeout expired"):

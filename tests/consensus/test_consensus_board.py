@@ -40,7 +40,7 @@ class Lossy(MemoryConsensus):
 
 
 class Silent(MemoryConsensus):
-    """Behind a black hole: no question is ever answered."""
+    """A consensus behind a black hole: no request is ever answered."""
 
     async def _submit(self, op: Any) -> Any:
         await asyncio.Event().wait()
@@ -102,7 +102,8 @@ async def test_what_a_process_left_is_dropped_an_hour_later_and_it_may_come_back
     await here.publish(report("here", DROP_SILENT_AFTER_MS))
     assert [r.process for r in await here.reports()] == ["gone", "here"]
     await here.publish(report("here", DROP_SILENT_AFTER_MS + 2))
-    assert [r.process for r in await here.reports()] == ["gone", "here"]  # looked at from time to time only
+    # silent processes are removed only at intervals
+    assert [r.process for r in await here.reports()] == ["gone", "here"]
     await here.publish(report("here", DROP_SILENT_AFTER_MS + CLEANUP_INTERVAL_MS + 1))
     assert [r.process for r in await here.reports()] == ["here"]
     assert [key for key in consensus.state.registers if "gone" in key] == []
@@ -169,7 +170,7 @@ async def test_f514_twenty_thousand_marks_are_published_in_bounded_registers_and
     await board.publish(StatusReport("node", 3, tuple(all_marks), {"rates": 1}))
     assert len(consensus.written) == 2
     assert all_marks[777] in (await reader.reports())[0].marks
-    # What is gone takes its pages with it, also those of an earlier life.
+    # A shorter report deletes its surplus pages, also those of an earlier process.
     await board.publish(StatusReport("node", 4, tuple(all_marks[:10]), {}))
     assert len(consensus.state.registers) == 2
     await board.publish(StatusReport("node", 5, tuple(all_marks), {}))

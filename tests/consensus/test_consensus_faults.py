@@ -1,4 +1,6 @@
-"""Lost acknowledgements: Unknown is told, and resolving it by nonce tells the truth, on both durable engines."""
+"""Lost acknowledgements: the client reports an unknown outcome, and resolving it by nonce yields the true one, on both
+durable engines.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ Setup = Callable[[], AbstractAsyncContextManager[tuple[Consensus, Consensus, Cut
 
 @pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.postgres)])
 def setup(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Setup:
-    """A client behind a proxy, another beside it, and the proxy."""
+    """Return a client behind a proxy, a second client without one, and the proxy."""
     if request.param == "postgres":
         dsn: str = request.getfixturevalue("postgres_dsn")
         parts = urlsplit(dsn)
@@ -139,7 +141,9 @@ async def test_a_wait_survives_a_lost_connection(setup: Setup) -> None:
 async def test_a_write_that_landed_is_told_so_when_its_neighbours_refusal_cannot_be_explained(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After the commit the client asks why some of it was refused; what befalls the question is not their outcome."""
+    """The client queries after the commit why some writes were refused. A failure of that query must not change the
+    outcome of the others.
+    """
     from tidemill.consensus.postgres import sql
 
     consensus = await open_consensus(postgres_dsn, SystemClock(), Rand())
@@ -163,7 +167,7 @@ async def test_a_write_that_landed_is_told_so_when_its_neighbours_refusal_cannot
 async def test_a_client_that_is_not_greeted_does_not_knock_without_pause(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A sequencer of another version, or one that is going away, closes the connection at once."""
+    """A sequencer of another version, or one that is shutting down, closes the connection immediately."""
     knocks = 0
 
     async def closes(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

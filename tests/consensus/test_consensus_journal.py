@@ -47,7 +47,9 @@ class Engine:
 def test_who_goes_on_from_token_to_token_comes_to_know_every_head(
     steps: list[list[str] | str], remembered: int, page: int
 ) -> None:
-    """One answer a step: between the pages of a series others change what was told already, and what was not."""
+    """One answer per step. Between the pages of a series, other writers change logs that were already reported and logs
+    that were not.
+    """
     engine, known, token = Engine(remembered, page), dict[str, LogHead](), ""
     for step in steps:
         if step == "restart":

@@ -1,7 +1,7 @@
 """Random sequences of operations against a plain model: the memory engine at length, SQLite more briefly.
 
-Time is a manual clock, so that expiry of leases is part of the sequences. SQLite's engine is driven directly, in
-random groups, and reopened now and then: whatever was answered must still be there.
+Time is a manual clock, so that expiry of leases is part of the sequences. SQLite's engine is driven directly, in random
+groups, and reopened now and then: every acknowledged write must still be there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ payloads = st.binary(max_size=20)
 
 
 class Model:
-    """The contract, once more, as simply as can be: dictionaries of plain tuples and lists."""
+    """The contract implemented in the simplest way: dictionaries of plain tuples and lists."""
 
     def __init__(self) -> None:
         self.registers: dict[str, list[tuple[bytes, str]]] = {}
@@ -144,7 +144,7 @@ operations = st.one_of(
 
 
 def adapt(op: AnyOp, model: Model) -> AnyOp:
-    """Most random positions and sequences would merely conflict: aim half of them at the present end."""
+    """Aim half of the random positions and sequences at the present end, since most of them would merely conflict."""
     if isinstance(op, Append) and op.expected_next % 2:
         return Append(
             op.log, max(op.term, model.terms.get(op.log, 0)), len(model.logs.get(op.log, [])), op.records, op.nonce

@@ -32,7 +32,7 @@ async def opened(url: str) -> Consensus:
 
 
 async def insist(ask: Callable[[], Awaitable[object]]) -> object:
-    """Until consensus answers: while it fails over, nothing is known."""
+    """Repeat the call until consensus answers. During a failover outcomes are unknown."""
     while True:
         try:
             return await ask()
@@ -52,7 +52,7 @@ async def test_f518_a_failover_that_lost_commits_ends_every_client_that_had_seen
     await reader.read("log/a", 0)  # it reads what is lost, and wrote none of it
     pair.fail_over()
 
-    # One that heard of nothing that is lost goes on, and writes past what the others heard.
+    # A client that never saw the lost commits continues, and writes past the positions that the others saw.
     await insist(lambda: passer_by.log_head("log/b"))
     assert (await passer_by.append("log/a", 1, 2, [b"x", b"y"], "other")).next == 4
     for client in (writer, reader):
@@ -64,7 +64,8 @@ async def test_f518_a_failover_that_lost_commits_ends_every_client_that_had_seen
         assert "restart automatically" in said
         assert "synchronous_standby_names" in said
         assert client.trouble() in said
-        with pytest.raises(StoreRolledBackError):  # for ever, whatever is asked
+        # every further call fails too
+        with pytest.raises(StoreRolledBackError):
             await client.append("log/b", 9, 1, [b"z"], "n")
     again = await opened(pair.url)
     assert [record.data for record in (await again.read("log/a", 0)).records] == [b"0", b"1", b"x", b"y"]
@@ -87,7 +88,9 @@ async def test_a_failover_that_lost_nothing_ends_nobody(pair: Pair) -> None:
 
 
 async def test_a_session_is_never_taken_from_a_standby_whose_answers_are_old(pair: Pair) -> None:
-    """Without target_session_attrs the first host that answers is taken: the standby, once the primary's is second."""
+    """A client without target_session_attrs accepts the first host that answers: the standby, once the primary's host
+    comes second.
+    """
     client = await opened(pair.primary.dsn)
     await client.append("log/a", 1, 0, [b"0"], "n0")
     client._reads.lane._url = pair.standby.dsn  # type: ignore[attr-defined]
@@ -100,7 +103,7 @@ async def test_a_session_is_never_taken_from_a_standby_whose_answers_are_old(pai
 
 
 def test_a_register_or_lease_that_another_history_holds_ends_the_client(postgres_dsn: str) -> None:
-    """What a restored database shows: equal versions and terms, written by others. The server's life is forged."""
+    """A restored database shows equal versions and terms that other clients wrote. The server's life is forged here."""
 
     async def scenario(lost: str, said: str) -> None:
         client = await opened(postgres_dsn)

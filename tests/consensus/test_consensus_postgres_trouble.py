@@ -15,7 +15,8 @@ LOST = "the connection to PostgreSQL was lost."
     [
         (99.5, 0.0, None, ""),
         (90.0, 99.0, 99.0, LOST),
-        (90.0, 99.0, 92.0, LOST),  # an error of just now says more than the silence before it
+        # a recent error is more precise than the silence before it
+        (90.0, 99.0, 92.0, LOST),
         (90.0, 94.0, 94.0, "does not answer"),  # the session was lost, and nothing is heard of the next one
         (95.0, 0.0, 96.0, "does not answer"),
         (99.5, 99.0, None, ""),

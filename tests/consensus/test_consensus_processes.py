@@ -77,7 +77,7 @@ async def test_four_processes_racing_have_one_winner_per_position_and_version(ur
     versions = sorted(tuple(won) for report in reports for won in report["versions"])
     assert [position for position, _ in positions] == list(range(100))
     assert [seq for seq, _ in versions] == list(range(1, 101))
-    # C2: whatever a loser was shown, at whatever moment, is the version that its one winner wrote, with his nonce.
+    # Every version shown to a loser, at any moment, is the one that its single winner wrote, with the winner's nonce.
     seen = {tuple(version) for report in reports for version in report["seen"]}
     assert len(seen) > 20
     assert seen <= {(seq, nonce, nonce) for seq, nonce in versions}

@@ -1,4 +1,4 @@
-"""What SQLite holds has checksums of ours: a flipped bit is Corrupt for its log or register, and for nothing else."""
+"""Checksums of records and registers in SQLite: a flipped bit raises CorruptError for its own log or register only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What one request, one answer or one notification brings ends neither the client nor the sequencer."""
+"""A single bad request, answer or notification ends neither the client nor the sequencer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def test_f501_a_listener_that_meets_any_fault_listens_again(
     from tidemill.consensus.postgres import notifications
 
     class Odd(Exception):
-        """A type that nobody listed."""
+        """An exception of a type that no handler lists."""
 
     faults = 3
 
@@ -159,7 +159,7 @@ def framed(body: bytes) -> bytes:
 
 @pytest.fixture
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """While it names a path, clients connect there and nobody hosts."""
+    """Return a list of socket paths; while it is not empty, clients connect to them and there is no host."""
     direct, detour = sockets.socket_paths, []
 
     @contextlib.contextmanager
@@ -290,7 +290,7 @@ async def test_f504_a_name_that_cannot_travel_is_refused_before_it_meets_its_nei
 
 @contextlib.contextmanager
 def no_descriptors_left() -> Iterator[list[int]]:
-    """This process may open nothing more until the block ends; the limit is lowered, so it costs little."""
+    """Leave this process no free file descriptor until the block ends; the lowered limit keeps that cheap."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = len(os.listdir("/proc/self/fd"))
     resource.setrlimit(resource.RLIMIT_NOFILE, (used + 40, hard))
@@ -431,7 +431,7 @@ async def test_f517_a_sequencer_thread_that_dies_of_anything_is_replaced_and_the
     from tidemill.consensus.sqlite.sequencer import Sequencer
 
     class Panic(BaseException):
-        """As native code raises it: no Exception."""
+        """An exception of native code, which does not derive from `Exception`."""
 
     rounds, started = Sequencer._run_round, []
     dies = [0]
@@ -505,7 +505,7 @@ def test_f504_whatever_a_local_peer_sends_ends_its_own_connection_and_nothing_el
                 sock.connect(f"{tmp_path}/consensus.db.sock")
                 sock.settimeout(0.01)
                 with contextlib.suppress(OSError):
-                    # Half of them with a right length in front, so that what is inside is looked at.
+                    # Half of the messages carry a correct length prefix, so that their bodies are parsed.
                     body = mutated()
                     sock.sendall(framed(body[4:]) if number % 2 else body)
                     sock.recv(4096)

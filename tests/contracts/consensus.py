@@ -520,7 +520,7 @@ class ConsensusContract:
                 (f"{root}/b", True),
                 (f"{root}/c", False),
             ]
-            # Nobody came in between: still the same term.
+            # No other holder intervened: the term is unchanged.
             assert (await one.acquire(f"{root}/c", "h", 60_000)).term == 1
 
     async def test_the_longest_time_to_live_is_the_one_that_the_error_names(self, open_client: OpenClient) -> None:

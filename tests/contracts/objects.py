@@ -1,4 +1,4 @@
-"""What every object store must do, whatever is behind it. Subclass in a test file and give `store`.
+"""Contract tests of every object store, independent of its backend. Subclass in a test file and give `store`.
 
 `with_store` runs one coroutine on a fresh, empty store in its own event loop.
 """

@@ -1,4 +1,4 @@
-"""What every domain must do for the catalogue, whatever is behind it (metastore/api.py).
+"""Contract tests of every metastore domain, independent of its backend (metastore/api.py).
 
 Subclass in a test file and give `open_domain`: it makes processes of one fresh domain.
 """

@@ -1,4 +1,4 @@
-"""docs/kafka.md is held to the code: every API with its versions, every config with its meaning."""
+"""docs/reference/kafka.md is checked against the code: every API with its versions, every config with its meaning."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidemill.kafka.handlers import APIS
 from tidemill.topics.config.configs import SETTINGS, Setting
 
 ROOT = Path(__file__).parents[2]
-TEXT = (ROOT / "docs/kafka.md").read_text()
+TEXT = (ROOT / "docs/reference/kafka.md").read_text()
 CLIENTS = ROOT / "tests/clients"
 
 

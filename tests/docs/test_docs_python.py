@@ -1,4 +1,4 @@
-"""The page about Python is run: its examples, in order, in one program, beside a small cluster."""
+"""The examples of the page about Python run in order, in one program, against a small cluster."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import open_stores
 
-PAGE = Path(__file__).parents[2] / "docs" / "python.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "python.md"
 ORDERS = ShardSchema((Column("id", "int64"), Column("status", "string"), Column("total", "decimal(12,2)")), ("id",))
 CUSTOMERS = ShardSchema((Column("id", "int64"), Column("name", "string")), ("id",))
 

@@ -89,7 +89,7 @@ class Shop:
         eventually(lambda: not any(alive(pid) for pid in family), "everything is dead")
 
     def load(self, seconds: float) -> dict[str, int]:
-        """Shop transactions and clicks for so long; what was acknowledged."""
+        """Run shop transactions and clicks for that many seconds; return the acknowledged counts."""
         kafka = ["demo.clicks", "--brokers", self.kafka, "--rate", "200"]
         shop = ["demo.load", "--dsn", self.environment.dsn, "--rate", "60"]
         running = [
@@ -110,7 +110,7 @@ class Shop:
         return counts
 
     def in_the_bucket(self) -> dict[str, Any]:
-        """What a restore would bring back now."""
+        """Plan a restore from the bucket alone and return its contents."""
 
         async def read() -> dict[str, Any]:
             clock, rand = SystemClock(), Rand()
@@ -125,7 +125,7 @@ class Shop:
         return asyncio.run(read())
 
     def until_persisted(self) -> dict[str, Any]:
-        """Until the bucket alone holds every table up to now."""
+        """Wait until the bucket alone holds every table up to now."""
         now_ms = SystemClock().now_ms()
         found: dict[str, Any] = {}
 

@@ -1,8 +1,8 @@
-"""The table of stalls: for each, how long until `why TABLE` exits 3 with the true holder, and that it heals by itself.
-A consensus that does not answer is exit code 4.
+"""The table of stalls: for each, how long until `why TABLE` exits with 3 and names the true holder, and its recovery
+without an operator. A consensus that does not answer is exit code 4.
 
-One cluster for most of them (a captured table, a derived one, the bucket on a file system of its own), broken and
-mended in turn. The limit is the freshness budget and five seconds; figures are printed as a table at the end.
+One cluster serves most of them (a captured table, a derived one, the bucket on its own file system); it is broken and
+repaired in turn. The limit is the freshness budget and five seconds; figures are printed as a table at the end.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from support.docs.examples import blocks, run_line, section
 from support.faults.cluster import Cluster, cluster, until
 from support.postgres import EmbeddedPostgres
 from support.waiting import slowness
@@ -48,7 +49,7 @@ def build(p):
 
 
 class Stalls:
-    """What the tests share: the cluster, its database, and the table of figures."""
+    """Shared state of the tests: the cluster, its database, and the table of figures."""
 
     def __init__(self, made: Cluster, server: EmbeddedPostgres, bucket: Path, flag: Path) -> None:
         self.made = made
@@ -97,10 +98,12 @@ class Stalls:
         print(f"| {what}, on the page | {seconds:.1f} s | |")
 
     asking_s = 2.0
-    """A `why` is a process of its own: what Python takes to start, import and ask, which `measured` finds out."""
+    """Seconds that one `why` process takes to start Python, import and query; `measured` determines them."""
 
     def measured(self) -> None:
-        """Of a table that is fresh, where nothing is waited for. Twice: one `why` may have asked a moment too early."""
+        """Time `why` on a fresh table, where it waits for nothing. The time is doubled, since one `why` may have been a
+        moment too early.
+        """
         began_s = time.monotonic()
         self.made.why("orders")
         self.asking_s = max(self.asking_s, 2 * (time.monotonic() - began_s))
@@ -143,6 +146,23 @@ def test_f604_an_open_transaction_at_set_up_is_named(stalls: Stalls) -> None:
     stalls.blocker.close()  # type: ignore[attr-defined]
     stalls.insert()
     until(lambda: stalls.made.why("orders")[0] == 0, lambda: stalls.made.why("orders"))
+
+
+def test_the_lines_of_the_readme_show_what_it_promises(stalls: Stalls) -> None:
+    """Not a stall: this cluster has the table that the lines read."""
+    while stalls.rows < 7:
+        stalls.insert()
+    stalls.fresh()
+    readme = Path(__file__).parents[2] / "README.md"
+    lines = [(language, line.strip()) for language, line in blocks(section(readme, "What it does"))]
+    made, output = stalls.made, {}
+    for language, line in lines:
+        output[line] = run_line(language, line, made.directory, http=made.http, kafka=made.kafka)
+    consumed, read, followed, verified = output.values()
+    assert json.loads(consumed) == {"id": 1, "v": "a"}
+    assert "[7]" in read.replace(" ", "").replace("\n", "")
+    assert "electric-handle: " in followed and '"id":"7"' in followed
+    assert "orders" in verified and "equal" in verified.lower()
 
 
 def test_f605_a_stopped_driver_is_named(stalls: Stalls) -> None:

@@ -42,14 +42,14 @@ class Database:
         self.sql.execute("INSERT INTO item VALUES (%s)", [self.last])
 
     def moves(self) -> None:
-        """Somebody confirms what is written."""
+        """Wait until the confirmed LSN of the slot advances."""
         slot = f"SELECT confirmed_flush_lsn FROM pg_replication_slots WHERE slot_name = 'tidemill_{self.name}'"
         until(lambda: self.sql.execute(slot).fetchone(), lambda: self.name)
         before = self.sql.execute(slot).fetchone()
         until(lambda: self.sql.execute(slot).fetchone() != before, lambda: self.name)
 
     def confirmed(self) -> int:
-        """All rows that are written now: PostgreSQL was told that they are durable."""
+        """Write once and wait until everything written so far is confirmed to PostgreSQL. Return the number of rows."""
         self.write()
         (end,) = self.sql.execute("SELECT pg_current_wal_flush_lsn()").fetchone() or ("",)
         slot = f"SELECT confirmed_flush_lsn >= %s FROM pg_replication_slots WHERE slot_name = 'tidemill_{self.name}'"
@@ -174,7 +174,7 @@ def test_f614_a_node_that_does_not_reach_a_database_gives_its_capture_to_one_tha
         without.up()
         until(lambda: owners(consensus) == {"away": "n1"}, lambda: without.said)
         assert "WARNING: capture away: PostgreSQL does not answer" in without.said
-        # It says so while it is alone, and nobody is there to take it.
+        # The stage reports the failure while no other node can take the capture.
         until(lambda: without.state("capture:away") in ("stuck", "parked"), lambda: (without.marks(), reported()))
         stack.callback(reaches.close)
         reaches.up()

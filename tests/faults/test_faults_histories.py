@@ -116,14 +116,15 @@ def test_f521_a_failover_of_consensus_that_lost_commits_restarts_the_node_which_
             found = consume(cluster)
             assert found[: len(kept)] == kept
             assert found[-len(new) :] == new
-            # Of what was lost nothing is left in the middle: consensus is one state, as it was when it was cut off.
+            # Nothing of the lost records remains in the middle: consensus has one consistent state, that of the moment
+            # of the disconnection.
             assert found == kept + new
     finally:
         pair.close()
 
 
 def objects_in(bucket: Path) -> set[Path]:
-    """Without writes that the freeze interrupted: their temporary files never became objects."""
+    """List the objects, without the temporary files of writes that the freeze interrupted."""
     return {path for path in bucket.rglob("*") if path.is_file() and ".tmp" not in path.parts}
 
 

@@ -31,7 +31,7 @@ def test_f601_a_bucket_that_is_away_at_start_is_waited_for_and_named(tmp_path: P
         until(lambda: made.why()[1].get("exit") == 3, made.why)
         _, reported = made.why("objects@node:n1")
         assert address.split(":")[1] in reported["worst"]["reason"]
-        # Its bucket is there from its first answer on: what both are kept in is this process's, whatever the port.
+        # The bucket exists from the first answer on: moto keeps buckets in this process, for every port.
         before = free_address()
         maker = ThreadedMotoServer(host, int(before.split(":")[1]), verbose=False)
         maker.start()

@@ -1,4 +1,4 @@
-"""Shapes over a node that is killed: the stock client goes on under its handle, without fetching anything again."""
+"""Shapes on a node that is killed: the stock client continues under its handle and fetches nothing again."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ INSERT INTO item SELECT n, n % 3, 'first' FROM generate_series(1, 300) n"""
 
 
 class Follower:
-    """npm's client in a process of its own; `last` is what it printed last."""
+    """The npm client in its own process; `last` is its most recent output."""
 
     def __init__(self, url: str, params: dict[str, str], mode: str = "") -> None:
         if shutil.which("node") is None or not (CLIENTS / "node_modules/@electric-sql/client").is_dir():
@@ -72,7 +72,7 @@ def select(connection: psycopg.Connection[Any], where: str = "true") -> dict[int
 
 
 class Writer:
-    """Random transactions, some across fragments, until it is told to stop."""
+    """Random transactions, some across fragments, until `stop`."""
 
     def __init__(self, dsn: str) -> None:
         self._dsn = dsn
@@ -142,7 +142,9 @@ def test_clients_go_on_under_their_handles_while_the_node_is_killed_again_and_ag
 def test_a_table_that_changed_while_nobody_was_there_ends_its_shape_and_no_other(
     tmp_path: Path, postgres_dsn: str
 ) -> None:
-    """The stream tells of rows that went while the node was dead, and of TRUNCATE: only the second one is a refetch."""
+    """The stream reports the rows that were deleted while the node was dead, and the TRUNCATE. Only the latter causes a
+    refetch.
+    """
     with psycopg.connect(postgres_dsn, autocommit=True) as connection:
         connection.execute(SCHEMA)
         connection.execute("CREATE TABLE other (id int PRIMARY KEY, grp int, note text)")
@@ -157,7 +159,7 @@ def test_a_table_that_changed_while_nobody_was_there_ends_its_shape_and_no_other
             )
             with following(made, {"table": "item"}, {"table": "other"}) as (item, other):
                 until(lambda: len(item.rows) == 300 and len(other.rows) == 2)
-                # What was read from the database is durable within a second or so; nothing tells a client when.
+                # The initial rows become durable within a second or so, and a client cannot observe when.
                 until(lambda: kept(made, name) == 2, lambda: made.get("/api/status"))
                 pid = made.children()["node"]
                 made.signal("node", signal.SIGKILL)

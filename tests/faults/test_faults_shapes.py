@@ -29,7 +29,7 @@ def facts(made: Cluster) -> dict[str, Any]:
 
 
 def rows(made: Cluster, where: str) -> int:
-    """Inserts in the base and the log of the shape, whatever handle it has now."""
+    """Count the inserts in the base and the log of the shape under its present handle."""
     query, found = "offset=-1", 0
     while True:
         url = f"http://{made.http}/v1/shape?table=public.item&where={quote(where)}&{query}"
@@ -41,8 +41,9 @@ def rows(made: Cluster, where: str) -> int:
 
 
 def test_f101_anonymous_requests_end_nothing_but_their_own_shapes(tmp_path: Path, postgres_dsn: str) -> None:
-    """Failing clauses, more shapes than the limit, and dear ones, while rows are written: the node, its capture and the
-    table behind it go on, and status does not cry for what clients did to themselves."""
+    """Clients send failing clauses, more shapes than the limit, and expensive ones, while rows are written. The node,
+    its capture and the table continue, and status raises no alarm about shapes that failed through their own clients.
+    """
     toml = f'[capture.db]\ndsn = "{postgres_dsn}"\ntables = ["public.item"]\n'
     toml += "[shapes]\nmax_shapes = 250\nbacklog_s = 2\n"
     with psycopg.connect(postgres_dsn, autocommit=True) as connection:

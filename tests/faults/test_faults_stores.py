@@ -1,5 +1,6 @@
-"""Faults of every store under a small load, one after another: each is told under its own name on `/readyz`, by `why`
-and by `status`, within the time that the product promises."""
+"""Faults of every store under a small load, one after another. `/readyz`, `why` and `status` report each under its own
+name, within the promised time.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a running node says of itself to the commands beside it."""
+"""Reports of a running node about itself, read by the commands of the CLI."""
 
 from __future__ import annotations
 

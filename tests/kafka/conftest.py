@@ -12,7 +12,9 @@ from tidemill.kafka.schema import primitives
 
 @pytest.fixture(autouse=True)
 def _no_request_begun() -> None:
-    """What another test's broker left of its last request does not count for messages that are decoded alone."""
+    """Reset the element budget. The last request of another test's broker must not limit messages that are decoded
+    alone.
+    """
     primitives._elements.left = 1 << 62
 
 
@@ -36,7 +38,7 @@ def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealBroke
 
 @pytest.fixture(scope="module")
 def drivers() -> Iterator[Callable[[str], Driver]]:
-    """Of each client one process, made when it is first asked for."""
+    """Return one process per client, started on first use."""
     made: dict[str, Driver] = {}
 
     def driver(name: str) -> Driver:

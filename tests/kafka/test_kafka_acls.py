@@ -1,4 +1,6 @@
-"""Rules at the endpoint: what each API asks for, what nobody learns, and the admin clients that write them."""
+"""ACLs at the endpoint: the operation that each API checks, the names that no error reveals, and the admin clients that
+write rules.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ def test_every_api_names_what_it_asks_for() -> None:
 
 @pytest.mark.parametrize("key", sorted(APIS.keys() - {17, 18, 36, 60}))
 def test_f246_who_may_nothing_is_refused_by_every_api(shared: FakeBroker, key: int) -> None:
-    """In its newest and oldest version, of things that exist and of such that do not, in the same words."""
+    """The newest and the oldest version of each API return the same error for existing and for missing resources."""
     api = APIS[key]
     exists = f"t{key}"
     row = shared.create_topic(exists, 1)

@@ -168,7 +168,7 @@ def test_t8_a_new_consumer_of_a_compacted_topic_ends_with_exactly_the_table(
 
 
 def compact(broker: RealBroker) -> None:
-    """As the keeper does, whatever is dirty."""
+    """Compact the topic as maintenance does, regardless of its dirty ratio."""
 
     async def run() -> None:
         topic = await broker.catalogue.get(TopicRow, TOPIC)

@@ -22,7 +22,7 @@ from tidemill.shards.api import run_on_pool
 pytestmark = pytest.mark.postgres
 
 ROWS = 2_000
-"""Of one transaction: enough to be encoded by columns."""
+"""Rows of one transaction: enough to be encoded by columns."""
 
 
 class Shop:

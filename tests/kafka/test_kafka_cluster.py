@@ -21,7 +21,7 @@ from tidemill.kafka import error_codes
 from tidemill.metastore.catalogue import TopicRow
 
 PARTITIONS = 24
-"""So many that both nodes lead some, whatever the topic id is."""
+"""Enough partitions that both nodes lead some of them for any topic id."""
 
 
 @pytest.fixture
@@ -215,7 +215,7 @@ def test_a_session_is_told_that_a_partition_moved_and_goes_on_where_it_moved_to(
         well: set[tuple[str, int]] = set()
 
         def moved() -> bool:
-            """They need not come together, and one that was told is told again only when it is another."""
+            """Partitions may be reported in several fetches, and a reported one is repeated only after a change."""
             nonlocal epoch
             epoch += 1
             reported = reader.fetch({("t", p): 0 for p in others}, session_id=first.session_id, epoch=epoch).reported

@@ -42,7 +42,7 @@ def test_configs_are_set_deleted_and_their_lists_grow_and_shrink(fake_broker: Fa
 
 
 def test_deleting_a_config_that_is_not_set_changes_nothing_whatever_its_name(fake_broker: FakeBroker) -> None:
-    """As MirrorMaker 2 does with every default of a source, which may be of an older Kafka."""
+    """MirrorMaker 2 does this with every default of a source, which may be an older Kafka."""
     fake_broker.create_topic("t", 1, config={"segment.ms": "9"})
     deleted: list[tuple[str, int, str | None]] = [
         (name, DELETE, None)

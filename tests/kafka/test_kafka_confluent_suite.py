@@ -1,7 +1,8 @@
-"""What confluent-kafka-python's own integration tests ask of a broker: a case of ours for each of theirs, of its name.
+"""The cases of confluent-kafka-python's own integration tests: one case here for each of theirs, under the same name.
 
-Theirs are in no source distribution, so these were written from what theirs check. Waits that theirs take from a
-broker's smallest session are shorter here, since this broker's is. docs/kafka.md counts them.
+The original tests are in no source distribution, so these were written from the behaviour that they check. Waits that
+depend on a broker's shortest session are shorter here, since this broker's is. docs/reference/kafka.md counts the
+cases.
 """
 
 from __future__ import annotations
@@ -182,7 +183,7 @@ def test_basic_operations(suite: Suite) -> None:
 
 
 def _offsets(admin: AdminClient, topic: str, group: str) -> None:
-    """What a group has committed is listed, whole and by partition, and altered."""
+    """List the committed offsets of a group, all and by partition, and alter them."""
     (found,) = done(admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(group)]))
     assert found.group_id == group and {each.topic for each in found.topic_partitions} == {topic}
     assert any(each.offset > 0 for each in found.topic_partitions)
@@ -244,7 +245,9 @@ def test_delete_records(suite: Suite) -> None:
 
 
 def test_describe_operations(suite: Suite) -> None:
-    """Theirs is of a user who may do what no rule is about; here somebody may do what a rule says, and nothing else."""
+    """The original describes operations of a user without rules. Here the user may perform the operations that a rule
+    allows, and no others.
+    """
     topic, group = suite.topic("described"), f"described-{uuid.uuid4()}"
     suite.seed(topic, [b"1", b"2"])
     consumer = suite.consumer(group__id=group, enable__auto__commit=False)
@@ -314,7 +317,7 @@ def test_describe_consumer_groups_compatability(suite: Suite) -> None:
 
 
 def test_incremental_alter_configs(suite: Suite) -> None:
-    """Of topics and of a group; what is shown as set is what was set."""
+    """Alter configs of topics and of a group; the values described as set are the ones that were set."""
     admin = suite.admin
     Set, Delete = AlterConfigOpType.SET, AlterConfigOpType.DELETE
     one, two = (suite.topic("altered", 2, {"compression.type": "gzip"}) for _ in range(2))
@@ -398,7 +401,7 @@ def test_consume_error(suite: Suite) -> None:
 
 
 def _failed_to_join(suite: Suite, **more: Any) -> tuple[Consumer, Message]:
-    """Its session is shorter than a broker allows."""
+    """Return a consumer whose session timeout is below the broker's minimum, and the error that it got."""
     topic = suite.topic("short")
     suite.seed(topic, [b"a"])
     consumer = suite.consumer(session__timeout__ms=100, **more)
@@ -498,7 +501,9 @@ COOPERATIVE = {
     "session.timeout.ms": 4_000, "max.poll.interval.ms": 4_000, "auto.offset.reset": "earliest",
 }  # fmt: skip
 POLL_TOO_LATE_S = 7.0
-"""The client looks every half second whether `max.poll.interval.ms` is over: who polls soon after may be in time."""
+"""The client checks every half second whether `max.poll.interval.ms` has expired, so a poll soon after it may still be
+in time.
+"""
 
 
 def _polls_too_late(consumer: Consumer) -> None:
@@ -508,7 +513,7 @@ def _polls_too_late(consumer: Consumer) -> None:
 
 
 def test_cooperative_rebalance_1(suite: Suite) -> None:
-    """Another topic is one more assignment; who polls too late has lost everything and gets it again."""
+    """Another topic is one more assignment. A consumer that polls too late loses all partitions and gets them again."""
     one, two = suite.topic("one"), suite.topic("two")
     reported: list[tuple[str, int]] = []
     by = {f"on_{what}": (lambda _, partitions, what=what: reported.append((what, len(partitions))))
@@ -528,7 +533,7 @@ def test_cooperative_rebalance_1(suite: Suite) -> None:
 
 
 def test_cooperative_rebalance_2(suite: Suite) -> None:
-    """Who has no handler for what is lost is told that it was revoked."""
+    """A client without a handler for lost partitions gets them as revoked."""
     topic = suite.topic("one")
     reported: list[str] = []
     consumer = suite.consumer(**COOPERATIVE)
@@ -639,7 +644,7 @@ def test_send_offsets_committed_transaction(suite: Suite) -> None:
         consumer.position(consumer.assignment()), consumer.consumer_group_metadata(), WAIT_S
     )
     producer.commit_transaction(WAIT_S)
-    # Whoever has the id next finds the offsets of the last transaction.
+    # The next producer with this id finds the offsets of the last transaction.
     suite.producer(transactional__id=transactional_id).init_transactions(WAIT_S)
     assert [each.offset for each in consumer.committed(consumer.assignment(), WAIT_S)] == [100]
     consumer.close()

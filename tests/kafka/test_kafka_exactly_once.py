@@ -86,7 +86,7 @@ def test_each_record_is_taken_over_once_whoever_comes_goes_or_dies(
         count += PARTITIONS
 
     def until(check: Callable[[], object]) -> None:
-        """There is always something to do."""
+        """Produce until `check` holds, so that the workers always have input."""
         eventually(lambda: more() or check())
 
     def written() -> list[int]:

@@ -1,4 +1,6 @@
-"""Fetch sessions over the wire: what KIP-227 says, at every version, and that nobody gets another's or too much."""
+"""Fetch sessions over the wire: KIP-227 at every version, isolation between clients, and limits on the number of
+sessions.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ def shared() -> Iterator[RealBroker]:
 
 
 class World:
-    """A topic of its own on a broker, and who writes to it."""
+    """A broker's topic and a raw writer to it."""
 
     def __init__(self, broker: RealBroker, name: str, partitions: int = 3) -> None:
         self.broker = broker

@@ -108,7 +108,7 @@ def test_a_member_of_the_consumer_protocol_joins_classic_ones_of_any_client_and_
     old, new = Members(client, topic, strategy), Members(java, topic, "consumer")
 
     def have(count: int) -> None:
-        """Every number once, whoever read it."""
+        """Every number was read exactly once, by either group of members."""
         eventually(lambda: len(old.values()) + len(new.values()) >= count)
         assert sorted([*old.values(), *new.values()], key=int) == [str(n) for n in range(count)]
 
@@ -272,7 +272,9 @@ def test_a_transfer_goes_on_while_nodes_leave_and_return_and_copies_each_record_
 @pytest.mark.go
 @pytest.mark.parametrize("version", ["2.1.0", "2.8.0"])
 def test_a_client_of_years_ago_is_served(connected: Callable[[str], Driver], shared: RealBroker, version: str) -> None:
-    """sarama speaks the versions of the Kafka that it is told; 2.1 is the least that Kafka 4 serves (KIP-896)."""
+    """sarama speaks the protocol versions of the configured Kafka release. 2.1 is the oldest that Kafka 4 serves
+    (KIP-896).
+    """
     client = connected("sarama")
     client("connect", bootstrap=shared.address, version=version)
     source, target = f"old-{version}", f"new-{version}"

@@ -1,4 +1,4 @@
-"""What Java's, kafkajs', franz-go's and sarama's clients administer, and how they come in."""
+"""Administration and authentication by the clients of Java, kafkajs, franz-go and sarama."""
 
 from __future__ import annotations
 

@@ -169,7 +169,7 @@ def test_members_live_by_what_their_group_says_from_their_next_heartbeat_on(brok
         assert change(broker, "live", [(SESSION, AlterOp.SET, "500"), (HEARTBEAT, AlterOp.SET, "400")]) == 0
         reported = beat(client, "live", "m", joined.member_epoch)
         assert reported.heartbeat_interval.total_seconds() == 0.4
-        # It is not heard of again: its session is over long before the node's.
+        # The member is silent from here on: its session expires long before the node's default would.
         eventually(lambda: broker.portal.call(members(broker, "live")) == 0)
         assert int(beat(client, "live", "m", reported.member_epoch).error_code) == error_codes.UNKNOWN_MEMBER_ID
         assert change(broker, "live", [(SESSION, AlterOp.DELETE, None), (HEARTBEAT, AlterOp.DELETE, None)]) == 0

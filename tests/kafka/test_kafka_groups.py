@@ -62,7 +62,7 @@ def test_f230_consumers_join_leave_and_die_and_every_record_is_read(
     eventually(lambda: shared(third))
     produce(node.address, "t", 160, 80)
     read(240)
-    # Offsets were committed before they were told: nothing told twice but what the killed one was about to tell.
+    # Members commit offsets before they report records, so none is reported twice, not even after the kill.
     places = [place for member in members for place in member.got]
     assert len(places) == len(set(places))
     third.leave()
@@ -78,7 +78,7 @@ def _state(admin: AdminClient, group: str) -> Any:
 
 
 def _generation(node: Any, name: str) -> int:
-    """Of the rounds of assignment; in the consumer protocol the group's epoch."""
+    """Return the generation of a classic group, or the epoch of a group of the consumer protocol."""
     led = node.server._groups.loaded_group(name)
     assert led is not None
     group = led.group
@@ -130,7 +130,7 @@ def test_a_static_member_that_comes_back_in_time_causes_no_rebalance(members: li
         members.append(Member("confluent", strategy, node.address, "g", "t", "a", patient=True))
         eventually(lambda: members[2].assigned == held)
         assert members[1].assigned == kept
-        # Not how often a member was told of something: the word of a round that is over may come after it.
+        # The number of callbacks is not checked: a callback of a finished rebalance may arrive after it.
         assert _generation(node, "g") == generation
     finally:
         node.close()

@@ -127,7 +127,7 @@ def test_a_pattern_must_be_one_and_members_of_version_0_are_named_here(broker: R
     for pattern in ("(", "a)|(b", "(?=t)", "x" * 1_001):
         answer = beat(client, "patterns", "m1", 0, subscribed_topic_regex=pattern)
         assert int(answer.error_code) == error_codes.INVALID_REGULAR_EXPRESSION, pattern
-    # A pattern is matched with the topics that the node knows, and this one was made a moment ago beside it.
+    # A pattern is matched against the topics that the node knows, and this topic was just created outside the node.
     eventually(lambda: has(beat(client, "first look", "m1", 0, subscribed_topic_regex="t")))
     assert list(has(beat(client, "patterns", "m1", 0, subscribed_topic_regex="[s-t]")).values()) == [[0, 1, 2]]
     nothing = beat(client, "patterns", "m1", 1, subscribed_topic_regex="tt")

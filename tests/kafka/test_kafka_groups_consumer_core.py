@@ -278,7 +278,7 @@ def test_epochs_go_on_where_a_group_changes_its_protocol() -> None:
 
 
 class Client:
-    """`reported` is its assignment, `uses` what it has and has not let go of."""
+    """A member: `reported` is its assignment, `uses` the partitions that it has and has not released."""
 
     def __init__(self, name: str, instance: str | None, topics: frozenset[str]) -> None:
         self.name = name
@@ -419,7 +419,9 @@ class Groups(RuleBasedStateMachine):
 
     @rule(landed=st.booleans())
     def another_coordinator(self, landed: bool) -> None:
-        """Whoever waits hears nothing; what was not durable did not happen, and the write under way may not have."""
+        """Waiting requests get no answer. Writes that were not durable did not happen, and the one in progress may not
+        have.
+        """
         if self.writing and not landed:
             self.world.rows = self.world.before
         self.writing.clear()
@@ -443,7 +445,9 @@ class Groups(RuleBasedStateMachine):
         assert len(group.members) <= LIMITS.members
 
     def _is_member(self, client: Client) -> bool:
-        """As far as the group goes: who was fenced may not know it yet, and can commit nothing."""
+        """Return whether the group has the client as a member. A fenced client may not know about it yet, and can
+        commit nothing.
+        """
         member = self.world.group.members.get(client.name)
         return member is not None and client.epoch in (member.epoch, member.previous) and client.epoch > 0
 

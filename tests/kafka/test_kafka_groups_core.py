@@ -26,7 +26,7 @@ SESSION, REBALANCE = 10_000, 30_000
 
 
 class World:
-    """A group, its time, and what was answered to whom."""
+    """A group, its time, and the answers by waiter."""
 
     def __init__(self, **limits: Any) -> None:
         self.group = ClassicGroup(
@@ -98,7 +98,7 @@ class World:
         return answer
 
     def stable(self, count: int) -> list[str]:
-        """So many members with the assignment b"<id>"; the leader first."""
+        """Join that many members with the assignment b"<id>"; the leader comes first."""
         members = [self.joined(self.join()).member_id]
         for _ in range(count - 1):
             waiting = self.join()
@@ -387,7 +387,7 @@ def test_whatever_members_do_each_is_answered_once_and_a_generation_is_one(
         if isinstance(answer, SyncAnswer) and answer.assignment:
             assert not answer.error
     assert all(len(names) == 1 for names in protocols.values())
-    # Every wait ends, though nobody says anything any more.
+    # Every wait ends, even if all clients stay silent from now on.
     for _ in range(40):
         world.store()
         due = rebalance.next_due_ms(world.group)

@@ -44,7 +44,7 @@ def test_groups_of_both_protocols_outlive_a_sigkill_of_their_coordinator(tmp_pat
             return [place for member in two for place in member.got]
 
         def read(two: list[Member]) -> set[tuple[int, int]]:
-            """With what was committed if its answer was lost with the node."""
+            """Return the places read, including commits whose answer was lost with the node."""
             return {place for member in two for place in (*member.got, *member.unsure)}
 
         eventually(lambda: all(len(reported(two)) >= 40 for two in members.values()))
@@ -53,7 +53,7 @@ def test_groups_of_both_protocols_outlive_a_sigkill_of_their_coordinator(tmp_pat
         eventually(lambda: all(read(two) == places for two in members.values()))
         for strategy, two in members.items():
             eventually(lambda two=two: shared(*two))
-            # Only what was committed is told: nobody reads it again.
+            # Members report only committed records, and no record is read a second time.
             assert len(reported(two)) == len(set(reported(two))), strategy
             assert committed(addresses, groups[strategy], "t") == [160 // PARTITIONS] * PARTITIONS
         nodes["n1"].start()

@@ -101,7 +101,7 @@ def test_who_is_up_to_date_commits_on_the_way_back_into_the_classic_protocol() -
 
 
 def test_a_rebalance_that_is_owed_is_not_forgotten_with_its_coordinator() -> None:
-    """MI2: else what the last member of the consumer protocol had would be nobody's."""
+    """MI2: otherwise the partitions of the last member of the consumer protocol would stay unassigned."""
     world = World()
     members = [ClassicMember(world, "c", EAGER), ModernMember(world, "m")]
     settled(world, members[:1])
@@ -456,7 +456,7 @@ class Groups(RuleBasedStateMachine):
             return
         world = self.world
         world.settle()
-        # Those who are gone are missed; those who wait for what was lost with a coordinator begin anew.
+        # Sessions of absent members expire; requests that were lost with a coordinator are sent again.
         for _ in range(30):
             settled(world, self.made, 10)
             self.nobody_uses_what_another_uses()

@@ -131,7 +131,7 @@ async def test_an_assignment_of_a_coordinator_that_was_replaced_reaches_nobody()
 
 
 class Unsure:
-    """Commits whose answer is lost: they happen at once, later, or never."""
+    """Commits whose answer is lost: they happen immediately, later, or never."""
 
     def __init__(self, metastore: Metastore) -> None:
         self._commit = metastore.commit
@@ -210,7 +210,7 @@ def noted(partition: int, count: int, letters: int = 4_096) -> list[tuple[bytes,
 
 
 async def syncing(led: GroupRunner) -> asyncio.Future[SyncAnswer]:
-    """Its membership is about to be written."""
+    """Join a member and start its sync, so that its membership is about to be written."""
     answer = await led.join(ask())
     return led.sync(
         SyncRequest(answer.member_id, None, answer.generation, assignments=((answer.member_id, b"a" * 1_000),))

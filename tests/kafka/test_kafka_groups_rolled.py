@@ -19,7 +19,7 @@ AT_ONCE = 40
 
 
 class Group:
-    """Its members, and how much was produced for them."""
+    """The members of a group, and the number of records produced for them."""
 
     def __init__(self, addresses: str, *, patient: bool = False) -> None:
         self._addresses = addresses
@@ -95,7 +95,7 @@ def test_a_rolling_upgrade_and_downgrade_commits_every_record_once(group: Group,
         group.leave(member)
         group.produce()
         group.rests(kind)
-    # A member tells of what it has committed; nobody reads that again.
+    # Members report only committed records, and no record is read a second time.
     assert len(group.reported()) == len(set(group.reported()))
     if client == "confluent":
         assert len(group.reported()) == 9 * AT_ONCE

@@ -118,7 +118,8 @@ def test_clients_of_every_node_use_what_a_topic_gained_and_old_records_stay() ->
             for partition in range(6):
                 try:
                     producer.produce("grows", b"later", partition=partition, on_delivery=reported)
-                except KafkaException as error:  # its view is older: it asks again by itself
+                # the producer's metadata is older, and it refreshes it
+                except KafkaException as error:
                     failures.append(error)
             producer.flush(5)
         assert delivered[0] >= 5, "the records that were there stay where they are"

@@ -65,9 +65,9 @@ UNION_EXTRAS = {10: ("key",), 9: ("group_id", "topic_id")}
 
 
 SASL = (17, 36)
-"""What only a listener with SASL answers: test_kafka_sasl."""
+"""APIs that only a listener with SASL answers: test_kafka_sasl."""
 REFUSED = {34: error_codes.LOG_DIR_NOT_FOUND, 43: error_codes.ELECTION_NOT_NEEDED}
-"""What an API answers that is there to refuse by name."""
+"""The error of each API that exists only to refuse by name."""
 
 EVERY = [(a.key, v) for a in APIS.values() if a.key not in SASL for v in range(a.min_version, a.max_version + 1)]
 
@@ -84,8 +84,9 @@ NOBODY = {
     65: error_codes.TRANSACTIONAL_ID_NOT_FOUND,
     69: error_codes.GROUP_ID_NOT_FOUND,
 }
-"""What is told of a group or a transactional id that does not exist, or by who is not in it: some versions say so
-(`expected`)."""
+"""The error for an unknown group or transactional id, or for a caller that is not a member. Some versions have no place
+for it (`expected`).
+"""
 
 
 def expected(key: int, version: int) -> int:
@@ -95,7 +96,7 @@ def expected(key: int, version: int) -> int:
 
 @pytest.fixture(scope="module")
 def shared() -> Any:
-    """Every request passes its check: nobody is a super user here, so that all is allowed."""
+    """Return a broker on which the anonymous user is a super user, so that every request passes its check."""
     broker = FakeBroker(
         KafkaSettings(KafkaSection(group_initial_rebalance_delay_ms=0)), super_users=("User:ANONYMOUS",)
     )
@@ -120,7 +121,7 @@ def test_every_version_is_answered_without_error_and_readable(
 
 
 class Panic(BaseException):
-    """As native code raises them: no Exception."""
+    """An exception of native code, which does not derive from `Exception`."""
 
 
 @pytest.mark.parametrize(

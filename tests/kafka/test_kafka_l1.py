@@ -1,4 +1,4 @@
-"""Unmodified clients over a topic whose past lies in L1, and whose L0 objects are gone."""
+"""Unmodified clients on a topic whose past is in L1, and whose L0 objects are deleted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PARTITIONS = 2
 
 @pytest.fixture(params=["memory:", "directory"])
 def moving(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RealBroker]:
-    """A broker that moves everything at once, in objects of some ten batches."""
+    """A broker that moves all batches to L1 immediately, in objects of some ten batches."""
     url = request.param if request.param == "memory:" else f"file://{tmp_path_factory.mktemp('objects')}"
     settings = TopicSettings(
         reconcile=True, reconcile_min_s=0.05, reconcile_max_s=0.2, l1_object_bytes=20_000, cache_bytes=0

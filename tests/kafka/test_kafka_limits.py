@@ -1,4 +1,4 @@
-"""The endpoint's limits as pure rules: who may come in, who may read."""
+"""The endpoint's limits as pure rules: which connections are accepted, and which frames are read."""
 
 from __future__ import annotations
 

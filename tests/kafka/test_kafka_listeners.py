@@ -1,4 +1,4 @@
-"""Listeners by name: a client is told of every node the address of the listener that it came by."""
+"""Named listeners: a client gets every node's address for the listener that it connected to."""
 
 from __future__ import annotations
 

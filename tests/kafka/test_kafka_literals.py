@@ -31,7 +31,7 @@ def raw(shared: RealBroker) -> Iterator[RawClient]:
 
 
 def delete(broker: RealBroker, name: str) -> None:
-    """As through another node: this one's cache is not told."""
+    """Delete the topic as another node would, without invalidating this node's cache."""
     broker.portal.call(broker.catalogue.delete(TopicRow, name))
     broker.portal.call(broker.topics.refresh())
 
@@ -194,7 +194,7 @@ def test_a_record_an_hour_ahead_of_now_is_refused_unless_its_topic_takes_it(shar
 
 
 def test_every_refusal_has_a_text() -> None:
-    """Of every API and version that has a place for one: librdkafka reads some of them without a look at null."""
+    """Every API and version with a field for the text sets it: librdkafka reads some of them without a null check."""
     texts = 0
     for module in vars(handlers).values():
         if not hasattr(module, "API") or not hasattr(module, "error_answer"):
@@ -217,7 +217,7 @@ def decode_body(key: int, version: int, data: bytes) -> Any:
 
 
 def count_texts(entity: Any, where: str) -> int:
-    """How many refusals within have a text. Fails for one that has none."""
+    """Count the refusals within `entity` that have a text; fail on one without."""
     if isinstance(entity, tuple):
         return sum(count_texts(each, where) for each in entity)
     if not dataclasses.is_dataclass(entity):

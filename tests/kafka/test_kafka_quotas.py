@@ -1,4 +1,6 @@
-"""Quotas at the endpoint: the answer says how long, the connection is not heard for so long, and admin clients."""
+"""Quotas at the endpoint: answers carry the throttle time, the connection is muted for that long, and admin clients set
+the limits.
+"""
 
 from __future__ import annotations
 
@@ -113,7 +115,8 @@ def test_of_a_clients_time_every_answer_tells_and_nobody_elses_is_touched() -> N
 def test_a_clients_time_is_what_the_loop_works_and_not_what_it_waits() -> None:
     broker = RealBroker()
     broker.create_topic("t", 1)
-    limit(broker, Quota(ME, NO_ENTITY, REQUEST, 5.0))  # 50 ms at once: a loop that is put aside for a moment counts it
+    # the bucket holds 50 ms, since a loop that the system suspends for a moment counts that time
+    limit(broker, Quota(ME, NO_ENTITY, REQUEST, 5.0))
     with RawClient(broker.port) as client:
         client.ask(3, 1, b"\xff\xff\xff\xff")
         for _ in range(3):

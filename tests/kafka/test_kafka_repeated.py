@@ -187,7 +187,7 @@ all_places = [(name, partition) for name in NAMES for partition in range(5)]
 @settings(max_examples=300, deadline=None)
 @given(st.sampled_from(VERSIONS), st.data())
 def test_what_is_taken_for_a_repetition_is_one(version: int, data: st.DataObject) -> None:
-    """Of any bytes: whoever reads all of them finds the partitions of before, with what was said to have changed."""
+    """The reported changes, applied to the previous partitions, equal a full parse of arbitrary request bytes."""
 
     def read(body: bytes) -> dict[Place, schema.FetchPartition] | None:
         try:

@@ -1,4 +1,4 @@
-"""SASL at the endpoint: every mechanism with clients that we did not write, and whatever proves nothing."""
+"""SASL at the endpoint: every mechanism with third-party clients, and every kind of invalid credential."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_a_users_credentials_change_together_or_not_at_all(plain: FakeBroker, mo
 
 
 class Dialogue:
-    """One connection in clear text that says whatever it is told to."""
+    """One connection in clear text that sends arbitrary messages."""
 
     def __init__(self, broker: FakeBroker) -> None:
         self.sock = socket.create_connection(("127.0.0.1", broker.port), timeout=30)
@@ -259,7 +259,7 @@ class Dialogue:
         return struct.unpack_from(">h", answer, 4)[0], struct.unpack_from(">q", answer, len(answer) - 8)[0]
 
     def asks(self) -> bool:
-        """Is DescribeCluster answered?"""
+        """Return whether DescribeCluster is answered."""
         self.send(60, 0, b"\x00\x00")
         return bool(self.receive())
 
@@ -554,7 +554,7 @@ def test_whatever_is_said_nobody_comes_in(
 
 
 async def test_the_authenticator_takes_turns_with_passwords() -> None:
-    """Deriving a password costs milliseconds of a processor: two at once, however many ask."""
+    """Deriving a password costs milliseconds of CPU time, so at most two are derived concurrently."""
     users = Users.__new__(Users)
     authenticator = Authenticator(users, Rand())
     running = peak = 0

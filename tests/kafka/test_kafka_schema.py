@@ -165,7 +165,8 @@ def test_kio_reads_our_produce_responses(version: int, data: st.DataObject) -> N
         int64s,
         st.none() | names,
         st.lists(st.tuples(st.integers(0, 2**31 - 1), names), max_size=3).map(tuple),
-        st.integers(-1, 2**45),  # kio makes datetimes of it; -1 is none
+        # kio converts them to datetimes; -1 stands for no time
+        st.integers(-1, 2**45),
     )
     topics = data.draw(st.lists(st.tuples(ids if version >= 13 else names, st.lists(answers, max_size=3)), max_size=3))
     raw = bytes(produce.encode(topics, version))
@@ -271,7 +272,9 @@ def test_record_batches_are_views_of_the_frame_not_copies() -> None:
 
 @pytest.mark.parametrize("tagged", [0, 1, 2, 3])
 def test_a_fetched_partition_with_tagged_fields_is_read_as_one_without(tagged: int) -> None:
-    """KIP-482: what is not known is skipped; whoever reads all of a topic at once must see that it is there."""
+    """KIP-482: unknown tagged fields are skipped. The fast path that reads all partitions of a topic together must
+    notice them.
+    """
 
     def partition(index: int) -> bytes:
         tags = b"\x01\x05\x03abc" if index == tagged else b"\x00"
@@ -296,7 +299,7 @@ def test_every_field_of_a_schema_is_reachable_by_name() -> None:
 
 
 def test_nothing_is_compiled_on_the_loop_once_everything_was() -> None:
-    """A connection may send a request of every version at once."""
+    """One connection may send a request of every version in a row."""
     codecs = (codec_compiler._request_reader, codec_compiler._response_writer, codec_compiler.is_flexible)
     compile_all()
     before = [codec.cache_info().misses for codec in codecs]

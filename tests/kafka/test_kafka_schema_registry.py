@@ -56,7 +56,7 @@ JSON = json.dumps(
 
 
 class Shop:
-    """A broker with a registry beside it, and clients of both."""
+    """A broker, a registry, and clients of both."""
 
     def __init__(self) -> None:
         self.broker = RealBroker()
@@ -77,7 +77,7 @@ class Shop:
         await self._http.start()
 
     def through(self, serializer: Any, deserializer: Any, value: Any) -> Any:
-        """What comes out of the topic's end when `value` goes in."""
+        """Send `value` through the topic and return the value that is consumed."""
         context = SerializationContext(self.topic, MessageField.VALUE)
         producer = Producer({"bootstrap.servers": self.broker.address})
         at: list[int] = []

@@ -80,11 +80,11 @@ def test_reads_that_run_together_have_room_together(connection_bytes_max: int, t
 
 
 async def test_produce_reserves_every_batch_in_order_before_any_await() -> None:
-    """K1, seed 000: `begin` alone, without one turn of the loop, has made every reservation of the request."""
+    """K1: `begin` makes every reservation of the request without one turn of the loop."""
     topics = FakeTopicLog()
     cache = TopicCache(None, None)  # type: ignore[arg-type]
     cache.add(TopicRow("t", "id", 3))
-    # The clock stands still: a long request may otherwise rest between two batches on a busy machine.
+    # The clock is frozen: otherwise a long request may yield between two batches on a busy machine.
     parts = {"topics": topics, "cache": cache, "pace": CoopBudget(ManualClock())}
     context: Any = type("Context", (), {**parts, "access": RequestAuthorizer(None, Audit(SystemClock()))})()
     before = len(asyncio.all_tasks())
@@ -440,7 +440,7 @@ def test_unfinished_frames_of_many_connections_stay_within_their_half() -> None:
 
 
 SASL = (17, 36)
-"""What only a listener with SASL answers: test_kafka_sasl."""
+"""APIs that only a listener with SASL answers: test_kafka_sasl."""
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))

@@ -71,7 +71,7 @@ def ask_versions(tls: socket.socket, correlation_id: int = 7) -> bytes:
 
 
 def answered(broker: FakeBroker, context: ssl.SSLContext) -> None:
-    """Raises EOFError for a connection that ends, where TLS does not say so itself."""
+    """Send ApiVersions. Raises EOFError if the connection ends without an error of TLS."""
     if not ask_versions(dial(broker, context)):
         raise EOFError
 
@@ -131,7 +131,7 @@ async def test_aiokafka_produces_and_consumes(secure: RealBroker, authority: Aut
 
 
 def test_a_client_that_reads_slowly_gets_every_byte(secure: RealBroker, authority: Authority) -> None:
-    """The piece that OpenSSL could not send is kept, though answers are queued behind it."""
+    """The piece that OpenSSL could not send is retained although further answers are queued."""
     tls = dial(secure, trusting(authority))
     tls.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     count = 3_000
@@ -180,7 +180,9 @@ def test_without_a_rule_the_principal_is_the_whole_name(authority: Authority) ->
 
 
 def test_f240_a_certificate_that_does_not_count_is_refused(authority: Authority, tmp_path: Path) -> None:
-    """None, of another authority, expired, or named by no rule; and versions that are too old."""
+    """Rejected are: no certificate, one of another authority, an expired one, one that no rule maps, and TLS versions
+    that are too old.
+    """
     broker = FakeBroker(gate=authority.gate("required", "RULE:CN=(alice|late),.*/$1/", min_version="1.3"))
     other = Authority(tmp_path / "other", "Other CA")
     contexts = [
@@ -243,7 +245,7 @@ def test_f241_connections_that_prove_nothing_leave_room_and_end(authority: Autho
 
 
 def test_a_large_frame_is_refused_before_a_client_is_known(authority: Authority) -> None:
-    """With TLS a client is known when its handshake ends: from then on its frames may be large."""
+    """A client of TLS is authenticated when its handshake ends; from then on its frames may be large."""
     broker = FakeBroker(gate=authority.gate())
     tls = dial(broker, trusting(authority))
     assert ask_versions(tls)

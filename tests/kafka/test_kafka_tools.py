@@ -104,7 +104,7 @@ def test_kafka_transactions_lists_describes_and_aborts(tools: Tools) -> None:
         client.flush(30)
 
     def row(*words: str) -> list[str]:
-        """Below its names; of none []."""
+        """Return the fields of the first row below the header, or [] without rows."""
         lines = tools("TransactionsCommand", *words).splitlines()
         return lines[1].split() if len(lines) > 1 else []
 

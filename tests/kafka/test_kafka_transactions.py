@@ -1,4 +1,4 @@
-"""Transactions by clients that are not ours, beside what their consumers are shown; coordinators that go away."""
+"""Transactions of third-party clients, checked against the records that their consumers see; coordinators that fail."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ def test_committed_transactions_are_shown_whole_and_aborted_ones_never(broker: R
     client.flush(DEADLINE_S)
     assert shown(broker.address, "t", 2) == sorted(committed)
     assert shown(broker.address, "t", 2, committed=False) == sorted([*everything, b"open"])
-    broker.restart()  # with one open: it may go on
+    # a transaction that is open during the restart may continue
+    broker.restart()
     client.commit_transaction(DEADLINE_S)
     assert shown(broker.address, "t", 2) == sorted([*committed, b"open"])
 

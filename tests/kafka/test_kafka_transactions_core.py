@@ -186,7 +186,7 @@ class Coordinated(RuleBasedStateMachine):
         )
 
     def _checked(self, code: int, identity: tuple[int, int]) -> None:
-        """Only whoever has the newest identity gets anything; a fenced one is told so."""
+        """Check that only the newest identity succeeds, and that a fenced one gets an error."""
         assert code == 0 or code in REFUSALS
         assert self.stored is None or code or identity == (self.stored.producer_id, self.stored.epoch)
 

@@ -114,7 +114,7 @@ async def test_a_group_that_was_taken_over_says_so_and_takes_nothing() -> None:
 
 
 class Kept:
-    """Transactions that take whatever they are told."""
+    """Transactions that accept all offsets."""
 
     async def commit_offsets(self, *what: Any, **more: Any) -> int:
         return 0
@@ -247,7 +247,7 @@ def test_offsets_in_transactions_are_taken_from_members_of_the_present_generatio
 def test_offsets_that_were_kept_after_their_member_was_replaced_are_refused(
     endpoint: RealBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever took over may have read the group's offsets before they were kept."""
+    """A new coordinator may have read the group's offsets before these were stored."""
     transactions = endpoint.server._transactions
     assert transactions is not None
     keep = transactions.commit_offsets

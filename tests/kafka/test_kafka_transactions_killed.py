@@ -17,7 +17,7 @@ from tidemill.kafka.transactions.store import read
 
 
 async def killed_when_prepared(directory: Path, ending: threading.Thread, process: Process) -> None:
-    """When the transaction is decided, and not complete."""
+    """Kill the process while the transaction is prepared but not complete."""
     consensus = await open_consensus(f"sqlite://{directory}/consensus.db", SystemClock(), Rand())
     try:
         ending.start()

@@ -71,7 +71,9 @@ class Client:
         return int(answer.topics[0].partitions[0].error_code)
 
     def end(self, *, commit: bool, identity: Identity | None = None) -> tuple[int, Identity]:
-        """(code, what it is to go on with); it does, unless `identity` is somebody else's."""
+        """End the transaction. Return the error code and the producer's next identity, which the client adopts unless
+        `identity` is given.
+        """
         named = identity or self.identity
         answer = ask(
             self._raw, 26, 5, transactional_id=ID, producer_id=named[0], producer_epoch=named[1], committed=commit
@@ -201,7 +203,7 @@ def test_epochs_that_are_used_up_give_way_to_another_producer_id(topic: RealBrok
 def test_a_batch_waits_for_the_end_of_the_transaction_before_it(
     topic: RealBroker, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The answer of an end may come before its last marker: the next batch is to be sent again, not refused."""
+    """The answer to EndTxn may precede the last marker. The next batch is then retriable, not refused."""
     monkeypatch.setattr("tidemill.kafka.transactions.coordinator.ANSWER_WAIT_S", 0.01)
     mark, go_on = topic.topics.mark, asyncio.Event()
 
@@ -227,7 +229,9 @@ def test_a_batch_waits_for_the_end_of_the_transaction_before_it(
 
 
 def test_a_marker_that_comes_late_does_not_end_the_next_transaction(topic: RealBroker, client: Client) -> None:
-    """Its epoch is that of what its producer does next: a node that carried the last one to its end, and was slow."""
+    """The late marker comes from a slow node that completed the previous transaction. It carries the epoch of the
+    producer's next transaction.
+    """
     assert client.produce(b"a", 0) == 0
     assert client.end(commit=True)[0] == 0
     assert client.produce(b"b", 0) == 0
@@ -241,7 +245,7 @@ def test_a_marker_that_comes_late_does_not_end_the_next_transaction(topic: RealB
 
 
 def test_many_partitions_are_added_by_few_writes(topic: RealBroker, client: Client) -> None:
-    """Batches for several partitions arrive together: what waits for its turn is added by whoever has it."""
+    """Batches for several partitions arrive together, and one write adds all that are waiting."""
     transactions = topic.server._transactions
     assert transactions is not None
 
@@ -274,7 +278,9 @@ def test_an_operator_ends_a_transaction_in_one_partition(topic: RealBroker, clie
             return int(answer.markers[0].topics[0].partitions[0].error_code)
 
         def hanging() -> list[int]:
-            """Where the open transactions of the partition begin, as `kafka-transactions.sh find-hanging` looks."""
+            """Return the start offsets of the partition's open transactions, as `kafka-transactions.sh find-hanging`
+            reads them.
+            """
             place = nested(load_request_schema(61, 0), "topics")(name="t", partition_indexes=(0,))
             partition = ask(raw, 61, 0, topics=(place,)).topics[0].partitions[0]
             return [p.current_txn_start_offset for p in partition.active_producers if p.current_txn_start_offset >= 0]

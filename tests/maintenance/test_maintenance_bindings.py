@@ -1,4 +1,4 @@
-"""The logs of bindings stay flat, and behind nobody's back."""
+"""Truncation of bindings: the logs stay short, and no binding that a reader needs is removed."""
 
 from __future__ import annotations
 
@@ -114,7 +114,8 @@ async def test_f726_who_keeps_bindings_for_long_is_told_with_how_many_and_how_th
     later_ms = world.clock.now_ms() + 10_000
     assert derive_status(mark, "node:n", later_ms, later_ms).state is StageState.STUCK
 
-    hold = await world.open("t")  # the pipeline goes on, and a reader stays where it was
+    # the pipeline continues, and a reader keeps its hold at the old time
+    hold = await world.open("t")
     await hold.set_hold("export", stood_ms, 86_400_000)
     await world.write(shard, KEYS)
     mark = await reported(1)
@@ -131,7 +132,7 @@ def reported_now(world: World) -> StageStatus | None:
 
 
 async def mint_one(world: World, remap: LogRemap, after_s: int) -> None:
-    """One more binding, so long after the last one."""
+    """Mint one more binding, `after_s` seconds after the last one."""
     world.clock.advance(after_s * 1000)
     latest = await remap.latest()
     offset = latest.offsets["t"][0] + 1 if latest is not None else 0

@@ -82,7 +82,9 @@ class World(L1World):
             pass
 
     async def read(self, start: int = 0, *, partition: int = 0, committed: bool = False) -> list[Row]:
-        """As a client does: fetch after fetch, each from behind the last batch, what is aborted passed over."""
+        """Read as a client does: fetch after fetch, each from the end of the last batch, without aborted records if
+        `committed`.
+        """
         found: list[Row] = []
         while True:
             read = FetchRead(self.topic.topic_id, partition, start, 100, committed=committed)
@@ -103,7 +105,7 @@ class World(L1World):
             start = following
 
     async def abort_markers(self) -> list[int]:
-        """Offsets of those that a client may still fetch."""
+        """Return the offsets of the abort markers that a client can still fetch."""
         found, start = list[int](), 0
         while True:
             [answer] = await self.topics.fetch(
@@ -118,13 +120,13 @@ class World(L1World):
                 return found
 
     def newest(self, rows: list[Row] | None = None) -> list[Row]:
-        """Of each key, but for those of the last batch, which stays anyway."""
+        """Return the newest record of each key. The last batch is exempt from compaction."""
         rows = self.sent if rows is None else rows
         return sorted({key: (offset, key, value) for offset, key, value in rows}.values())
 
 
 async def fill(world: World, rounds: int = 6) -> None:
-    """Some keys that come again and again in extents of two batches; last a batch of its own that stays."""
+    """Write recurring keys in extents of two batches each, then a last batch in its own extent, which stays."""
     codecs = ["none", "gzip", "snappy", "lz4", "zstd"]
     for number in range(rounds):
         for part in range(2):

@@ -1,4 +1,4 @@
-"""What the keeper takes away of consumer groups, and what it must leave."""
+"""Expiry of consumer group offsets, and the offsets that it must leave."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tidemill.maintenance.scheduler import (
 
 
 class Panic(BaseException):
-    """What a library's native code raises: no Exception."""
+    """An exception of a library's native code, which does not derive from `Exception`."""
 
 
 class Steps(MaintenanceJob):

@@ -56,7 +56,7 @@ class World:
         await self.rows.add(AddRequest(self.topic.topic_id, name, 100, regions, terms))
 
     async def starts(self, partition: int, log_start: int) -> None:
-        """What the checkpoint says."""
+        """Write the log start of a partition into the checkpoint's rows."""
         row = PartitionRow(self.topic.topic_id, partition, log_start, 1000)
         await self.metastore.commit([PARTITIONS.encode(row)])
 

@@ -1,4 +1,6 @@
-"""Leveling: many small extents become few, nobody who reads sees a difference, and what they lay in is collected."""
+"""Merges of L1 extents: many small extents become few, readers see no difference, and the replaced objects are
+collected.
+"""
 
 from __future__ import annotations
 

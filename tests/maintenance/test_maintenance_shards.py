@@ -1,4 +1,4 @@
-"""Shards over time: history moves up, what is stored stays near what lives, and nobody who holds loses anything."""
+"""Upkeep of shards over time: since advances, the stored bytes stay near the live bytes, and no holder loses a row."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ async def test_ten_minutes_of_updates_leave_twice_what_lives_and_the_window() ->
     live_bytes = len(KEYS) * 300
     rate = written_bytes / 600
     window_s = 60 + 15 + 120 + 5
-    # What the window keeps may have been rewritten by one level of merges before it was deleted.
+    # One level of merges may have rewritten the data of the window before it was deleted.
     assert most <= 2 * live_bytes + 2 * rate * window_s, (most, live_bytes, rate)
     # And idle for a while: the window closes over it.
     await world.tend_for(300)
@@ -323,7 +323,9 @@ async def restored_elsewhere(world: World, shard: LogShard) -> tuple[World, LogS
 
 
 async def test_a_checkpoint_row_does_not_grow_with_what_waits_for_deletion() -> None:
-    """A row that did not fit would keep the checkpoint back, and that the deletion: for ever."""
+    """A row that did not fit would block the checkpoint, and the blocked checkpoint would block the deletion
+    permanently.
+    """
     world = World()
     shard = await world.open()
     await world.tend()
@@ -335,7 +337,7 @@ async def test_a_checkpoint_row_does_not_grow_with_what_waits_for_deletion() -> 
     waiting = [key for garbage in shard.state.garbage for key in garbage.objects]
     assert len(waiting) > 60
     assert len(encode_header(shard.state)) < 1000
-    # A restored shard has another id: what the old one left is nobody's, and goes as such.
+    # A restored shard has another id: the objects of the old one belong to no shard and are deleted as orphans.
     fresh, again = await restored_elsewhere(world, shard)
     assert again.state.garbage == () and again.shard_id != shard.shard_id
     for _ in range(2):

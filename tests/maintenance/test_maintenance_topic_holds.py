@@ -1,4 +1,4 @@
-"""What of a topic must stay since a pipeline has not read it."""
+"""Retention of topic records for pipelines that have not read them yet."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ async def test_when_the_last_topic_is_deleted_every_object_goes() -> None:
 
 
 async def test_an_idle_partition_holds_no_object_of_busy_ones() -> None:
-    """F14: it shared an object once, its leader is gone, and nobody writes to it or asks for it."""
+    """F14: the partition once shared an object with others. Its leader is gone, and no client uses it."""
     world = World()
     row = await world.catalogue.create_topic("t", 2)
     first = world.node()
@@ -65,7 +65,9 @@ async def test_an_idle_partition_holds_no_object_of_busy_ones() -> None:
 
 
 async def test_without_a_word_of_its_partition_no_object_goes() -> None:
-    """No epoch, no deletion: the log says nothing of the writer's objects, and nobody may ask it to."""
+    """An object is deleted only with an epoch. Here the log has no entry about the writer's objects, and the leader
+    cannot be asked.
+    """
     world = World()
     stays = await garbage_of(world, 3)
     settle, asked = l0_garbage.settle_partition, 0
@@ -106,7 +108,7 @@ async def _row(world: World) -> TopicRow:
 
 
 async def _older(world: World, led: Any) -> set[str]:
-    """What the log names no more."""
+    """Return the stored objects that the log no longer names."""
     return {key for key in world.stored() if key < min(led.state.live_objects())}
 
 

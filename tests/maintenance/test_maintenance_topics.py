@@ -68,7 +68,7 @@ async def test_an_object_whose_batches_are_on_their_way_stays_however_long_it_ta
     sending = asyncio.create_task(world.send(node, row, 0))
     while not held:
         await asyncio.sleep(0)
-    # Somebody asks for it to be settled: the leader's own word covers only what it has placed.
+    # A settle request arrives meantime; the leader's answer covers only objects that it has placed.
     led.settle_if_due(0.0)
     await asyncio.sleep(0)
     for _ in range(5):
@@ -225,8 +225,9 @@ async def test_of_a_deleted_topic_nothing_stays_but_the_heads_of_its_logs() -> N
 
 
 async def test_the_log_of_a_deleted_topic_is_ended_though_nothing_of_it_is_in_the_bucket() -> None:
-    """Its objects had gone before, as they do into L1, and it was never rolled up. A node that has not heard of the
-    deletion, and took it over meanwhile, goes on with it: it is ended again."""
+    """The topic's objects had been deleted earlier, as after a move into L1, and it was never rolled up. A node that
+    took the partition over, and does not know of the deletion, appends to the log; the log is then ended again.
+    """
     world = World()
     row = await world.catalogue.create_topic("gone", 1)
     node = world.node()
@@ -288,7 +289,7 @@ async def test_replaced_rollups_go_and_a_log_whose_truncation_was_cut_off_is_tru
 
 
 async def test_the_rollup_of_a_log_that_a_restore_replaced_goes_and_its_log_is_not_searched() -> None:
-    """It lies beyond the end of the log that is there now."""
+    """The old rollup is beyond the end of the present log."""
     world = World()
     row = await world.catalogue.create_topic("t", 1)
     log = partition_log(row.topic_id, 0)

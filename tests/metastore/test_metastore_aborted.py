@@ -1,4 +1,4 @@
-"""Aborted transactions as rows: restore after restore shows nobody what was never committed, and hides nothing else."""
+"""Aborted transactions as rows: repeated restores never show an uncommitted record and hide nothing else."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class World:
             yield [key], [self.rows[key]]
 
     async def gathered(self) -> Unit:
-        """What a keeper that takes over writes."""
+        """Return the rows that the maintenance job would write after taking over."""
         [row] = family_rows(PARTITIONS, self.rows) or [None]
         follower = PartitionFollower(self.consensus, self.objects, "t", 0, row, CoopBudget(self.clock))
         return await follower.gather(self.scan)
@@ -82,7 +82,7 @@ def restored(rows: Rows) -> PartitionState:
 
 
 def hidden(state: PartitionState) -> list[tuple[int, ...]]:
-    """By batch, the producers of which it would be an aborted one."""
+    """Return, for each batch, the producers whose records in it count as aborted."""
     return [state.committed_batch_ref(index).aborted for index in range(len(state))]
 
 

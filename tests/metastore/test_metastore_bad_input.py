@@ -1,7 +1,8 @@
-"""Each bad input of a database is an error of its own, in clear words with a way out, and touches nothing else.
+"""Each bad input of a database raises a distinct error with a clear text and a remedy, and affects nothing else.
 
-Corrupt block, truncated SST, missing object, manifest of a newer format, wrong uuid, batch too large, empty rows,
-decreasing seqno. On memory and on a local directory; the files are spoiled in the bucket, as a bad disk would.
+Cases: corrupt block, truncated SST, missing object, manifest of a newer format, wrong uuid, batch too large, empty
+rows, decreasing seqno. They run on memory and on a local directory. The files are damaged in the bucket, as by a bad
+disk.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A barrier whose round breaks leaves nobody waiting."""
+"""A barrier whose round fails releases all its waiters."""
 
 from __future__ import annotations
 

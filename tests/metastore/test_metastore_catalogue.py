@@ -305,7 +305,7 @@ async def test_a_creation_that_lands_after_its_topic_was_deleted_does_not_bring_
 
 @pytest.mark.parametrize("back", [True, False])
 async def test_an_outcome_that_a_later_change_hides_is_told_as_unknown(back: bool, world: World) -> None:
-    """Our creation landed; its topic was deleted, and perhaps created anew, before we could look."""
+    """Our creation took effect. The topic was deleted, and perhaps re-created, before we could check."""
     catalogue = world.process()
     await catalogue.list(TopicRow)
     theirs = TOPICS.encode(TopicRow("t", "theirs", 1))[1] if back else b""

@@ -1,4 +1,5 @@
-"""The checkpoint: whatever moment the bucket keeps, inputs are at or beyond outputs; only what changed is written."""
+"""The checkpoint: at every moment that the bucket may preserve, inputs have reached outputs; only changes are
+written."""
 
 from __future__ import annotations
 
@@ -340,7 +341,7 @@ async def test_a_follower_keeps_no_batch_that_is_written_and_refuses_a_shorter_l
 
 
 class Ticking(SystemClock):
-    """Whoever looks finds a millisecond gone."""
+    """A clock whose monotonic time advances by a millisecond per reading."""
 
     def __init__(self) -> None:
         self._ticks = itertools.count()
@@ -405,7 +406,8 @@ async def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_o
 async def test_the_rows_of_a_shard_that_was_restored_stay_until_those_of_the_restored_one_count(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It has another id. A manifest may be cut anywhere in the first checkpoint, and be all there is of it again."""
+    """The restored shard has another id. A manifest may be cut at any moment of the first checkpoint and be the only
+    source of the next restore."""
     monkeypatch.setattr(checkpoint, "COMMIT_BYTES", 300)
     monkeypatch.setattr(checkpoint, "UNIT_BYTES", 300)
     async with World() as world:
@@ -458,7 +460,7 @@ async def test_a_deleted_topic_leaves_no_rows() -> None:
 
 
 async def test_rows_are_never_overwritten_by_an_empty_consensus() -> None:
-    """A new consensus beside an old bucket, without a restore: the rows may be all that is left."""
+    """A new consensus with an old bucket and without a restore: the rows may be the only remaining copy."""
     async with World() as world:
         await world.step()
         await world.checkpointer().round()

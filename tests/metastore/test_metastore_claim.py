@@ -1,4 +1,4 @@
-"""Whose bucket it is: the claim of an incarnation, and what a process may do that has not asked for a while."""
+"""Ownership of the bucket: the claim of an incarnation, and the limits of a process whose last check is too old."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def test_a_process_that_has_not_asked_for_three_intervals_asks_before_it_a
     await consensus.append("log", 0, 0, [b"1"], "n1")
     assert owner.trouble() == ""
 
-    # The bucket is away: what needs no object goes on, nothing is deleted.
+    # The bucket is unreachable: operations without objects continue, deletes fail.
     inner.away = True
     clock.advance(31_000)
     await consensus.append("log", 0, 1, [b"2"], "n2")

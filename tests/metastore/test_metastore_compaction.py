@@ -49,7 +49,7 @@ def settled(database: Database) -> bool:
 
 
 class Held:
-    """A merger that waits to be let go, before its merge or after it."""
+    """A merger that waits for `let_go`, before or after its merge."""
 
     def __init__(self, world: World, *, after: bool = False) -> None:
         self.inner = InlineExecutor(world.objects, world.options, world.clock)
@@ -353,7 +353,7 @@ async def test_a_manifest_of_unknown_fate_or_a_newer_epoch_breaks_the_database(
     with pytest.raises(kind):
         database.apply(10**6, [b"k"], [b"v"])
     await database.aclose()
-    # What it merged are orphans; the next database merges again.
+    # Its merged files are orphans; the next database repeats the merge.
     database = await world.open(background=True)
     await until(lambda: database.stats().merges == 1)
     await check(world, database)

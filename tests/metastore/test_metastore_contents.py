@@ -1,4 +1,4 @@
-"""`doctor --deep --contents`: every damaged object is a finding with its key, and what is whole is none."""
+"""`doctor --deep --contents`: each damaged object is a finding with its key, and an intact object is not."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The database on memory and on a local directory: batches, flush, recovery, failures, point reads.
 
-Rows of the LSM table in notes/redpanda.md §5: memtable flush, recovery, failed manifest write, random against a
-shadow map, read-your-writes batch, pre-open, read-only throws, get finds key at lower seqno. (The rows about
-snapshots and refresh are in test_metastore_snapshots.)
+Cases: memtable flush, recovery, failed manifest write, random operations against a shadow map, reading one's own batch,
+pre-open, writes to a read-only database, a get of a key at a lower seqno. The cases of snapshots and refresh are in
+test_metastore_snapshots.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ async def test_memtable_flush(objects: ObjectStore) -> None:
 
 
 async def test_recovery(objects: ObjectStore) -> None:
-    """What was flushed is there again; what was not is its caller's to apply again."""
+    """Flushed rows are recovered; the caller applies the others again."""
     world = World(objects)
     database = await world.open()
     world.put(database, numbered(range(30)))
@@ -207,7 +207,7 @@ async def test_read_only_throws(objects: ObjectStore) -> None:
 
 
 async def test_get_finds_a_key_at_a_lower_seqno(objects: ObjectStore) -> None:
-    """The newest rows of a file say nothing about where an older key is (F25)."""
+    """F25: the newest rows of a file do not tell where an older key is stored."""
     world = World(objects)
     database = await world.open()
     world.put(database, {b"old": b"1", b"x": b"1"})
@@ -299,7 +299,7 @@ async def test_an_empty_flush_does_nothing(objects: ObjectStore) -> None:
 
 
 async def test_flush_and_write_interleave_and_the_seqno_covers_only_the_frozen_rows(objects: ObjectStore) -> None:
-    """L4: batches that come while the file is written are neither lost nor claimed by its manifest (F22)."""
+    """F22, L4: batches that arrive while the file is written are neither lost nor claimed by its manifest."""
     world = World(objects)
     database = await world.open()
     world.put(database, numbered(range(40)))
@@ -799,7 +799,7 @@ async def test_a_cancelled_commit_goes_on_and_breaks_nothing() -> None:
 
 
 async def test_a_commit_cut_off_by_closing_is_told_as_closed() -> None:
-    """Nobody cancelled the caller, so it must not see a cancellation."""
+    """The caller was not cancelled, so it must not see a cancellation."""
     world = World(memory())
     database = await world.open()
     world.put(database, numbered(range(20)))

@@ -26,7 +26,7 @@ from tidemill.metastore.lsm.manifest_store import BucketManifests
 
 @pytest.fixture
 def emptied(request: pytest.FixtureRequest, tmp_path: Path, world: DomainWorld) -> DomainWorld:
-    """What is left of `world` when its consensus is lost: its bucket, beside an empty engine of the same kind."""
+    """Return the remains of `world` after its consensus is lost: its bucket, with an empty engine of the same kind."""
     sqlite = world._url.startswith("sqlite")
     left = DomainWorld(f"sqlite://{tmp_path}/emptied.db" if sqlite else request.getfixturevalue("new_database")())
     left.objects = world.objects  # type: ignore[method-assign]
@@ -34,7 +34,7 @@ def emptied(request: pytest.FixtureRequest, tmp_path: Path, world: DomainWorld) 
 
 
 def volatile_rows(domain: Domain) -> dict[bytes, bytes]:
-    """What the replicated state holds beside its manifest, as this node's replica has it."""
+    """Return the rows that the replicated state holds in addition to its manifest, as of this node's replica."""
     return {
         key: value
         for batch in domain.state.volatile
@@ -227,7 +227,7 @@ async def test_a_flush_after_the_term_is_over_fails_and_does_not_hang(world: Dom
         assert leader is not None
         await world.depose(old)
         new = await world.node()
-        with pytest.raises(FencedError):  # it does not know yet: the log tells it, when the manifest is replicated
+        with pytest.raises(FencedError):  # it does not know yet: it learns from the log when it replicates the manifest
             await leader.flush(20)
         with pytest.raises(FencedError):
             await leader.flush(20)
@@ -245,7 +245,7 @@ async def test_a_flush_under_way_ends_with_the_term_though_the_bucket_never_answ
         await until(lambda: gate.waiting > 0)
         await world.depose(old)
         new = await world.node()
-        await old.sync()  # the log tells it
+        await old.sync()  # it learns of the new term from the log
         with pytest.raises(FencedError):
             async with asyncio.timeout(60):
                 await flushing

@@ -1,4 +1,4 @@
-"""Two processes, kill -9 of the one that leads: what was acknowledged survives, and somebody leads in time."""
+"""Two processes, kill -9 of the leader: acknowledged commits survive, and leadership is taken over in time."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tidemill.metastore.domain.state import DomainState, assert_invariants
 CHILD = Path(__file__).parents[1] / "support" / "metastore" / "domain_child.py"
 TTL_MS = 1_500
 MARGIN_S = 12.0
-"""The sequencer's own takeover, opening, and a machine that runs other tests beside."""
+"""Time for the sequencer's own takeover and for opening, on a machine that runs other tests at the same time."""
 
 
 class Child:
@@ -56,7 +56,7 @@ class Child:
         return {fact["key"]: fact["seqno"] for fact in list(self.said) if "key" in fact}
 
     def wait(self, count: int) -> None:
-        """Until it has acknowledged so many commits."""
+        """Wait until the node has acknowledged `count` commits."""
 
         def acknowledged() -> bool:
             assert self.process.poll() is None, "the node ended by itself"

@@ -179,7 +179,7 @@ async def test_a_young_file_waits_however_long_this_process_has_seen_it_dead() -
     await bucket.file(1)
     await bucket.collect()
     bucket.clock.advance(DELAY_MS)
-    # A late delivery writes the object again: its age starts anew.
+    # A delayed request writes the object again: its age starts at zero.
     await bucket.objects.delete(bucket.files.key(FileName(2, 1, "n")))
     await bucket.file(1)
     assert (await bucket.collect()).waiting == 1
@@ -313,7 +313,7 @@ async def test_an_unreadable_retained_manifest_stops_all_deletion() -> None:
 
 
 async def test_a_retained_manifest_pruned_meanwhile_by_another_leader_ends_the_round() -> None:
-    """What replaced it was not listed, so what is needed now is not known."""
+    """The replacement of the manifest was not listed, so the set of needed files is unknown."""
     bucket = Bucket()
     dead = await bucket.file(1)
     bucket.clock.advance(2 * DELAY_MS)
@@ -341,7 +341,7 @@ async def test_a_missing_live_file_is_reported() -> None:
         done = await bucket.collect()
         assert done.missing == (bucket.files.key(lost),) and bucket.collector.last is done
         await bucket.collect()
-    # Told once, not every round.
+    # It is reported once, not in every round.
     assert [(entry["log_level"], entry["files"]) for entry in logs] == [("error", done.missing)]
 
 
@@ -349,7 +349,7 @@ async def test_a_missing_live_file_is_reported() -> None:
 
 
 class Failing(MemoryObjects):
-    """Deletes fail, before or after their effect, until told otherwise."""
+    """A store whose deletes fail, before or after their effect, until `fails` is reset."""
 
     fails: type[UnavailableError] | type[UnknownOutcomeError] | None = None
     under_way = 0

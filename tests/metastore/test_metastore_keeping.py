@@ -93,7 +93,7 @@ async def _count(world: World, prefix: str, count: int) -> bool:
 
 
 async def test_a_cluster_whose_manifest_is_damaged_is_not_taken_for_dead() -> None:
-    """Else a restore from an older manifest would be let beside it."""
+    """Otherwise a restore from an older manifest would be permitted while this cluster is alive."""
     async with World(real=True) as world:
         await persisted(world, 1)
         [key] = await keys(world, CLUSTER_PREFIX)
@@ -156,7 +156,7 @@ async def test_a_cluster_that_was_replaced_stops_by_itself() -> None:
         running = asyncio.ensure_future(keeping(world).run())
         await asyncio.sleep(0.02)
         await until(lambda: _count(world, ALIVE_PREFIX, 1))
-        # The old cluster is cut off from consensus' clock, not from the bucket: its sign grows old, a restore begins.
+        # The old cluster has lost consensus but not the bucket. Its sign of life expires, and a restore begins.
         restorer = Restorer(MemoryConsensus(world.clock), world.objects, world.clock, world.rand)
         restored = False
         while not restored:

@@ -1,7 +1,7 @@
 """kill -9 of a real process at every step of flush, merge, manifest and collection.
 
-After each death: every acknowledged row is there, the state is exactly that of the persisted seqno, no live
-object is gone; and once the next life has a manifest of its own, a collection leaves live objects only.
+After each kill, every acknowledged row is present, the state is exactly that of the persisted seqno, and no live object
+is missing. Once the next process has written a manifest, a collection leaves live objects only.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def live(path: Path, epoch: int, step: str, times: int, *, seconds: float | None
 
 
 async def check(path: Path, epoch: int, acked: int) -> None:
-    """Open what was left behind as the next leader would, in an epoch of its own, and go on from there."""
+    """Open the database as the next leader would, in a new epoch, and continue to write."""
     clock, rand = SystemClock(), Rand()
     objects = LocalObjects.open(str(path), clock, rand)
     files, manifests = SstFiles(objects, PREFIX), BucketManifests(objects, PREFIX, rand)

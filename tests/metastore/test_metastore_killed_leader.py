@@ -51,10 +51,10 @@ def check(url: str, bucket: Path, acked: int) -> None:
             done = await database.background.collect_garbage()
             assert not done.missing
 
-            # Of its own: a commit, a manifest; then what the dead left behind may go.
+            # After this leader's first commit and manifest, the dead leader's leftovers may be deleted.
             await domain.commit([*batch(last + 1), (LAST, b"%d" % (last + 1))])
             await domain.flush(30)
-            # It merges beside this: so until the bucket holds what the version names and nothing else.
+            # The leader merges concurrently: repeat until the bucket holds exactly the files that the version names.
             async with asyncio.timeout(DEADLINE_S):
                 while await listed(database.files) != {file.number for file in database.version.files}:
                     done = await database.background.collect_garbage()

@@ -1,4 +1,4 @@
-"""What lies in L1 is walked by the deep check, and is there again after a restore from the bucket alone."""
+"""The deep check reads L1's objects, and a restore from the bucket alone recovers them."""
 
 from __future__ import annotations
 
@@ -184,7 +184,8 @@ def check_rows_meet(rows: Rows) -> int:
 
 
 async def rows_after_every_commit(seed: int, *, bound: bool = True) -> int:
-    """Produce, cut, checkpoint, reconcile and trim in any order and at once; how many commits were looked at."""
+    """Produce, cut, checkpoint, reconcile and trim concurrently in any order. Return the number of commits that were
+    checked."""
     source, looked = random.Random(seed), 0
     async with World() as world:
         [shared] = world.shared

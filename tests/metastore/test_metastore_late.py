@@ -1,4 +1,4 @@
-"""A log that cannot be read holds back its own rows and those of everything made from it (CP5), and nobody else's."""
+"""An unreadable log delays its own rows and those of everything derived from it, and no others."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tidemill.topics.partition.state_machine.state import PartitionState
 
 
 class Unreadable:
-    """Whoever reads one of these logs is told so."""
+    """Consensus in which reads of the chosen logs raise `error`."""
 
     def __init__(self, world: World, error: type[TidemillError] = CorruptError) -> None:
         self.logs: set[str] = set()

@@ -1,4 +1,4 @@
-"""What a domain's leader says about itself: behind only when the bucket is, not while rows wait for their interval."""
+"""Status of a domain's leader: behind only when the bucket is, not while rows wait for their interval."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def put(memtable: Memtable, seqno: int, rows: dict[bytes, bytes]) -> bool:
 
 
 def seen(layers: tuple[Layer, ...]) -> Rows:
-    """What a reader of these layers finds."""
+    """Return the rows that a reader of these layers finds."""
     rows: Rows = {}
     for layer in reversed(layers):
         rows.update({key: (value, layer.seqnos[key]) for key, value in layer.values.items()})
@@ -60,7 +60,7 @@ def test_every_batch_under_a_pin_of_its_own_still_leaves_a_shallow_stack() -> No
         memtable.layers[0].pins += 1
         kept.append(memtable.layers)
         assert len(memtable.layers) <= 2 + memtable.rows.bit_length()
-    for seqno, layers in enumerate(kept, start=1):  # those who pinned see what they saw, whatever was folded since
+    for seqno, layers in enumerate(kept, start=1):  # a pinned reader sees the same rows after later folds
         rows = seen(layers)
         assert rows[b"same"] == (b"%d" % seqno, seqno) and len(rows) == seqno + 1
 

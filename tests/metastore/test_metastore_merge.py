@@ -105,7 +105,7 @@ async def test_a_job_without_names_is_refused() -> None:
 
 
 async def test_large_values_go_through_in_small_chunks() -> None:
-    """A slice of so many rows of large values must not be in memory at once."""
+    """A slice is a number of rows; with large values it must not be held in memory as a whole."""
     options = msgspec.structs.replace(SMALL, file_bytes=4 << 20, block_bytes=8192, slice_rows=2000)
     shelf = Shelf(options)
     for seqno in (1, 2):
@@ -219,7 +219,7 @@ def test_no_rate_is_no_limit() -> None:
 
 
 async def test_a_merge_keeps_to_its_rate() -> None:
-    """On the loop's own time: reads and writes of the job together take what the rate says."""
+    """The job's reads and writes together take as long as the rate demands, measured by the loop's clock."""
     shelf = Shelf(SMALL)
     for seqno in (1, 2):
         await shelf.flush({b"%d-%03d" % (seqno, n): random.Random(n).randbytes(30) for n in range(300)}, seqno)

@@ -1,7 +1,7 @@
-"""The whole engine against a plain dict: whatever is done in whatever order, every read answers as the dict would.
+"""The whole engine against a plain dict: after any operations in any order, every read returns what the dict holds.
 
-Beside the writer there is a follower, fed from the same batches at its own pace and refreshed at any time;
-snapshots and half-read scans are kept open across flushes, merges, collections and reopenings.
+A follower is fed from the same batches at a separate pace and refreshed at any time. Snapshots and half-read scans stay
+open across flushes, merges, collections and reopenings.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule(lower=bounds, reverse=st.booleans(), key=keys)
     def read_follower(self, lower: bytes, reverse: bool, key: bytes) -> None:
-        # Nobody pins its files for it: after a collection it must have refreshed.
+        # The follower's files are not pinned: it must refresh after a collection.
         self.run(self.follower.refresh())
         seen = max(self.follower.max_persisted_seqno, self.log[self.fed - 1][0] if self.fed else 0)
         rows: Rows = {}

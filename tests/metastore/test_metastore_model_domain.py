@@ -1,10 +1,12 @@
-"""A replicated domain against a plain dict: three nodes, of which any two may lead, die, be deposed or come back.
+"""A replicated domain against a plain dict: three nodes, any two of which may lead, die, be deposed or return.
 
 Commits, expectations, deletes, reads in both directions, snapshots, flushes, merges, collections, reopenings and
-failovers in any order, also in the middle of commits. Whatever the nodes were through: a synced read is the dict, a
-stale one is what the dict was at some earlier moment and never goes back, seqnos only grow, and a commit that was
-refused or fenced is never seen. Runs in virtual time, so that waiting for leases costs nothing; the schedule of the
-tasks is drawn too. test_metastore_model does the same to one engine, finer.
+failovers occur in any order, also in the middle of commits. After any such history, a synced read equals the dict. A
+stale read equals the dict at some earlier moment and never moves backwards. Seqnos only grow, and a commit that was
+refused or fenced is never visible.
+
+The test runs in virtual time, so waiting for leases costs nothing; the schedule of the tasks is drawn too.
+test_metastore_model tests one engine in the same way, in more detail.
 """
 
 from __future__ import annotations
@@ -48,10 +50,10 @@ Rows = dict[bytes, bytes]
 Batch = list[tuple[bytes, bytes]]
 
 PATIENCE_S = 120.0
-"""Virtual. Two nodes want to lead and nothing fails for good, so everything is done by then."""
+"""Limit in virtual seconds. Two nodes want to lead and no failure is permanent, so every operation ends within it."""
 
 OF_CHANGE = (FencedError, UnavailableError)
-"""It did not happen; whoever wants it asks again."""
+"""Errors of a commit without effect; the caller retries."""
 
 slots = st.sampled_from([0, 1, 2])
 prefixes = st.sampled_from([b"a", b"a\xff", b"k/", b"k/1", b"long/", b"\xff", b"none"])
@@ -174,7 +176,7 @@ class Replicated(RuleBasedStateMachine):
         self.nodes[slot], node.seen = node, len(self.history) - 1
 
     def leader(self) -> Node | None:
-        """Who leads, or believes so: of several the one of the newest term."""
+        """Return the node that leads or believes so; among several the one of the newest term."""
         leading = [node for node in self.nodes if node.domain.leading]
         return max(leading, key=lambda node: node.domain.term, default=None)
 
@@ -196,7 +198,7 @@ class Replicated(RuleBasedStateMachine):
             self.history.append((seqno, {key: value for key, value in rows.items() if value}))
 
     def marked(self, rows: Batch) -> tuple[bytes, Batch]:
-        """A row of its own tells whether the commit happened."""
+        """Add a unique row that shows whether the commit took effect."""
         self.marks += 1
         mark = b"mark/%06d" % self.marks
         return mark, [*rows, (mark, b"1")]
@@ -230,7 +232,7 @@ class Replicated(RuleBasedStateMachine):
 
     @rule(slot=slots, key=keys, rows=batches, stale=st.booleans())
     def commit_if(self, slot: int, key: bytes, rows: Batch, stale: bool) -> None:
-        """Only over the row as it is; over another one it conflicts, and tells what is there."""
+        """Commit if the row is unchanged. On another version the commit conflicts and reports the current one."""
         mark, rows = self.marked(rows)
         there = self.seqnos[key] if key in self.rows else 0
         expects = {key: there + 1 if stale else there}
@@ -303,7 +305,7 @@ class Replicated(RuleBasedStateMachine):
     # reads -------------------------------------------------------------------------------------------
 
     def read(self, slot: int, work: Callable[[Domain], Awaitable[T]]) -> T:
-        """After a sync; begins again when leadership changed meanwhile."""
+        """Read after a sync; start again if leadership changed in between."""
 
         async def synced(domain: Domain) -> T:
             while True:
@@ -338,7 +340,8 @@ class Replicated(RuleBasedStateMachine):
 
     @rule(slot=slots)
     def read_stale(self, slot: int) -> None:
-        """Without a sync: some moment that was, whole, and none before the last one that this node has shown."""
+        """Read without a sync. The result is a complete past state, no older than the last one that this node has
+        shown."""
         node = self.node(slot)
         try:
             found = dict(self.run(node, lambda domain: pairs(domain.scan(b"\x01"))))
@@ -375,7 +378,7 @@ class Replicated(RuleBasedStateMachine):
         try:
             self.run(node, work)
         except (ClosedError, FencedError, UnknownOutcomeError, MissingError):
-            # It ends with the database it is of; and nobody keeps the files of a process that does not lead.
+            # A snapshot ends with its database, and the files of a process that does not lead are not pinned.
             deposed = self.leader() is not node or node.domain.term != term
             assert term == 0 or deposed, "a leader's snapshot ended before its term"
 
@@ -383,7 +386,7 @@ class Replicated(RuleBasedStateMachine):
     def close_snapshot(self, taken: tuple[Node, int, Snapshot, Rows]) -> None:
         taken[2].close()
 
-    # what nodes do and what befalls them -----------------------------------------------------------------
+    # operations and failures of nodes --------------------------------------------------------------------
 
     @rule(slot=slots)
     def flush(self, slot: int) -> None:
@@ -410,7 +413,7 @@ class Replicated(RuleBasedStateMachine):
                 for _ in range(2 if collect else 0):  # a file goes when it was seen dead before
                     await database.background.collect_garbage()
             except (FencedError, ClosedError, UnknownOutcomeError, UnavailableError, ConflictError, MissingError):
-                return  # its term is over, which the log told, or a file that the next leader has collected
+                return  # the term ended, as the log reported, or the next leader collected a file
 
         if leader is not None:
             self.run(leader, work)
@@ -421,7 +424,7 @@ class Replicated(RuleBasedStateMachine):
 
     @rule()
     def depose(self) -> None:
-        """The leader's lease is given to whoever asks next; it is not told."""
+        """Release the leader's lease for the next candidate, without notice to the leader."""
 
         async def work() -> None:
             client = MemoryConsensus(self.clock, self.memory)
@@ -453,7 +456,7 @@ class Replicated(RuleBasedStateMachine):
 
     @rule(slot=slots)
     def kill(self, slot: int) -> None:
-        """Nothing of it runs any more; its lease has to expire. Another process takes its place."""
+        """Stop the process and start another in its place. Its lease has to expire."""
         self.loop.kill(self.node(slot).life)
         self.open(slot)
 

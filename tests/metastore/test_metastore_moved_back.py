@@ -17,7 +17,7 @@ STATE = ("registers", "heads", "records", "leases")
 
 
 async def test_a_leader_after_lost_terms_leads_in_a_term_above_all_that_the_bucket_holds_of_them() -> None:
-    """Else a restore would take the newest manifest of the history that is gone for the newest there is."""
+    """Otherwise a restore would pick the newest manifest of the lost history."""
     async with DomainWorld() as world:
         first = await world.node()
         await first.commit([(KEY, b"1")])

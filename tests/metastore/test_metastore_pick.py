@@ -1,4 +1,4 @@
-"""Which files a merge takes: scores, overlaps, moves, tombstones; as examples and as properties."""
+"""Selection of the files of a merge: scores, overlaps, moves, tombstones; as examples and as properties."""
 
 from __future__ import annotations
 
@@ -96,7 +96,8 @@ def test_older_ranges_are_those_below_the_target_only() -> None:
 
 
 def test_a_file_with_tombstones_does_not_sink_to_the_bottom_as_it_is() -> None:
-    """Where nothing below needs them they would stay for ever; where something does they go down with their file."""
+    """A move to a level below which nothing needs the tombstones would keep them forever. Otherwise they move down with
+    the file."""
     l0 = (meta(2, b"e", b"f", tombstones=1), meta(1, b"a", b"b", tombstones=1))
     job = pick_job((l0,), MOVING, {})
     assert job is not None and not job.move and job.runs == ((l0[1],),)

@@ -28,7 +28,7 @@ DEADLINE_S = 60
 
 
 class Stores:
-    """Processes on one consensus database and one bucket: each has clients of its own."""
+    """Processes with separate clients on one consensus database and one bucket."""
 
     def __init__(self, consensus_url: str, directory: Path) -> None:
         self._consensus_url = consensus_url

@@ -1,4 +1,4 @@
-"""A domain that failed for good is opened anew by its metastore, without a restart of the process."""
+"""A metastore reopens a domain that failed permanently, without a restart of the process."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_f506_a_damaged_record_is_trouble_until_it_is_mended_and_no_longer
         await until(lambda: "kind" in metastore.trouble())
         with pytest.raises(CorruptError):
             await metastore.get_row(KEY)
-        # Mended, as an operator would: one that says what an earlier one says stands in its place.
+        # Repair the record as an operator would: replace it by a repetition of an earlier one.
         damaged = world.memory.records[log][-1]
         world.memory.records[log][-1] = msgspec.structs.replace(damaged, data=sound[-1].data)
         await until_well(metastore)

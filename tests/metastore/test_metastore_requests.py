@@ -144,7 +144,7 @@ async def test_a_request_outlives_the_leader_that_did_not_execute_it(world: Doma
         async with asyncio.timeout(DEADLINE_S):
             while (await client.log_head(REQUESTS)).next == 0:
                 await asyncio.sleep(0.01)
-        leader = await world.node()  # nobody led until now
+        leader = await world.node()  # there was no leader until now
         await waiting
         assert await leader.get(b"a") == b"1"
 
@@ -155,7 +155,7 @@ async def test_a_new_leader_executes_nothing_twice(world: DomainWorld) -> None:
         await follower.commit([(b"a", b"1")])
         await old.commit([(b"a", b"later")])
         client = await world.client()
-        # The request is there again for whoever forgot how far it had come.
+        # The request is still in the log, as for a leader that does not know which requests were executed.
         assert (await client.log_head(REQUESTS)).next == 1
         await world.depose(old)
         new = await world.node()
@@ -173,7 +173,7 @@ async def test_a_tool_leads_for_a_while_when_nobody_does_and_then_lets_go(world:
         async with asyncio.timeout(DEADLINE_S):
             while await world.lease() is not None:
                 await asyncio.sleep(0.02)
-        await tool.commit([(b"b", b"2")])  # and once more
+        await tool.commit([(b"b", b"2")])  # and a second time
         node = await world.node(replace(LEADS, lease_ttl_ms=600))
         assert await rows_of(node) == {b"a": b"1", b"b": b"2"}
 
@@ -243,7 +243,7 @@ async def test_a_reply_whose_append_has_no_answer_is_given_all_the_same() -> Non
 
 
 class Mute(MemoryConsensus):
-    """Appends to the log of replies wait until they are let go."""
+    """Consensus whose appends to the log of replies wait for `let_go`."""
 
     def __init__(self, world: DomainWorld) -> None:
         super().__init__(world.clock, world.memory)
@@ -553,7 +553,8 @@ async def test_a_flush_that_finds_no_room_is_begun_once(monkeypatch: pytest.Monk
 
 
 async def test_f516_a_request_that_nobody_executed_in_time_is_refused_by_the_leader_that_comes_later() -> None:
-    """Its process heard Unknown and may be gone; the leader of tomorrow must not do the work of today."""
+    """The requesting process got UnknownOutcomeError and may have ended. A later leader must not execute expired
+    requests."""
     async with DomainWorld() as world:
         consensus = await world.client()
         now_ms = world.clock.now_ms()

@@ -249,7 +249,7 @@ async def test_consensus_that_is_not_empty_is_refused_and_named() -> None:
 
 
 class OtherMachine(SystemClock):
-    """Its wall clock differs from ours; its monotonic clock has nothing to do with ours anyway."""
+    """A clock of another machine: its wall clock differs from ours, and its monotonic clock is unrelated to ours."""
 
     def __init__(self, off_ms: int) -> None:
         super().__init__()
@@ -412,7 +412,7 @@ async def test_a_run_that_was_paused_marks_no_capture_of_the_cluster_that_has_go
         paused._mark_captures = slowly  # type: ignore[method-assign,assignment]
         first = asyncio.ensure_future(paused.run())
         await there.wait()
-        # As if the first one's process stood still: its lease is taken from it.
+        # Simulate that the first run's process is frozen: take its lease away.
         for lease in await fresh.leases("metastore/"):
             await fresh.release(lease.name, lease.holder, lease.term)
         await Restorer(fresh, world.objects, world.clock, world.rand).run()
@@ -496,8 +496,8 @@ async def test_a_topic_that_grew_after_its_row_was_persisted_keeps_the_partition
 
 
 async def test_idempotent_producers_go_on_after_their_tail_was_lost() -> None:
-    """What came back is known: a retry of it is no second copy. What was lost is a gap, and is told as one, until the
-    producer sends it again or begins a new epoch."""
+    """A retry of a restored batch is recognised as a duplicate. A lost batch is reported as a gap until the producer
+    sends it again or begins a new epoch."""
     async with World(real=True) as world:
         topic_id, sequences = world.topic.topic_id, iter(range(1000))
 

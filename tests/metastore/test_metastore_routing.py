@@ -1,4 +1,4 @@
-"""Which domain holds a key, who says how many there are, and scans over all of them."""
+"""The domain of a key, the stored number of domains, and scans over all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Scans: bounds and directions over any mix of layers and files, how much they read, and that they stall nobody."""
+"""Scans: bounds and directions over any mix of layers and files, bytes read, and independence from the loop's other
+tasks."""
 
 from __future__ import annotations
 
@@ -184,7 +185,7 @@ async def test_one_read_of_large_values_is_bounded_in_bytes() -> None:
 
 
 async def test_a_short_range_over_several_runs_comes_in_one_chunk() -> None:
-    """Runs that end within the range hold nobody back: a scan of twenty rows is one round."""
+    """Runs that end within the range cause no extra round: a scan of ten rows is one chunk."""
     world = World(memory(), Options())
     database = await world.open()
     for turn in range(3):

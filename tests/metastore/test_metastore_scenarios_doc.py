@@ -71,7 +71,7 @@ def test_every_scenario_names_tests_that_exist(table: str, cells: list[str]) -> 
 
 @cache
 def arguments(path: Path) -> dict[str, set[str]]:
-    """Of the functions in a file."""
+    """Return the names of the arguments of each function in a file."""
     functions = (node for node in ast.parse(path.read_text()).body if isinstance(node, FUNCTIONS))
     return {node.name: {argument.arg for argument in node.args.args} for node in functions}
 

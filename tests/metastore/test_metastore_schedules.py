@@ -1,7 +1,8 @@
-"""The engine under schedules that a seed chooses: every await may be overtaken, every write and read takes its time
-and may fail, while a writer, readers, flushes, merges and collections run at once.
+"""The engine under schedules that a seed chooses.
 
-A read must answer as of some moment between its call and its return; a scan exactly as of its call.
+At every await other tasks may run, and every write and read may be slow or fail, while a writer, readers, flushes,
+merges and collections run concurrently. A read must reflect some moment between its call and its return; a scan must
+reflect exactly the moment of its call.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ OPTIONS = msgspec.structs.replace(
 
 
 class Life:
-    """One writer for eighty batches, reopened now and then, with readers beside it."""
+    """One writer of eighty batches, reopened now and then, with concurrent readers."""
 
     def __init__(self, seed: int, loop: SimLoop) -> None:
         self.source = random.Random(seed)

@@ -1,8 +1,7 @@
 """Snapshots, read-only databases that refresh, and followers fed from the log.
 
-Rows of the LSM table in notes/redpanda.md §5: implicit/explicit snapshots stable across compaction, snapshot get
-sees tombstones in files, refresh (empty, no-op, sees changes, keeps snapshots, rejects lower seqno, forbidden when
-writable).
+Cases: implicit and explicit snapshots are stable across compaction; a snapshot's get sees tombstones in files; a
+refresh is empty, a no-op, sees changes, keeps snapshots, rejects a lower seqno, and is forbidden when writable.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ def memory() -> ObjectStore:
 
 
 async def test_implicit_snapshots_are_stable_across_compaction(objects: ObjectStore) -> None:
-    """A scan under way reads what was there when it was made, whatever is applied, flushed, merged and collected."""
+    """An open scan returns the rows of its start, despite later batches, flushes, merges and collections."""
     world = World(objects)
     database = await world.open()
     of_nothing = [database.scan(), database.scan(reverse=True), database.prefix(b"row/")]
@@ -325,7 +324,7 @@ async def test_refresh_is_forbidden_when_writable(objects: ObjectStore) -> None:
 
 
 async def test_refreshes_at_once_take_turns() -> None:
-    """Without turns the one that read the older manifest could come last and be refused."""
+    """Otherwise the refresh that read the older manifest could finish last and be rejected."""
     world = World(memory())
     writer = await world.open()
     world.put(writer, numbered(range(9)))

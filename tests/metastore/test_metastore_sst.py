@@ -189,7 +189,7 @@ FORMAT_1 = bytes.fromhex(
     "000000000059000000000000000100000000000000030000000000000007000000000000002c010000000000004800010054"
     "4944454d5353549b28548f"
 )
-"""A file of format 1 as it was first written."""
+"""A file of format 1 as its first version wrote it."""
 
 
 FORMAT_1_ROWS: Rows = ([b"row/1", b"row/2", b"row/30"], [b"one" * 5, b"", b"three"], [300, 7, 9])
@@ -201,7 +201,7 @@ def test_files_of_format_1_are_read_for_ever() -> None:
 
 
 def read_by_the_page(data: bytes) -> Rows:
-    """A reader written from docs/metastore-format.md alone: nothing of the package helps it."""
+    """A reader written from docs/internals/metastore-format.md alone: nothing of the package helps it."""
 
     def section(start: int, end: int) -> bytes:
         assert crc32c.crc32c(data[start : end - 4]) == int.from_bytes(data[end - 4 : end], "little")

@@ -241,7 +241,7 @@ async def test_files_of_one_number_but_different_epochs_are_different() -> None:
 
 
 class TestDamage:
-    """Corrupt block, truncated file, missing object, newer format: each told apart, nothing else affected."""
+    """Corrupt block, truncated file, missing object, newer format: each is distinguished, and affects nothing else."""
 
     async def _world(self, spoil) -> tuple[World, FileMeta]:  # type: ignore[no-untyped-def]
         world = World()

@@ -181,7 +181,8 @@ def test_a_manifest_of_equal_seqno_and_epoch_is_accepted() -> None:
 
 
 def test_an_elder_manifest_of_the_same_seqno_and_epoch_is_refused() -> None:
-    """The simulation found it: a merge leaves the seqno as it was, and what the elder names is collected by then."""
+    """Found by the simulation: a merge does not change the seqno, and the files of the older manifest are already
+    collected."""
     state = written(10)
     newer, elder = PersistedManifest(b"after a merge", 10, 1, 7), PersistedManifest(b"before it", 10, 1, 6)
     do(state, PersistManifest(UUID, newer), 11)

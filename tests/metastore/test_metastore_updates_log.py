@@ -1,7 +1,7 @@
 """The four updates on the log of a real engine: the table *LSM updates*, as leader, follower and newcomer see it.
 
-Each row of the table (in brackets) is proposed by a leader on SQLite and on PostgreSQL. A follower that replays the
-records and a newcomer that begins at a rollup must hold the same bytes, and the proposer of a refused one is told.
+A leader on SQLite and on PostgreSQL proposes each row of the table (in brackets). A follower that replays the records
+and a newcomer that begins at a rollup must hold the same bytes, and the proposer of a rejected update gets the error.
 test_metastore_updates has the same rules without a log.
 """
 
@@ -42,7 +42,7 @@ def manifest(last_seqno: int, epoch: int = 1) -> PersistedManifest:
 
 
 class Machine:
-    """A leader and a follower of one log, each with a client of its own."""
+    """A leader and a follower of one log, with separate clients."""
 
     def __init__(self, leader: StateLog[DomainState], follower: StateLog[DomainState]) -> None:
         self.leader = leader
@@ -56,7 +56,7 @@ class Machine:
         await self.leader.lead(term)
 
     async def fill(self, position: int) -> None:
-        """Until the next record stands at `position`: with updates that are refused, so that they change nothing."""
+        """Propose rejected updates, which change nothing, until the next record has position `position`."""
         refused = encode_command(write((b"x", b"x"), uuid="nobody"))
         futures = [proposed(self.leader, refused) for _ in range(position - self.leader.position)]
         outcomes = await asyncio.gather(*futures, return_exceptions=True)
@@ -70,7 +70,8 @@ class Machine:
         return position
 
     async def refused(self, command: Command, kind: type[TidemillError], words: str) -> None:
-        """Not even built; forced into the log all the same, its proposer is told and it changed nothing anywhere."""
+        """Check that the command is rejected before it is proposed. If it is appended nevertheless, its proposer gets
+        the error and no state changes."""
         before = encode_state(self.state)
         with pytest.raises(kind, match=words):
             command.check(self.state)

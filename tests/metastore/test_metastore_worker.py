@@ -208,7 +208,7 @@ async def test_the_worker_does_not_outlive_a_killed_database(tmp_path: Path) -> 
     assert alive(pid)
     parent.kill()
     await parent.wait()
-    # The merge itself would go on for some 25 seconds.
+    # The merge itself would take about 25 seconds more.
     async with asyncio.timeout(DEADLINE_S):
         await until_dead(pid)
 

@@ -1,4 +1,4 @@
-"""From rows back into empty consensus: partitions, bindings and shards, and the counters around them."""
+"""Writing rows back into empty consensus: partitions, bindings and shards, and the counters related to them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_a_restored_partition_serves_every_record_and_goes_on() -> None:
         )
         assert fetched.error is None
         assert [bytes(b) for b in fetched.batches] == [bytes(b) for b in original.batches]
-        # the producer that wrote the last batch goes on where it stopped, and a repeat of it is recognised
+        # The producer of the last batch continues where it stopped, and a repetition of that batch is recognised.
         world.topics, old = topics, world.topics
         await world.produce()
         assert (await topics.offsets(topic_id, 0)).high_watermark == before + 3

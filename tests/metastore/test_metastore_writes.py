@@ -1,4 +1,5 @@
-"""The leader's write path on memory backends: groups, the line, room, what a client is told; persisting and marks."""
+"""The leader's write path on memory backends: groups, the queue of claims, back-pressure, results, persisting and
+status."""
 
 from __future__ import annotations
 
@@ -57,7 +58,7 @@ class Trouble(MemoryConsensus):
         self.appends = 0
         self.heads = 0
         self.deaf = False
-        """Nobody is woken: a follower stands where its last sync left it."""
+        """Suppresses wake-ups: a follower stays where its last sync left it."""
 
     async def wait(self, log: str, beyond: int, timeout_s: float) -> bool:
         if self.deaf:
@@ -296,7 +297,7 @@ async def test_what_a_commit_in_line_expects_is_not_written_while_it_reads_from_
 
 
 async def test_nobody_joins_an_open_group_or_leaves_the_line_while_an_expected_key_is_read() -> None:
-    """Q2 and Q3 where both could go wrong at once: a group is open, and two in line wake together."""
+    """Rules Q2 and Q3 in the critical schedule: a group is open, and two waiting commits wake together."""
     async with DomainWorld() as world:
         leader, consensus = await held(world)
         assert leader._leader is not None
@@ -368,7 +369,7 @@ async def test_unavailable_means_that_it_did_not_happen_and_the_leader_goes_on()
 
 
 async def test_a_batch_made_in_one_term_is_not_appended_in_the_next_one_of_the_same_process() -> None:
-    """W4: what its commit looked at may have changed in between."""
+    """W4: the rows that its commit checked may have changed in between."""
     async with DomainWorld() as world:
         leader, consensus = await held(world)
         first = leader._leader
@@ -382,7 +383,7 @@ async def test_a_batch_made_in_one_term_is_not_appended_in_the_next_one_of_the_s
         await asyncio.sleep(0)
         first.step_down(UnavailableError("for the test"))
         consensus.hold.set()
-        await under_way  # its append was on its way: it landed, and its client is told so
+        await under_way  # its append was already sent: it took effect, and its client gets the success
         with pytest.raises(FencedError):
             await queued
         await leader.wait_until_leading(10)
@@ -419,7 +420,7 @@ async def test_a_leader_whose_replica_went_on_without_it_feeds_nothing_over_the_
 
 
 async def test_a_refused_batch_changes_nothing_and_its_client_and_leader_are_told() -> None:
-    """[F21] The domain is renamed under the leader, by a record of its own term."""
+    """[F21] A record of the leader's own term renames the domain."""
     async with DomainWorld() as world:
         leader = await world.node()
         old = leader._leader
@@ -453,7 +454,7 @@ async def test_those_who_sync_at_once_share_one_read_of_consensus() -> None:
 
 
 async def test_a_leader_s_sync_waits_for_what_landed_before_it_was_answered() -> None:
-    """Somebody else may have read it already: this process may not read less."""
+    """Another process may have read it already: this process must not read an older state."""
     async with DomainWorld() as world:
         leader, consensus = await held(world)
         follower = await world.node(FOLLOWS)
@@ -507,7 +508,7 @@ async def test_a_sync_does_not_join_a_read_that_began_before_it() -> None:
 
 async def test_a_follower_whose_file_was_collected_refreshes_and_reads_on() -> None:
     async with DomainWorld() as world:
-        options = Options(gc_delay_ms=0, manifests_kept=1, l0_compact=8)  # compacted when told, not by itself
+        options = Options(gc_delay_ms=0, manifests_kept=1, l0_compact=8)  # compacted only when the test asks
         leader = await world.node(replace(LEADS, options=options))
         for i in range(4):
             await leader.commit([(b"k", b"%d" % i), (b"k%d" % i, b"v")])
@@ -529,7 +530,7 @@ async def test_a_follower_whose_file_was_collected_refreshes_and_reads_on() -> N
 
 
 async def test_a_follower_released_while_it_refreshed_stays_closed() -> None:
-    """Else it would be read, as old as it is, once this process has led and leads no more."""
+    """Otherwise reads would use its outdated state once this process stops leading again."""
     async with DomainWorld() as world:
         leader = await world.node()
         await leader.commit([(b"a", b"1")])
@@ -555,7 +556,7 @@ async def test_a_follower_released_while_it_refreshed_stays_closed() -> None:
 
 
 async def test_the_loop_turns_while_a_long_buffer_is_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a leader that opens, and by a follower; neither shows anything before it has all."""
+    """A leader that opens and a follower yield while they replay; neither shows a row before the replay is complete."""
     fed, longest = 0, 0
     apply = Database.apply
 

@@ -1,4 +1,4 @@
-"""Programs of Kafka's in Java, as `tests/clients/install` brought them, each in a process of its own."""
+"""Kafka's Java programs, as `tests/clients/install` installed them, each in a separate process."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ class StreamsApp:
 
 
 class ConnectWorker:
-    """What `connect-distributed.sh` starts, with sources that are exactly once. `config`: where its file is written."""
+    """A Kafka Connect worker as `connect-distributed.sh` starts it, with exactly-once sources. `config`: the path of
+    its file."""
 
     def __init__(self, config: Path, address: str) -> None:
         self.id = f"127.0.0.1:{free_port()}"
@@ -92,7 +93,7 @@ class ConnectWorker:
             self._process = subprocess.Popen(command("connect", main, str(config)), stdout=log, stderr=log)
 
     def __call__(self, method: str, path: str, asked: Any = None) -> Any:
-        """What its REST interface answers; None where it does not, or not now."""
+        """Call its REST interface and return the answer, or None if it refuses or is unreachable."""
         body = None if asked is None else json.dumps(asked).encode()
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(f"http://{self.id}{path}", body, headers, method=method)

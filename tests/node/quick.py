@@ -1,4 +1,4 @@
-"""A node of `quick_node.py` in a process of its own, over a directory and SQLite, and what its clients do with it."""
+"""A node of `quick_node.py` in a separate process, over a directory and SQLite, and the operations of its clients."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Quick:
         return [path for path in (self.root / "objects" / prefix).rglob("*") if path.is_file()]
 
     def only_in_l1(self) -> None:
-        """Every L0 object has gone by itself."""
+        """Wait until the node has deleted every L0 object."""
         eventually(lambda: not self.stored("l0"), "L0 objects are left")
         assert self.stored("l1")
 

@@ -1,4 +1,4 @@
-"""A node as it is served, whose keeper and retention look all the time: what takes it minutes takes seconds here.
+"""A complete node whose maintenance and retention run continuously, so that work of minutes takes seconds.
 
 usage: quick_node.py CONFIG.json
 """

@@ -31,7 +31,7 @@ def test_what_a_node_stores_and_holds_is_level_from_one_day_to_the_next(
     days = month.run_processes(5, 9.0, 100.0, 300)
     # A day's batches stand until they are moved, so an evening has all of them or none: they are bounded below.
     days = [{**day, "objects": day["objects"] - day["kinds"].get("l0", 0)} for day in days]
-    # What was collected a moment later on a busy machine stands in one evening's figures, not in every evening's.
+    # On a busy machine an object may be collected a moment late and count in one evening, but not in every evening.
     level = {name: min(day[name] for day in days[2:]) for name in days[1] if isinstance(days[1][name], int)}
     assert month.compare([*days[:2], level], settled_day=2) == []
     assert [day["kinds"].get("l0", 0) < 400 and day["kinds"]["l1"] < 100 for day in days] == [True] * 5

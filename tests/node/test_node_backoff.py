@@ -22,7 +22,7 @@ from tidemill.node.captures.placement import Placement
 
 LEASE = Lease("capture/x", "n1/1", 1, 1, 60_000, True)
 SEEN_AFTER_S = 3.0
-"""What a node offers is renewed with its lease, and looked at once a second."""
+"""Seconds until a change of a node's report is seen: it is renewed with its lease and read once a second."""
 
 
 class Game:

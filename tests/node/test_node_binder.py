@@ -226,7 +226,8 @@ class Rows:
 
 
 async def test_thousands_of_idle_partitions_cost_nothing_and_one_that_moves_is_bound_at_once() -> None:
-    """On the real topics room: 650 topics of 4 partitions; the binder asks nothing of consensus while all are idle."""
+    """The real topics room has 650 topics of 4 partitions. While all are idle, the binder makes no call to
+    consensus."""
     world = World()
     consensus = Counting(world.clock, world.state)
     found = [TopicRow(f"t{n}", f"id-{n}", 4) for n in range(650)]
@@ -263,7 +264,7 @@ async def test_thousands_of_idle_partitions_cost_nothing_and_one_that_moves_is_b
 
 
 async def test_no_time_covers_a_transaction_before_it_has_ended() -> None:
-    """By its leader's word, and by the log's where another process asks."""
+    """The end of a transaction is known from the partition's leader, or in another process from the log."""
     world = World()
     consensus, objects = MemoryConsensus(world.clock, world.state), MemoryObjects(world.clock)
     catalogue: Any = Rows([TopicRow("t", "id", 1)])

@@ -163,7 +163,7 @@ async def test_a_password_outside_of_tls_counts_only_from_this_machine() -> None
 
 
 async def test_a_proof_from_this_machine_does_not_serve_another() -> None:
-    """What counted from the loopback is known for a while, and not for who sends the same from elsewhere."""
+    """A proof that was accepted from the loopback address is cached, but not for other addresses that send the same."""
     async with opened_world(within_tls=False) as (guard, _, _):
         proof = basic("alice", "pässword")
         assert (await ask(guard, scope_of("/metrics", authorization=proof, host="127.0.0.1")))[0] == 403

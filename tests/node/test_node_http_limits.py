@@ -257,7 +257,8 @@ async def test_a_head_around_the_limit_is_served_or_refused_in_words_that_a_page
 
 
 async def test_what_the_parser_refuses_by_itself_is_an_answer_too_and_nothing_else_is_refused_by_it() -> None:
-    """Its answers carry no CORS; docs/shapes.md lists them. Should it learn to, or refuse more, this fails."""
+    """The parser's own answers carry no CORS headers; docs/guides/shapes.md lists them. This test fails if the parser
+    adds them or refuses more."""
     server = serve(HttpLimits(), Route("/v1/shape", hello))
     port = await server.start()
     long, many = "?" + "a" * 70_000, "".join(f"\r\nx-{number}: 1" for number in range(101))

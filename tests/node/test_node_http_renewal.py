@@ -1,4 +1,4 @@
-"""The certificate of HTTP is renewed in a server that goes on: who comes gets the new one, who is there goes on."""
+"""HTTP certificates are renewed while the server runs: new connections get the new one, existing ones continue."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class World:
         return StreamingResponse(parts())
 
     async def follow(self) -> None:
-        """As a unit that is kept."""
+        """Watch the certificates and restart after an error, like a supervised unit."""
 
         def works() -> None:
             self.works += 1
@@ -63,7 +63,8 @@ class World:
                 await asyncio.sleep(0.02)
 
     async def serial(self) -> int:
-        """Of the certificate that a new connection is shown; one that is made while a worker ends may be reset."""
+        """Return the serial number of the certificate that a new connection gets. A connection made while a worker ends
+        may be reset."""
         while True:
             with contextlib.suppress(ConnectionError):
                 _, writer = await asyncio.open_connection("127.0.0.1", self.server.port, ssl=self.context)
@@ -148,7 +149,8 @@ async def test_a_connection_that_never_ends_holds_no_renewal_up(
                     await reader.read()  # until it is ended
             writer.close()
         await until(lambda: listening(world.server.port) <= 2)
-        # Seen between the two files it is one certificate with the key of another: told, and tried again.
+        # Between the writes of the two files, the certificate does not match the key: this is reported, and the read
+        # repeated.
         assert [each for each in world.reported if "certificate and key" not in str(each)] == []
     finally:
         world.go_on.set()
@@ -178,7 +180,7 @@ async def test_a_renewal_that_is_cut_off_leaves_no_worker_behind(
 
 
 def listening(port: int) -> int:
-    """How many descriptors of this process listen on `port`."""
+    """Return the number of this process's descriptors that listen on `port`."""
     count = 0
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as found:

@@ -145,7 +145,7 @@ async def test_an_unknown_granian_is_refused_at_the_start_and_the_installed_one_
 
     class Changed(embedded_granian.Server):  # type: ignore[misc]
         def _spawn_worker(self, idx: int, target: Any) -> None:
-            """With one parameter less."""
+            """Accept one parameter less than the overridden method."""
 
     with pytest.raises(InvalidError, match="method=_spawn_worker parameters="):
         embedded_granian.check_version(server=Changed)

@@ -54,6 +54,7 @@ def test_of_a_pipeline_that_nobody_does_any_more_one_driver_stays_and_else_all_t
 
 
 def test_up_with_no_drivers_of_a_pipeline_does_not_judge_those_that_pipeline_run_starts_beside_it() -> None:
-    """Their supervisor may have been killed with them: that is to be seen, though a peer elsewhere goes on."""
+    """The supervisor of those drivers may have been killed with them. Status must show that even if a peer elsewhere
+    runs."""
     pipelines = {"mine": {"file": "a.py"}, "theirs": {"file": "b.py", "spark": {"instances": 0}}}
     assert supervised_pipelines(Config.model_validate({"pipeline": pipelines})) == ["mine"]

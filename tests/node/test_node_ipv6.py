@@ -29,7 +29,7 @@ def free_address() -> str:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """(HTTP, Kafka) of a node that runs on a thread of its own."""
+    """Run a node on a separate thread and yield its addresses for HTTP and Kafka."""
     http, kafka = free_address(), free_address()
     config = Config.model_validate(
         {

@@ -1,4 +1,5 @@
-"""A node with `storage.l1`: what real clients wrote lies in L1 alone, and is read back from there, killed or not."""
+"""A node with `storage.l1`: records of real clients move to L1 entirely and are read back from it, also after a
+kill."""
 
 from __future__ import annotations
 

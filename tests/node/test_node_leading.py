@@ -64,7 +64,7 @@ async def test_the_body_ends_when_another_takes_the_lease() -> None:
             ended.append(lease.term)
 
     async def stolen() -> bool:
-        """Its holder may take it again in between: then another try."""
+        """Try to take the lease; if its holder renews it in between, the next try follows."""
         with contextlib.suppress(ConflictError):
             [lease] = await consensus.leases("x")
             await consensus.release("x", "a/1", lease.term)
@@ -110,7 +110,7 @@ async def test_a_stopped_leader_gives_the_lease_up_once_its_body_has_ended() -> 
 
 
 class Unreleasing(MemoryConsensus):
-    """The first so many releases do not get through."""
+    """Consensus whose first `failing` releases fail."""
 
     def __init__(self, failing: int) -> None:
         super().__init__(SystemClock())

@@ -100,7 +100,7 @@ class Load:
         return reported
 
     def goes_on(self, count: int = 10) -> None:
-        """Every partition acknowledges so many more."""
+        """Wait until every partition has acknowledged `count` more records."""
         before = [len(acked) for acked in self.acked]
         eventually(lambda: all(len(acked) >= known + count for acked, known in zip(self.acked, before, strict=True)))
 

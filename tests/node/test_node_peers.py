@@ -1,4 +1,4 @@
-"""Other nodes that are silent: named by a node that can read their reports, and by nobody else."""
+"""Silent peers are named only by nodes that can read their reports."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tidemill.topics.membership import Membership, NodeInfo
 
 
 class Counting(MemoryConsensus):
-    """Its `head` is counted, and can be refused."""
+    """Consensus that counts calls of `head` and can refuse them."""
 
     heads = 0
     away = False

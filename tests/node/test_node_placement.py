@@ -43,8 +43,10 @@ def test_nothing_is_given_to_a_node_that_may_not_run_it_and_nothing_for_one_more
 
 
 def settle(holders: dict[str, str], willing: Willing, rand: random.Random | None = None) -> int:
-    """All nodes look at once and do what they would, until nothing changes; the captures that were given up. With
-    `rand` each of them is now and then late."""
+    """Let all nodes act on the same view until nothing changes. Return the number of captures that were handed over.
+
+    With `rand` each action is delayed now and then.
+    """
     given, rounds = 0, 0
     while True:
         placement = Placement(dict(holders), willing)
@@ -105,7 +107,7 @@ def test_of_nodes_that_leave_the_captures_are_taken_and_nothing_else_moves(nodes
 
 
 def fewest(holders: Mapping[str, str], able: Mapping[str, list[str]]) -> int:
-    """By trying all: the fewest moves to where no single capture could go to a node with two fewer."""
+    """Return the smallest number of moves after which no capture could move to a node with two fewer, by trying all."""
     captures = sorted(holders)
     best = len(captures)
     for at in itertools.product(*(able[capture] for capture in captures)):

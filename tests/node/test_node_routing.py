@@ -1,4 +1,4 @@
-"""Which node serves a shape, whatever way its table is written, and while consensus is away."""
+"""The node that serves a shape, for every way to write its table's name, also while consensus is unreachable."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ keys = {{ k1 = "{KEY}" }}
 
 
 def users_and_rules(path: Path) -> None:
-    """As the command line writes them, before any node runs."""
+    """Write users and rules before any node runs, as the command line does."""
     with open_stores(path, create=True) as opened:
         users, rulebook = Users(opened.metastore, opened.clock), AclCache(opened.metastore, opened.clock)
         for user in ("root", "alice"):

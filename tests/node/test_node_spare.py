@@ -1,4 +1,4 @@
-"""A process without a free descriptor says so, and has a few to say it with."""
+"""A process without free descriptors reports it, using a few that it keeps in reserve."""
 
 from __future__ import annotations
 

@@ -30,11 +30,11 @@ async def test_s2_what_who_should_have_it_does_not_take_is_taken_by_the_next_one
         await CaptureBalancer("n1/2", look, SystemClock()).wait_for_turn("a")
         await CaptureBalancer("unknown/2", look, SystemClock()).wait_for_turn(
             "a"
-        )  # not even told of: yet it comes to try
+        )  # not in the view at all: it tries nevertheless
         await CaptureBalancer("n1/2", look, SystemClock()).wait_for_turn("b")  # an earlier life's
     waits = asyncio.create_task(CaptureBalancer("n1/1", look, SystemClock()).wait_for_turn("b"))
     await asyncio.wait([waits], timeout=0.1)
-    assert not waits.done()  # its own, which it has just given up: others come first
+    assert not waits.done()  # it has just handed over this capture: others come first
     waits.cancel()
 
 

@@ -1,4 +1,4 @@
-"""Row F612: a store that goes away between two steps of a node's start is waited for in the same process, and told."""
+"""Row F612: a store that fails between two steps of a node's start is awaited in the same process, and reported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WHY = "planted: consensus went away."
 
 
 class GoesAway:
-    """Consensus, whose every call fails while `away` is set; but not those of the board, which tells of it."""
+    """Consensus whose calls fail while `away` is set, except those of the status board, which reports it."""
 
     def __init__(self, inner: MemoryConsensus) -> None:
         self.inner = inner

@@ -1,4 +1,4 @@
-"""Kafka Streams, unmodified: counts that are exact whoever dies, restored from changelogs that the node compacted."""
+"""Unmodified Kafka Streams: counts stay exact after each kill, restored from changelogs that the node compacted."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ INTERNAL = ("app-counts-changelog", "app-windows-changelog", "app-words-repartit
 
 
 class Lines:
-    """What was said: two words a line, a line every tenth of a second of the records' time."""
+    """The input written so far: two words per line, one line per tenth of a second of record time."""
 
     def __init__(self, node: Quick) -> None:
         self._node, self._said = node, 0
@@ -49,7 +49,7 @@ class Lines:
         return found
 
     def exact(self, times: int = 1) -> None:
-        """Each word was counted from one up, as often as the application began anew."""
+        """Check that each word was counted up from one, `times` times: once per fresh start of the application."""
         for topic, words in (("counted", self.words), ("windowed", self.windows)):
             wanted = times * sum(words.values())
             eventually(lambda: sum(map(len, self.counted(topic).values())) >= wanted)  # noqa: B023

@@ -106,7 +106,7 @@ async def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_
     (mark,) = supervisor.tracker.report("up", 0).marks
     assert (mark.name, mark.held_by) == ("pipeline:shop", "operator")
     file.write_text("def build(p):\n    p.table('t', p.topic('t', key='a', schema='a long'))\n")
-    await until(lambda: len(said) > 1)  # long before the pause is over: its file changed
+    await until(lambda: len(said) > 1)  # long before the pause ends, because its file changed
     assert "objects.url" in said[1], "it got further, to the next thing that is wrong"
     assert len(set(said)) == len(said) and other.pid and not failures
     first = failure.since_ms

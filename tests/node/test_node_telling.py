@@ -1,4 +1,5 @@
-"""What `up` tells for children that cannot speak: marks with ages that survive its own restart, each sentence once."""
+"""Reports of `up` for children that cannot report: ages of marks survive its restart, and each sentence appears
+once."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ async def test_an_empty_report_of_an_earlier_life_is_taken_away(tmp_path: Path) 
 def test_what_may_have_been_told_is_taken_away_though_nobody_knows_that_it_was(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Left on the board, and renewed by nobody, it would turn blind while all is well."""
+    """A report left on the board without renewal would turn blind although all is well."""
     clock, rand = SystemClock(), Rand()
     publish = StatusBoard.publish
 
@@ -147,7 +148,7 @@ async def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and
     await telling._publish()
     assert await reported(board, "up:n1") is not None
     await telling.forget_ended(["pipeline:two:2", "pipeline:one", "pipeline:dead", "node:n1"])
-    await telling._publish()  # its rounds go on until it is closed
+    await telling._publish()  # its rounds continue until it is closed
     left = {report.process for report in await board.reports()}
     assert left == {"pipeline:two", "pipeline:one", "pipeline:dead", "pipeline:dead:b", "node:n1"}
     await board.publish(StatusReport("pipeline:two:2", now_ms, ()))  # it may come again

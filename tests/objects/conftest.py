@@ -1,4 +1,4 @@
-"""One moto server for the folder's S3 tests, each on a bucket of its own."""
+"""Share one moto server among the folder's S3 tests, each of which uses a separate bucket."""
 
 from __future__ import annotations
 

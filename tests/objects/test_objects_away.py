@@ -1,6 +1,6 @@
-"""The bucket full, read-only, away at start, away later, slow; and descriptors: what is told, what waits, what heals.
+"""Bucket full, read-only, missing at the start, lost later, or slow, and descriptors used up: reports, waits, recovery.
 
-Real file systems (a small tmpfs, remounted) and moto's server, stopped and started.
+The tests use real file systems (a small tmpfs that is remounted) and moto's server, which they stop and start.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ async def test_f508_a_directory_that_goes_read_only_is_waited_for_and_told_and_h
     writing = asyncio.ensure_future(store.put("b", b"2"))
     await until(store.trouble)
     assert "EROFS" in store.trouble() and "writable" in store.trouble()
-    assert await store.get("a") == b"1"  # reads go on
+    assert await store.get("a") == b"1"  # reads continue
     assert not writing.done()
     small.read_only(False)
     await writing
@@ -277,7 +277,7 @@ async def test_f509_an_s3_endpoint_that_is_down_at_the_start_is_waited_for_and_t
     assert all("cannot be reached" in sentence and moto.endpoint in sentence for sentence in said if sentence)
     assert not opening.done()
     await asyncio.to_thread(moto.start)
-    # Up, and the bucket is not there: that is for the operator, at once.
+    # The endpoint is up but the bucket does not exist. Only the operator can fix that: fail without waiting.
     with pytest.raises(InvalidError, match="away-at-start"):
         await opening
     await asyncio.to_thread(moto.make_bucket, "away-at-start")
@@ -303,7 +303,7 @@ async def test_f509_an_s3_endpoint_that_goes_away_later_is_waited_for_and_told(m
 
 
 async def test_f509_rights_lost_later_are_waited_for_and_told(moto: Moto) -> None:
-    """What moto cannot refuse, a bucket that is gone stands for: every answer of its kind takes the same way."""
+    """moto cannot revoke rights, so a deleted bucket stands in for it: both answers take the same path."""
     import boto3
 
     await asyncio.to_thread(moto.start)

@@ -1,4 +1,4 @@
-"""A damaged answer is told from a damaged object by a second read."""
+"""A second read distinguishes a damaged answer from a damaged object."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reads of a local directory by each of their ways: at once, from the page cache alone, in a thread."""
+"""Each way to read a local directory: directly, only from the page cache, in a thread."""
 
 from __future__ import annotations
 

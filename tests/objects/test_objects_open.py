@@ -1,4 +1,4 @@
-"""From `objects.url` to a store; the doctor's probe; and the planning of ranged reads."""
+"""Opening a store from `objects.url`, the doctor's probe, and the planning of ranged reads."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from tidemill.objects.s3 import S3Objects
 from tidemill.objects.store import Buffer, MisconfiguredError
 
 Script = list[tuple[bool, type[TidemillError] | None]]
-"""One entry a call: does it take effect, and what is the caller told (None = the truth)."""
+"""One entry per call: whether it takes effect, and the error that the caller gets (None = the true outcome)."""
 
 
 class Scripted(MemoryObjects):
@@ -96,7 +96,7 @@ def resilient(inner: MemoryObjects, budget_s: float = 5.0, **options: bool | int
         [(True, UnknownOutcomeError)],
         [(False, UnknownOutcomeError), (False, UnavailableError), (True, UnknownOutcomeError)],
         [(False, UnavailableError), (True, UnknownOutcomeError)],
-        # The store repeats the lost request by itself and reports our own object as a conflict.
+        # The store itself repeats the lost request and reports our own object as a conflict.
         [(False, UnknownOutcomeError), (True, ConflictError)],
     ],
 )
@@ -122,7 +122,7 @@ async def test_a_late_duplicate_of_our_own_put_is_not_a_conflict() -> None:
 
 
 async def test_our_own_object_that_a_sweep_took_before_it_was_read_back_is_no_conflict() -> None:
-    """The put was so long under way that its object was old: nobody else wrote it, so nobody may be blamed."""
+    """The put was delayed until its object was old enough for the sweep. No other writer exists, so none is blamed."""
     inner = Scripted([(True, UnknownOutcomeError), (False, ConflictError)])
     first_head = inner.head
 
@@ -196,7 +196,7 @@ async def test_concurrency_is_bounded_and_ranges_are_merged() -> None:
 
 
 class Held(MemoryObjects):
-    """Reads and deletes wait until they are let go."""
+    """A store whose reads and deletes wait for `go`."""
 
     def __init__(self) -> None:
         super().__init__(SystemClock())

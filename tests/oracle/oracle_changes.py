@@ -1,4 +1,4 @@
-"""Random changes of the tables' descriptions, beside the writers and through their gate."""
+"""Random changes of the tables' descriptions, concurrent with the writers and through their gate."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Changer(Worker):
         return lambda: self._tables.append(made)  # type: ignore[attr-defined]
 
     def _partition(self, cursor: psycopg.Cursor[Any], table: Table) -> Any:
-        """Its rows of before it has an identity may park the table."""
+        """Add a partition, if possible. Rows written before it gets an identity may park the table."""
         if not table.partitions or table.partitions > 3:
             return None
         cursor.execute(table.partition(table.partitions))

@@ -1,4 +1,4 @@
-"""Random where clauses over a table's columns, within the grammar of docs/shapes.md, that fail on no row."""
+"""Random where clauses over a table's columns, within the grammar of docs/guides/shapes.md, that fail on no row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A captured server that dies, and its standby, promoted behind it under the same address.
+"""A captured server that dies, and its standby, which is promoted and reached at the same address.
 
 cluster ─► proxy ─► primary ─► standby        cut: the standby receives no more, and the primary takes commits
 cluster ─► proxy ─────────────► standby       over: the primary is killed, the standby promoted
@@ -35,9 +35,9 @@ class Failover:
         self._proxy = self._run(Proxy(server.dsn).__aenter__())
         stack.callback(lambda: self._run(self._proxy.__aexit__()))
         self.dsn = self._proxy.dsn
-        """Where the captured database is, before and after."""
+        """Address of the captured database before and after the failover."""
         self.cut_lsn = 0
-        """The standby has all that was committed below, and nothing above."""
+        """LSN of the cut: the standby has every commit below it and none above."""
         with psycopg.connect(server.dsn, autocommit=True) as control:
             self.slots = control.info.server_version // 10_000 >= SLOTS_SINCE
             control.execute("SELECT pg_create_physical_replication_slot(%s, true)", (STANDBY,))

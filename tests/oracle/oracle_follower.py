@@ -1,9 +1,12 @@
-"""A client of the shape protocol, written from its description alone: long polls or an event stream, in a thread.
+"""A client of the shape protocol, written only from its description: long polls or an event stream, in a thread.
 
-It holds rows by key, and the server to the protocol: an insert is of a key that is not there, an update and a delete of
-one that is, an old value is what was, a handle is one's own until 409, an answer that says it is complete ends with the
-item that says so. What it must bear: 409 (start over), 503 and a server that is away (try again), and 400 while there
-is no such table (try again from the start). An event stream may repeat the items of the last transaction.
+It holds rows by key, and checks that the server follows the protocol:
+- an insert has a new key, an update and a delete have a known one, and an old value equals the value held;
+- a handle stays the same until a 409;
+- a complete answer ends with the item that marks it as such.
+
+It must cope with 409 (start over), with 503 and an unreachable server (retry), and with 400 while the table does not
+exist (retry from the start). An event stream may repeat the items of the last transaction.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ class BrokenProtocol(AssertionError):
 
 @dataclass(frozen=True)
 class View:
-    """What a client held at one moment. `seen_lsn`: what its source had shown it up to then."""
+    """State of a client at one moment. `seen_lsn`: the LSN that its source had shown it by that moment."""
 
     rows: dict[str, dict[str, Any]]
     complete: bool

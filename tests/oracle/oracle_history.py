@@ -1,4 +1,4 @@
-"""What PostgreSQL itself wrote down of every row, and the state of a table at any commit, folded from it."""
+"""PostgreSQL's own log of every row, and the state of a table at any commit, folded from it."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class History:
         self._last = 0
         self.of: dict[int, list[Version]] = defaultdict(list)
         self._lost: dict[int, list[Version]] = defaultdict(list)
-        """Of a server that was failed over: clients may have been shown them, and no state has them."""
+        """Versions of a server that was failed over: clients may have seen them, but no state contains them."""
 
     def read_on(self, connection: psycopg.Connection[Any]) -> None:
         self._last = self._read(connection, self.of)
 
     def read_lost(self, connection: psycopg.Connection[Any]) -> None:
-        """What the server has that is about to go; what its successor has of it is read there."""
+        """Read the versions of the server that is about to be killed; those that its successor has are read there."""
         self._read(connection, self._lost)
 
     def _read(self, connection: psycopg.Connection[Any], into: dict[int, list[Version]]) -> int:
@@ -83,7 +83,8 @@ class History:
 
 
 def folded(versions: Iterable[Version], key: Sequence[str]) -> dict[Shown, Row]:
-    """Two rows may hold a deferrable key within a transaction: the one that leaves it is told by its values."""
+    """Fold versions into rows. Two rows may hold a deferrable key within a transaction; values identify the one that
+    leaves."""
     rows: dict[Shown, list[Row]] = defaultdict(list)
     for version in versions:
         if version.op in "TR":

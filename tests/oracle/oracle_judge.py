@@ -1,7 +1,8 @@
-"""Compares what clients hold and topics fold to with what SELECT says, while the writers stand.
+"""Compare the rows of clients and the folded topics with SELECT while the writers are paused.
 
-What may still be under way is asked again until a deadline; what a client shows although it says that its source has
-shown it everything is a failure at once. Each finding is a sentence with the table, the clause and the rows.
+A difference that may still be in progress is checked again until a deadline. A client that shows different rows
+although it claims to be up to date is a failure without a retry. Each finding is a sentence with the table, the clause
+and the rows.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from tidemill.metastore.catalogue import CaptureTableRow
 
 SETTLE_S = 45.0
 COPIED_S = 180.0
-"""Where every table may have to be copied again, behind a node that was killed."""
+"""Limit where every table may have to be copied again after a kill of the node."""
 CONFIRM_S = 5.0
-"""From when the last commit is durable, which it is when a consumer reads it, until PostgreSQL hears of it."""
+"""Limit for confirming the last commit to PostgreSQL once it is durable, that is, once a consumer reads it."""
 EXAMPLES = 3
 LEDGER = "public.ledger"
 Mark = tuple[int, str]
@@ -40,7 +41,7 @@ Mark = tuple[int, str]
 
 @dataclass
 class Shape:
-    """A shape that is followed: by whom, and what it selects."""
+    """A shape, its selection, and the clients that follow it."""
 
     table: Table
     where: str
@@ -52,7 +53,7 @@ class Shape:
 
     @property
     def over(self) -> bool:
-        """Its clause or columns may be of a description that is no more."""
+        """Return whether its clause or columns may belong to an outdated description of the table."""
         return self.table.gone or self.table.breaks > self.breaks
 
     def __str__(self) -> str:
@@ -61,7 +62,7 @@ class Shape:
 
 @dataclass
 class Source:
-    """What the judge looks at. `rows` is the capture's catalogue by table, `select` runs a statement."""
+    """Inputs of the judge. `rows` is the capture's catalogue by table, `select` runs a statement."""
 
     capture: str
     brokers: str
@@ -85,7 +86,7 @@ class Judge:
         self._moved: dict[Follower | StockClient, int] = {}
         self.counts: Counter[str] = Counter()
         self.settled_s: list[dict[str, float]] = []
-        """Of each pause: how long each thing took to be as it must."""
+        """Durations of each pause: how long each kind of result took to be correct."""
 
     def judge(self, mark: Mark, tables: Sequence[Table], shapes: Sequence[Shape], large: Sequence[Shape] = ()) -> None:
         """`mark`: the ledger's last row; `large`: shapes over that table. Raises AssertionError with all that is
@@ -114,8 +115,8 @@ class Judge:
         self._until(lambda: self._ledger(mark))
 
     def moved(self, shapes: Sequence[Shape], cut_lsn: int) -> None:
-        """The database failed over: until the next judgement every client that holds rows is to start over. What was
-        committed above is lost, and its xids are given to others."""
+        """Note a failover of the database: until the next judgement, every client that holds rows must start over.
+        Commits above `cut_lsn` are lost, and their xids are reused."""
         self._lsn_of = {xid: lsn for xid, lsn in self._lsn_of.items() if lsn <= cut_lsn}
         self._bounded &= self._lsn_of.keys()
         self._moved = dict(self.held(shapes))
@@ -186,8 +187,8 @@ class Judge:
         return problems
 
     def _marks(self) -> list[str]:
-        """Nothing is stuck but a table that says why, its shard, the shard of one that was copied again otherwise, and
-        the pipeline that such a shard holds."""
+        """Return the marks that are stuck without a permitted reason. Permitted are a table with an error, its shard,
+        the shard of a table whose new copy differs, and the pipeline that such a shard holds."""
         marks = self._source.marks()
         waiting = {name for name, mark in marks.items() if _waits_for_a_person(name, mark)}
         for name, mark in marks.items():
@@ -259,7 +260,8 @@ class Judge:
 
     # shards ----------------------------------------------------------------------------------------
     def _shards(self, tables: Sequence[Table]) -> list[str]:
-        """Of tables that flow. One that changed again behind what was accepted for its shard says so, and waits."""
+        """Compare the shards of streaming tables. The shard of a table that changed again after its acceptance reports
+        that and waits."""
         rows, marks = self._source.rows(), self._source.marks()
         waiting = {name for name, mark in marks.items() if _waits_for_a_person(name, mark)}
         self.counts["shards waiting"] += len(waiting)
@@ -301,7 +303,7 @@ class Judge:
         for client in shape.clients:
             view = client.view()
             if not row.is_streaming and ((shape.over and view.refused) or not (view.complete or view.rows)):
-                continue  # its shape is over; one that needs none of the changed columns continues, and is exact
+                continue  # its shape has ended; one without the changed columns continues, and is exact
             found = self._held(client, view, names, table)
             said = f"{client.name} of {shape}, changes={table.changed}, {_said(view)}"
             if view.refetches <= self._moved.get(client, -1):
@@ -323,8 +325,8 @@ class Judge:
         return problems
 
     def _wanted(self, shape: Shape) -> dict[Shown, bool] | None:
-        """What it is to show. None: it is over, since it shows all columns of a description that is no more, or since
-        its columns are not all there."""
+        """Return the rows that it must show. None: the shape must end, because it selects all columns of an outdated
+        description or because some of its columns are missing."""
         names = shape.columns or shape.table.names
         if shape.over and not (shape.columns and {*names} <= {*shape.table.names}):
             return None
@@ -363,7 +365,7 @@ class Judge:
                 if shown[1] not in rows or (shown[0] is not None and shown not in written)
             ]
             small = [x for x in client.took_over if self._history.size_bytes(table.number, x) < WAITING_BYTES // 4]
-            if small:  # docs/shapes.md; a message also has the old row
+            if small:  # docs/guides/shapes.md; a message also has the old row
                 problems.append(
                     f"{client.name} of {shape} was shown two rows of one key in a small transaction: {small}"
                 )

@@ -1,6 +1,6 @@
-"""Transactions of 200,000 rows on one table, while the shapes of every other table go on.
+"""Transactions of 200,000 rows on one table, while the shapes of every other table continue.
 
-The table has no history: what its topic folds to and what clients hold is compared with SELECT alone.
+The table has no history: the folded topic and the rows of clients are compared with SELECT alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from oracle_topics import READ_S
 ROWS = 200_000
 GROUPS = 100
 SETTLE_S = 300.0
-"""What a transaction of this size may take to all readers, on a machine with other work."""
+"""Time for a transaction of this size to reach all readers, on a machine with other work."""
 TABLE = Table(-1, "public", "large", [Column("id", "bigint"), Column("grp", "integer"), Column("v", "text")], ["id"])
 DDL = f"CREATE TABLE {TABLE.sql_name} (id bigint PRIMARY KEY, grp integer, v text)"
 WHERE = "grp = 7"
@@ -26,7 +26,7 @@ KINDS = {
     "update": f"UPDATE {TABLE.sql_name} SET grp = (grp + 1) % {GROUPS}, v = v || '.'",
     "delete": f"DELETE FROM {TABLE.sql_name}",
 }
-"""In this order, each in a transaction of its own."""
+"""Statements, executed in this order in separate transactions."""
 
 
 def transact(connection: psycopg.Connection[Any], kind: str, while_open: Callable[[], None]) -> None:
@@ -37,7 +37,7 @@ def transact(connection: psycopg.Connection[Any], kind: str, while_open: Callabl
 
 
 def differing(brokers: str, topic: str, rows: list[tuple[Any, ...]]) -> list[str]:
-    """What the topic folds to beside `rows`, which are (id, grp, v) as text."""
+    """Return the differences between the folded topic and `rows`, which are (id, grp, v) as text."""
     found, twice = _folded(brokers, topic)
     wanted = {int(row[0]): row for row in rows}
     wrong = [key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)]
@@ -46,7 +46,7 @@ def differing(brokers: str, topic: str, rows: list[tuple[Any, ...]]) -> list[str
 
 
 def _folded(brokers: str, topic: str) -> tuple[dict[int, tuple[str, ...]], list[tuple[int, int]]]:
-    """Its rows by key, and the places of records behind one of their place or a later one."""
+    """Return the topic's rows by key, and the places of records that follow a record with the same or a later place."""
     consumer = Consumer(
         {"bootstrap.servers": brokers, "group.id": "large", "enable.partition.eof": True, "check.crcs": True,
          "enable.auto.commit": False, "isolation.level": "read_committed", "log_level": 0}

@@ -1,8 +1,8 @@
-"""Random transactions, on connections of their own.
+"""Random transactions, on separate connections.
 
-Writers go from transaction to transaction through a gate, so that the world can stop all of them between two. What
-PostgreSQL refuses (a key that exists, a deadlock, a column that is gone by now) is rolled back and counted; a statement
-that fails because of what a capture did to its table is a fault of ours.
+Writers pass through a gate between two transactions, so that the world can stop all of them there. Statements that
+PostgreSQL refuses (a key that exists, a deadlock, a column that has been dropped) are rolled back and counted. A
+statement that fails because of a capture's change to its table is a defect of ours.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from oracle_tables import LEDGER, Column, Table, identifier
 from oracle_types import VALUES, key_value
 
 IDENTITY_REFUSED = ("55000", "42P10")
-"""What an UPDATE or DELETE is refused with where a table has no replica identity, or one that a publication rules out
+"""Errors of an UPDATE or DELETE on a table that has no replica identity, or one that a publication rules out
 (`object_not_in_prerequisite_state`, `invalid_column_reference`)."""
 SYNTAX_ERROR = "42601"
 DISPLAY = (
@@ -99,7 +99,7 @@ class Worker(threading.Thread):
             self.failure = error
 
     def _work(self, dsn: str) -> None:
-        """Until the work is over, or at another server."""
+        """Execute transactions until the work ends or moves to another server."""
         connection = connect(dsn)
         try:
             connection.execute("SET lock_timeout = '5s'")
@@ -202,7 +202,7 @@ class Writer(Worker):
         cursor.execute(f"INSERT INTO {_sql(table)} ({names}) VALUES {rows} ON CONFLICT {conflict}", values)
 
     def _insert_free(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """A deferrable key is none that ON CONFLICT can name. Rows of equal content but for the key are among them."""
+        """Insert rows without ON CONFLICT, which cannot name a deferrable key. Some rows differ only in their key."""
         rand = self.rand
         given = [c for c in table.columns if c.name in table.key or rand.random() < 0.6]
         same = {c.name: self._value(table, c) for c in given}
@@ -226,7 +226,7 @@ class Writer(Worker):
             cursor.execute(f"UPDATE {_sql(table)} SET {change} WHERE {test}", [*values, *key])
 
     def _move(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """To another key, and on to a third in the same transaction at times."""
+        """Move a row to another key; occasionally a later move in the same transaction takes it to a third."""
         test, key = self._key(table)
         column = table.column(self.rand.choice(table.key))
         change = f"{_name(column)} = %s::{column.bare}"
@@ -266,8 +266,8 @@ class Writer(Worker):
         )
 
     def _meet(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """Two rows hold one key over statements; then the one that was there leaves it: for the other's key, or with
-        the row. Refused at once where the key is not deferred."""
+        """Let two rows hold one key across statements, then let the first leave it: for the other's key, or by its
+        deletion. PostgreSQL refuses the first statement if the key is not deferred."""
         names = ", ".join(map(_identifier, table.key))
         cursor.execute("SET CONSTRAINTS ALL DEFERRED") if self.rand.random() < 0.5 else None
         cursor.execute(f"SELECT ctid::text, {names} FROM {_sql(table)} ORDER BY random() LIMIT 2 FOR UPDATE", ())
@@ -302,7 +302,7 @@ class Writer(Worker):
             cursor.execute(f"UPDATE {_sql(table)} SET {change}", [self._value(table, column)])
 
     def _many(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """More rows than a fragment holds, and most of them gone again in the same or a later transaction."""
+        """Insert more rows than a fragment holds; most of them are deleted in the same or a later transaction."""
         first = table.column(table.key[0])
         if first.kind not in ("integer", "bigint") or len(table.key) > 1 or table.partitions:
             return
@@ -322,7 +322,7 @@ class Writer(Worker):
 
 
 def _identifier(name: str) -> str:
-    """For a statement with parameters, where a percent sign has a meaning."""
+    """Quote an identifier for a statement with parameters, in which a percent sign has a meaning."""
     return identifier(name).replace("%", "%%")
 
 

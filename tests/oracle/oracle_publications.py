@@ -1,9 +1,9 @@
-"""Publications of somebody else over the same tables, which come and go while the writers stand.
+"""Publications of other owners over the same tables, created and dropped while the writers are paused.
 
-They are such as an application may have: none of them rules out its UPDATEs and DELETEs with the identity that the
-application itself gave a table. So a statement that is refused is refused for what the capture did to the table.
-A column list rules out `REPLICA IDENTITY FULL`; a table that has it by its capture is to have its former one again
-before the writers go on.
+They are plausible for an application: none of them rules out UPDATEs and DELETEs with the identity that the application
+itself gave a table. A refused statement is therefore caused by the capture's change to the table. A column list rules
+out `REPLICA IDENTITY FULL`; a table that got it from its capture must have its former identity again before the writers
+continue.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Publications:
         self._made = 0
         self.counts: Counter[str] = Counter()
         self.safe_s: list[float] = []
-        """How long each identity that was ruled out stayed."""
+        """Durations, in seconds, for which an identity that was ruled out remained."""
 
     def turn(self, connection: psycopg.Connection[Any]) -> None:
         """Some go, some come. No writer is within a transaction."""
@@ -79,7 +79,7 @@ class Publications:
         self.counts["of all tables"] += 1
 
     def _filter(self, connection: psycopg.Connection[Any], name: str) -> None:
-        """On a column of the identity that the application gave the table."""
+        """Create a publication with a row filter on a column of the identity that the application gave the table."""
         table = self._rand.choice([t for t in self._tables if not t.gone])
         names = [c.name for c in table.columns if c.name in table.key or table.whole]
         names = [name for name in names if table.column(name).kind != ENUM]

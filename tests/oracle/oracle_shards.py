@@ -1,7 +1,7 @@
-"""The shards that a pipeline keeps of a world's tables, read as any Python program reads them: without `verify`.
+"""The shards that a pipeline keeps of a world's tables, read as by any Python program: without `verify`.
 
-What SELECT prints is parsed here by the rules of docs/types.md, and nothing of the platform takes part in that. A row
-with a value that its column cannot hold is to be absent.
+This module parses the output of SELECT by the rules of docs/reference/types.md, without code of the platform. A row
+with a value that its column cannot hold must be absent.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tidemill.capture.naming import table_name
 
 PIPELINE = "world"
 UNTIL_S = 240.0
-"""A driver that was killed starts a JVM, beside all else that was."""
+"""Limit for a driver that was killed and starts a JVM while the world recovers from other faults."""
 _MOMENT = re.compile(r"(.+?)(?:\+00)?$")
 _UNITS = {"D": (1 << 31) - 1, "us": (1 << 63) - 1}
 
 
 class _Absent(Exception):
-    """Of a row whose value its column cannot hold."""
+    """Raised for a row whose value its column cannot hold."""
 
 
 def pipeline_of(capture: str, tables: Sequence[Table]) -> str:
@@ -90,7 +90,7 @@ def _plain(column: pa.ChunkedArray) -> list[Any]:
 
 
 def _maker(kind: str) -> Callable[[str], Any]:
-    """From the text of a value to what its shard holds."""
+    """Return the function that converts a value's text to the value in its shard."""
     if kind in ("smallint", "integer", "bigint"):
         return int
     if kind == "double precision":

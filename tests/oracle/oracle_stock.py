@@ -65,7 +65,7 @@ class StockClient:
         return View(rows, reported["upToDate"], 0, reported["refetches"], reported["refused"])
 
     def stop(self) -> None:
-        """It ends with its process."""
+        """Do nothing: the client ends with its process."""
 
 
 def _as_text(row: dict[str, Any]) -> dict[str, Any]:
@@ -73,13 +73,13 @@ def _as_text(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def array_text(items: list[Any]) -> str:
-    """As PostgreSQL prints an array, but with every element quoted: see `quoted_array`."""
+    """Format an array like PostgreSQL, but with every element quoted: see `quoted_array`."""
     shown = (array_text(i) if isinstance(i, list) else "NULL" if i is None else json.dumps(i) for i in items)
     return "{" + ",".join(shown) + "}"
 
 
 def quoted_array(text: str) -> str:
-    """What `array_text` gives for the list that PostgreSQL prints as `text`, of one dimension."""
+    """Return the text that `array_text` gives for the one-dimensional list that PostgreSQL prints as `text`."""
     items: list[str | None] = []
     at = 1
     while text[at] != "}":

@@ -71,7 +71,7 @@ def literal(text: str) -> str:
 
 @dataclass
 class Table:
-    """`number` is of this table alone: one that is made anew under its name has another."""
+    """A random table. `number` is unique: a table re-created under the same name has another."""
 
     number: int
     schema: str
@@ -80,35 +80,38 @@ class Table:
     key: list[str]
     partitions: int = 0
     deferrable: str = ""
-    """IMMEDIATE or DEFERRED: what its key, which is deferrable, is INITIALLY."""
+    """The INITIALLY of its deferrable key: IMMEDIATE or DEFERRED."""
     whole: bool = False
     """The application itself gives it REPLICA IDENTITY FULL."""
     listed: str = ""
-    """A publication of somebody else that rules out REPLICA IDENTITY FULL: the table is refused or parked meanwhile."""
+    """A publication of another owner that rules out REPLICA IDENTITY FULL: until it is dropped, the table is refused or
+    parked."""
     broken: list[str] = field(default_factory=list)
     """Changes of its description since it was last copied, after which it may be parked."""
     changed: list[str] = field(default_factory=list)
     """All changes of its description."""
     breaks: int = 0
-    """Of its columns that were renamed or dropped, ever."""
+    """Number of its columns that were renamed or dropped so far."""
     left: set[str] = field(default_factory=set)
     """Names that its columns were renamed from, or dropped with …"""
     again: set[str] = field(default_factory=set)
     """… and those of them that another column has had since: a topic that is parked may have the old one under it."""
     rewritten: bool = False
-    """Since it was last copied: by TRUNCATE, or a change that writes all rows anew."""
+    """Set by TRUNCATE or a change that rewrites all rows, reset by a copy."""
     gone: bool = False
     kept: bool = False
     """A pipeline keeps it in a shard, and if it was copied again, then because that was accepted for the shard, too."""
 
     def may_be_paused(self, reason: str) -> bool:
-        """A change that should flow parks where the rows were written anew within seconds before it: that looks like a
-        volatile default; or where no shard column can hold its default, as NaN (docs/capture.md)."""
+        """Return whether the table may be parked for this reason. A permitted change parks when the rows were rewritten
+        within seconds before it, which looks like a volatile default, or when no shard column can hold its default, as
+        NaN (docs/guides/capture.md)."""
         anew = self.rewritten and "the rows were rewritten" in reason
         return bool(self.broken) or (bool(self.changed) and (anew or "its default cannot be carried" in reason))
 
     def copied_again(self, known: int, *, accepted: bool) -> None:
-        """`known`: so many of `broken` were there when it was asked for; what came since may be in the copy, or not."""
+        """Note a new copy. `known`: number of changes in `broken` when it was requested; later ones may be in the copy
+        or not."""
         del self.broken[:known]
         self.rewritten = False
         self.kept = self.kept and accepted
@@ -139,7 +142,7 @@ class Table:
         return [*statements, *self.watching()]
 
     def partition(self, number: int) -> str:
-        """Of 40 keys each; the first takes what is below, too."""
+        """Return the statement for a partition of 40 keys; the first partition also takes all lower keys."""
         start = "MINVALUE" if number == 0 else str(number * 40)
         end = str((number + 1) * 40)
         name = f"{identifier(self.schema)}.{identifier(f'{self.name} p{number}')}"
@@ -155,7 +158,7 @@ class Table:
         ]
 
     def watcher(self) -> str:
-        """To be made anew in the transaction that changes the description."""
+        """Return the trigger function. The transaction that changes the description must replace it."""
         rows = "INSERT INTO oracle.history (tab, op, old, new) VALUES"
         old, new, n = self._object("OLD"), self._object("NEW"), self.number
         return f"""CREATE OR REPLACE FUNCTION oracle.log_{n}() RETURNS trigger LANGUAGE plpgsql AS $oracle$ BEGIN

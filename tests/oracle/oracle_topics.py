@@ -77,7 +77,7 @@ def _values(text: bytes | None) -> dict[str, Any] | None:
 
 
 def twice(records: Sequence[Record]) -> list[Record]:
-    """Those that stand behind one of their place or a later one, in their partition."""
+    """Return the records that follow a record with the same or a later place in their partition."""
     return [b for a, b in pairwise(records) if a.partition == b.partition and b.place <= a.place]
 
 

@@ -111,7 +111,7 @@ VALUES: dict[str, Callable[[random.Random], str]] = {
     "text[]": _array(text),
 }
 KEY_TYPES = ("integer", "bigint", "smallint", "text", "uuid", "date", ENUM)
-"""Of the first column of a key; the others of one are of any of them too."""
+"""Types of the columns of a key."""
 
 WIDER = {
     "smallint": "integer",
@@ -121,11 +121,11 @@ WIDER = {
     "character varying(20)": "character varying(40)",
     "character varying(40)": "text",
 }
-"""What flows on (docs/capture.md)."""
+"""Changes of a type after which a table keeps streaming (docs/guides/capture.md)."""
 
 
 def key_value(rand: random.Random, kind: str) -> str:
-    """From a space so small that writers meet."""
+    """Return a value from a space so small that writers conflict."""
     if kind in ("integer", "bigint", "smallint"):
         return str(rand.randint(1, 90))
     if kind == "text":

@@ -43,7 +43,7 @@ CAPTURE = "world"
 
 @dataclass(frozen=True)
 class Plan:
-    """How much of everything."""
+    """Size and features of a random world."""
 
     seed: int
     rounds: int = 3
@@ -51,19 +51,19 @@ class Plan:
     tables: tuple[int, int] = (2, 5)
     writers: int = 3
     kills: int = 1
-    """In each round."""
+    """Number of kills in each round."""
     changes: bool = True
     pause_s: float = 0.03
     shards: bool = False
     """A pipeline keeps the first tables; faults are the driver's, too."""
     publications: bool = False
-    """Somebody else's, over the same tables."""
+    """Create publications of other owners over the same tables."""
     deferrable: bool = False
-    """Keys that are, in half of the tables."""
+    """Give half of the tables deferrable keys."""
     failover: bool = False
-    """To a standby that is behind, once."""
+    """Fail over once, to a standby that lags."""
     large: bool = False
-    """Transactions of 200,000 rows on a table of their own, one in each round."""
+    """Execute a transaction of 200,000 rows on a separate table in each round."""
 
     @property
     def features(self) -> list[str]:
@@ -276,7 +276,8 @@ class World:
             worker.paused = False
 
     def _large_transaction(self, kind: str) -> None:
-        """Its own table's shapes may end for it. Those of others, which are written to meanwhile, may not."""
+        """Execute a large transaction. It may end the shapes of its table, but not those of other tables with
+        concurrent writes."""
         before = self.judge.held(self.shapes)
         quiet = Writer(f"beside {kind}", self.dsn, str(self.plan.seed), self.tables, Gate(), self.plan.pause_s)
         quiet.truncates = False
@@ -353,7 +354,7 @@ class World:
         self.shapes = [shape for shape in self.shapes if shape.table is not table]
 
     def _sessions(self) -> list[str]:
-        """What the server's sessions do, and whom they wait for."""
+        """Return the state of the server's sessions, with the sessions that block them."""
         query = (
             "SELECT application_name, pid, state, wait_event_type, wait_event, (now() - state_change)::text,"
             " (now() - xact_start)::text, pg_blocking_pids(pid), left(query, 200) FROM pg_stat_activity"
@@ -366,7 +367,7 @@ class World:
             return [f"no session is known: {error}"]
 
     def describe(self) -> str:
-        """What a failure prints."""
+        """Return the description of the world for the output of a failure."""
         lines = [f"seed {self.plan.seed}, with {self.plan.features}, faults {self.faults}, others {self.others.held}"]
         for table in self.tables:
             shown = ", ".join(column.sql for column in table.columns)
@@ -379,8 +380,8 @@ class World:
 
 @contextmanager
 def world(plan: Plan, dsn: str, directory: Path, server: EmbeddedPostgres | None = None) -> Iterator[World]:
-    """Whatever fails within is told with the seed and all that was made of it. `server`: that of `dsn`, which a
-    failover kills."""
+    """Run a world. Any failure within is reported with the seed and the generated world. `server`: the server of `dsn`,
+    which a failover kills."""
     with ExitStack() as stack:
         made = World(plan, dsn, directory, stack, server)
         try:

@@ -1,4 +1,4 @@
-"""One moto server for the folder, each cluster on a bucket of its own; parts that are objects though they are small."""
+"""Share one moto server in the folder. Each cluster has a separate bucket and stores even small parts as objects."""
 
 from __future__ import annotations
 

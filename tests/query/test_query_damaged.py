@@ -137,7 +137,7 @@ def test_a_merge_refuses_a_damaged_part_and_changes_nothing(world: World) -> Non
 
 
 def test_a_damaged_inline_part_is_corrupt(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its bytes lie in the state of the table, which a database below may damage as well."""
+    """An inline part is stored in the table's state, which a faulty metadata database can damage as well."""
     encoded = parts.encode_part(ORDERS, _one_order())
     part = encoded.to_part()
     damaged = bytearray(part.inline)

@@ -1,4 +1,4 @@
-"""Tables as views of DuckDB: exact whatever is merged, held while a connection has them, several at one time."""
+"""Tables as DuckDB views: exact despite merges, held while a connection uses them, several at the same time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tidemill.connect`: a table at one time as Arrow and Polars, on every kind of store, whoever writes meanwhile."""
+"""`tidemill.connect`: a table at one time as Arrow and Polars, on every kind of store, despite concurrent writes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,8 @@ def test_what_a_stream_reads_stays_though_it_is_merged_and_collected_after_each_
 
 
 async def _everything_moves(world: World, written: list[int], since: int) -> None:
-    """A writer appends, the keeper moves since as far as holds let it, merges, and deletes what nobody holds."""
+    """A writer appends. The maintenance job moves since as far as holds permit, merges, and deletes unreferenced
+    objects."""
     from support.query.world import updates
     from tidemill.base.clock import Rand, SystemClock
     from tidemill.maintenance.shards.upkeep import collect_garbage
@@ -130,7 +131,7 @@ def test_changes_that_are_followed_come_as_they_are_written_and_hold_what_is_to_
     world.append(40, [])
     world.append(50, [(3, "open", -1)])
     world.merge(49)
-    later = next(following)  # one table, for they were merged meanwhile
+    later = next(following)  # one table, because the parts were merged in between
     assert list(zip(later.column("_diff").to_pylist(), later.column("_time").to_pylist(), strict=True)) == [
         (1, 29), (-1, 49),
     ]  # fmt: skip
@@ -278,7 +279,7 @@ def test_which_cluster_is_meant_and_what_is_none(tmp_path: Path, monkeypatch: py
 
 
 def test_it_needs_neither_spark_nor_polars(world: World, tmp_path: Path) -> None:
-    """In an interpreter that has none of them, with a stream left open at its end."""
+    """Run an interpreter in which these modules cannot be imported. It exits with a stream open."""
     filled(world)
     program = f"""
 import sys

@@ -229,7 +229,7 @@ def test_modes_hold_writers_off_and_let_an_import_bring_its_ids(rest: Rest) -> N
 
 
 def test_an_import_may_bring_a_schema_under_a_second_id(rest: Rest) -> None:
-    """As a registry has it in which the two texts were not one schema."""
+    """A foreign registry may have stored the two texts as different schemas."""
     first = rest.register("s", A)
     assert rest.ask("PUT", "/mode?force=true", {"mode": "IMPORT"})[0] == 200
     assert rest.ask("POST", "/subjects/i/versions", {"schema": A, "id": 70}) == (200, {"id": 70, "version": 1})

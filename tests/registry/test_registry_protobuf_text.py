@@ -78,7 +78,8 @@ def test_the_text_of_a_descriptor_is_the_schema_that_it_is(name: str) -> None:
 
 def test_what_a_text_could_not_say_stays_a_descriptor() -> None:
     file = descriptor_pb2.FileDescriptorProto(name="m.proto", syntax="proto3")
-    file.message_type.add(name="M").options.MergeFromString(b"\xc2\x3e\x01x")  # an extension that nobody here knows
+    # an unknown extension
+    file.message_type.add(name="M").options.MergeFromString(b"\xc2\x3e\x01x")
     assert proto_text(file) is None
     parsed = parse_schema(SubmittedSchema("PROTOBUF", encode_descriptor(file.SerializeToString())), {})
     assert parsed.text == "" and parsed.descriptor

@@ -1,5 +1,6 @@
-"""Many nodes at once: one schema has one id and one version, no id is given twice, and what nobody was told about
-counts once."""
+"""Concurrent changes from many nodes: one schema has one id and one version, no id is assigned twice, and an
+unacknowledged registration counts once.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from tidemill.registry.schema_types import SubmittedSchema
 
 
 async def settled(cluster: Cluster) -> None:
-    """What must hold between the rows whatever happened (RG1 to RG3)."""
+    """Check the invariants between the rows, which hold after any history."""
     metastore = cluster.metastore()
     schemas = {row.id: row for row in await metastore.rows(SCHEMAS)}
     versions = await metastore.rows(VERSIONS)

@@ -82,7 +82,7 @@ async def test_the_deep_check_names_every_broken_reference(key: object, found: s
 
 
 def test_rows_grow_at_their_end_only() -> None:
-    """What a bucket holds today is read by every later version."""
+    """Rows in a bucket today stay readable by every later version."""
     row = REGISTRY_HEADS.decode(REGISTRY_HEADS.key("head"), b"\x01" + msgspec.msgpack.encode([7, 1, 2, 3, 0]))
     assert (row.next_id, row.schemas, row.subjects, row.versions, row.configs) == (7, 1, 2, 3, 0)
     value = b"\x01" + msgspec.msgpack.encode(["AVRO", '"int"', [["n", "s", 1]], "d", b""])

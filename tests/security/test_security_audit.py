@@ -1,4 +1,4 @@
-"""Audit lines: the first of a kind at once, the rest counted, and nothing kept that grows."""
+"""Audit lines: the first of a kind is written immediately, the others are counted, and memory is bounded."""
 
 from __future__ import annotations
 

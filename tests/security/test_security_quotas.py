@@ -37,7 +37,7 @@ ORDER = [
 
 @pytest.mark.parametrize("first", range(len(ORDER)))
 def test_the_most_particular_quota_counts(first: int) -> None:
-    """Each later one would be exceeded at once."""
+    """Every less specific quota would be exceeded by the first request."""
     quotas = [Quota(*entity, PRODUCE, 1.0) for entity in ORDER[first + 1 :]]
     limits = QuotaLimits([*quotas, Quota(*ORDER[first], PRODUCE, 1e9)])
     assert limits.record_usage(PRODUCE, "alice", "app", 1_000_000, 0.0) == 0

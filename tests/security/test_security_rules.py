@@ -58,7 +58,7 @@ IMPLIED = {
 
 
 def model(rules: list[AclRule], principal: str, host: str, operation: Operation, name: str) -> bool:
-    """Every rule looked at, one after the other."""
+    """Reference implementation: check every rule in turn."""
 
     def applies(each: AclRule) -> bool:
         if each.pattern == Pattern.PREFIXED:
@@ -91,7 +91,8 @@ def test_every_decision_is_the_models(rules: list[AclRule]) -> None:
 @given(st.lists(RULES, max_size=6))
 @settings(max_examples=150, deadline=None)
 def test_who_may_do_it_to_some_resource_is_found(rules: list[AclRule]) -> None:
-    """Whatever it is allowed on by name, it is allowed on some; the other way round patterns may hide behind others."""
+    """An operation allowed on a named resource is allowed on some resource. The converse does not hold, because a
+    denying pattern may cover an allowed one."""
     authorizer = Authorizer(rules)
     names = ["a", "ab", "abc", "abcd", "b", "zz", "*x"]
     for operation in (Operation.WRITE, Operation.DESCRIBE):

@@ -31,7 +31,7 @@ RFC_FINAL = (
 
 
 def client_final(credential: Credential, password: str, first: bytes, challenge: bytes) -> bytes:
-    """What an honest client answers, written from the RFC apart from the server's code."""
+    """Return the final message of an honest client, derived from the RFC independently of the server's code."""
     name = "sha256" if credential.mechanism == SCRAM_SHA_256 else "sha512"
     header, _, bare = first.decode().partition(",,")
     fields = dict(part.split("=", 1) for part in challenge.decode().split(","))

@@ -95,7 +95,7 @@ def test_a_token_with_claims_that_do_not_count_is_refused(tokens: TokenVerifier,
 
 
 def _signed_raw(body: dict[str, Any]) -> str:
-    """Signed rightly, whatever the claims are: libraries for clients refuse to write some of them."""
+    """Return a correctly signed token with arbitrary claims: client libraries refuse to write some of them."""
     from joserfc import jws
 
     return str(

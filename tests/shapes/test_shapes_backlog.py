@@ -58,7 +58,7 @@ def _values(rows: dict[str, dict[str, str]]) -> set[str]:
 
 
 class Backlog:
-    """A sink with shapes of two tables, whose pump runs when the test says so."""
+    """A tap with shapes of two tables, whose evaluation runs when the test asks."""
 
     def __init__(self, limits: BacklogLimits, *, restoring: bool = False, where: str = "") -> None:
         """`where`: of the shape of `TABLE`."""
@@ -179,7 +179,7 @@ def test_a_backlog_that_outgrows_its_bytes_while_logs_are_restored_ends_those_of
 
 
 def test_a_backlog_that_outgrows_its_bytes_ends_the_shape_that_holds_most_and_not_one_that_waits_for_its_turn() -> None:
-    """Found by the oracle's worlds, seed 4010: the older change of a shape was in the way of 200,000 others."""
+    """World 4010 of the oracle: the older change of one shape was in the way of 200,000 others."""
     world = Backlog(BacklogLimits(size_bytes=20_000))
     world.sink.begin_stream(STREAM, 0, 5)  # type: ignore[arg-type]
     world.commit(OTHER, OTHER)
@@ -198,8 +198,8 @@ def test_a_backlog_that_outgrows_its_bytes_ends_the_shape_that_holds_most_and_no
 
 
 def test_changes_that_match_no_shape_take_nothing_of_the_backlog_once_they_are_routed() -> None:
-    """Found by the oracle's worlds, seed 5026: a shape of one value of a column held whole fragments of a large
-    transaction and counted for its own changes alone, so shapes of other tables that waited for a turn were ended."""
+    """World 5026 of the oracle: a shape of one value of a column held whole fragments of a large transaction but was
+    charged only for its own changes. Waiting shapes of other tables were ended instead."""
     world = Backlog(BacklogLimits(size_bytes=60_000), where="id = 7")
     world.sink.begin_stream(STREAM, 0, 5)  # type: ignore[arg-type]
     world.commit(*[OTHER] * 10)

@@ -1,4 +1,4 @@
-"""The rows that a shape begins with, as of its snapshot: whatever is done to the table while they are read."""
+"""The initial rows of a shape, as of its snapshot, despite concurrent changes to the table."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ SETTINGS = ShapeSettings(long_poll_s=0.5)
 async def test_nobody_empties_a_table_between_the_snapshot_and_the_rows_that_are_read_in_it(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, statement: str, subset: bool
 ) -> None:
-    """Whoever reads with an older snapshot finds a table that was truncated, or written anew, empty, and the stream
-    still brings changes of its rows. World 204 of the oracle: an update of a row that the client never had."""
+    """A reader with an older snapshot sees a truncated or rewritten table as empty, while the stream still delivers
+    changes of its rows. World 204 of the oracle: an update of a row that the client never had."""
     tried: list[str] = []
     opened = initial_snapshot._check_identity
     async with RealWorld(postgres_dsn, DDL, SETTINGS) as world:

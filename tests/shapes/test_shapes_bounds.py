@@ -1,4 +1,5 @@
-"""What shapes may hold and cost: places, memory, backlog, loop; who is refused, who ends, and who never notices."""
+"""Bounds of shapes: places, memory, backlog, time on the loop. Tests of requests refused, shapes ended, and others
+unaffected."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ INSERT INTO item SELECT n, n % 10, 'n' || n, 1 FROM generate_series(1, 100) n;
 
 
 class Panic(BaseException):
-    """As native code raises it: no Exception."""
+    """An exception like those of native code, which are no subclasses of Exception."""
 
 
 async def follow(world: ShapeWorld, **params: str) -> dict[str, str]:
@@ -40,7 +41,7 @@ async def insert(world: ShapeWorld, key: int, weight: str = "1") -> None:
 
 
 async def test_f101_a_clause_that_fails_on_a_row_ends_its_shape_with_400_and_nothing_else(postgres_dsn: str) -> None:
-    """PostgreSQL was asked before, and fails on the same values: else the client would refetch for ever."""
+    """PostgreSQL, which is asked before, fails on the same values. Otherwise the client would refetch forever."""
     async with ShapeWorld(postgres_dsn, DDL) as world:
         healthy = await world.sync(table="item")
         for key, where, weight in ((201, "1 / weight > 0", "0"), (202, "weight::int > 1", "1e12")):
@@ -95,7 +96,7 @@ SCHEMA = ShardSchema((Column("id", "int32"), Column("v", "string")), ("id",))
 async def test_f103_a_feed_over_a_shard_that_fails_ends_its_shape_and_is_told(
     postgres_dsn: str, fault: BaseException
 ) -> None:
-    """It never stays behind, live and stale."""
+    """The shape must never stay live with stale rows."""
 
     class Failing(FakeShard):
         armed = False
@@ -137,7 +138,7 @@ async def test_f103_a_feed_over_a_shard_that_fails_ends_its_shape_and_is_told(
         assert reported()
         shard.armed = False
         await until(lambda: _served(world, table="shard.s"))
-        await until(lambda: not reported())  # whoever has the same shape again has nothing to be told of
+        await until(lambda: not reported())  # the mark disappears once the same shape is served again
 
 
 async def test_a_shape_that_has_its_rows_is_not_told_as_loading(
@@ -159,7 +160,7 @@ async def test_a_shape_that_has_its_rows_is_not_told_as_loading(
             return [m.reason for m in world.tracker.report("p", 0).marks if " of them loading" in m.reason]
 
         await until(lambda: len(said()) == 2 and all("1 shapes, 0 of them" in reason for reason in said()))
-        await asyncio.sleep(2.5)  # two looks after it would be told
+        await asyncio.sleep(2.5)  # two more intervals of reporting
         assert not [m for m in world.tracker.report("p", 0).marks if m.name.startswith("shape:")]
 
 
@@ -244,7 +245,7 @@ async def test_f105_shapes_together_stay_within_their_memory_and_give_all_of_it_
 async def test_a_change_without_room_ends_the_shape_whose_log_has_grown_not_the_one_that_asks_last(
     postgres_dsn: str,
 ) -> None:
-    """As if the evaluation of the grown one had paused just before it reached the limit."""
+    """The budget is filled as if the evaluation of the large shape had paused just below the limit."""
     async with ShapeWorld(postgres_dsn, DDL) as world:
         budget = world.service.budget
         grown = await world.sync(table="item", where="id >= 3")

@@ -116,7 +116,7 @@ async def test_nginx_serves_initial_rows_and_chunks_and_says_hit_stale_and_reval
 async def test_nginx_asks_again_for_what_is_too_old_to_be_shown_and_keeps_it_when_it_is_the_same(
     postgres_dsn: str, tmp_path: Path
 ) -> None:
-    """Without stale-while-revalidate, as many a CDN: an age of 0 leaves none."""
+    """The proxy does not use stale-while-revalidate, like many CDNs: an age of 0 permits no stale answer."""
     ages = CacheAges(initial_s=1, later_s=1, live_s=1)
     async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=1, cache=ages)) as world:
         plain = CONFIG.replace("proxy_cache_background_update on; proxy_cache_use_stale updating;", "")
@@ -161,7 +161,7 @@ async def shows_the_delete(cache: Cache, params: dict[str, Any]) -> bool:
 
 
 async def test_a_chunk_that_ended_where_the_log_did_is_another_answer_once_more_came(postgres_dsn: str) -> None:
-    """Its items are the same, and it says no more that nothing follows."""
+    """The items are the same, but the answer no longer claims to be up to date."""
     settings = ShapeSettings(long_poll_s=1, limits=LogLimits(chunk_bytes=1))
     async with ShapeWorld(postgres_dsn, DDL, settings) as world:
         client = await world.sync(table="item")

@@ -79,7 +79,7 @@ LETTERS = {True: "t", False: "f", None: "NULL"}
 
 
 def test_what_the_server_fails_on_for_its_collations_is_refused_and_nothing_else(postgres_dsn: str) -> None:
-    """On an empty table the server accepts it, and a shape over it would give other rows than a later SELECT."""
+    """The server accepts such a clause on an empty table; a shape over it would differ from a later SELECT."""
     with psycopg.connect(postgres_dsn, autocommit=True) as connection:
         connection.execute(f"CREATE TABLE w (id int, {', '.join(f'{n} {t}' for n, t in COLUMNS.items())})".encode())
         for number, row in enumerate(ROWS):

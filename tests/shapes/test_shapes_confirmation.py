@@ -54,13 +54,13 @@ async def test_f435_a_thousand_dear_shapes_do_not_delay_the_confirmation_of_lsns
         await probe.close()
         assert not written, "not confirmed at all"
         assert max(delays) < DELAY_LIMIT_S
-        # What the tap itself takes of capture's turns: it only queues.
+        # The tap's own share of capture's turns is small: it only queues.
         busy_ms = world.capture.facts()["tap_busy_ms"]
         assert isinstance(busy_ms, float) and busy_ms < LOAD_S * 1000 * 0.1
 
 
 class NobodyListed(BaseException):
-    """As native code raises: not even an Exception."""
+    """An exception like those of native code, which are no subclasses of Exception."""
 
 
 async def test_f425_shapes_start_over_when_their_tap_breaks_and_capture_does_not_notice(

@@ -1,4 +1,4 @@
-"""Sink and consumer without a database: what each transaction becomes (rows of notes/electric.md §4)."""
+"""Tap and consumer without a database: the items of a shape that each transaction yields."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_c10_a_replayed_transaction_adds_nothing() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_k2_a_delivery_that_broke_off_and_starts_again_is_taken_once(size: int) -> None:
-    """Also when the second attempt is cut differently."""
+    """The second attempt may be cut into other fragments."""
     bench = Bench()
     changes = [("insert", None, row(n)) for n in range(4)]
     broken = bench.fragments(5, *changes, size=1)[:3]
@@ -205,7 +205,7 @@ def test_a_log_that_outgrows_its_limit_ends_the_shape() -> None:
 
 
 def test_what_committed_while_the_snapshot_ran_is_settled_in_slices_whatever_comes_in_between() -> None:
-    """Each slice moves one item; new transactions, and a delivery that begins anew, come in the middle of it."""
+    """Each slice moves one item. New transactions, and a delivery that starts again, arrive between slices."""
     bench = Bench(open_now=False)
     for xid in range(10, 14):
         bench.commit(xid, *[("insert", None, row(10 * xid + n)) for n in range(5)])
@@ -268,7 +268,7 @@ def test_a_verdict_on_a_row_that_the_snapshot_had_seen_is_not_taken_for_the_next
 
 @pytest.mark.parametrize("gap", [1000, (1 << 31) + 10, 3 << 30, (1 << 32) - 10])
 def test_a_shape_that_was_quiet_for_billions_of_transactions_has_its_next_change(gap: int) -> None:
-    """Only changes of its own table come to it."""
+    """A shape receives only the changes of its table."""
     for change, what in ((("delete", row(1), None), ["delete 1"]), (("truncate", None, None), [])):
         bench = Bench(open_now=False)
         bench.open(PgSnapshot(1000, 1005, frozenset(), lsn=1005))

@@ -1,5 +1,5 @@
-"""A table is served at its first request, whatever its name and however young; DROP ends its shapes, and tables that
-come and go leave nothing behind."""
+"""A table is served at its first request, with any name and immediately after its creation. DROP ends its shapes, and
+dropped tables leave nothing behind."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ NAMES = (
 
 
 class Patient(RealWorld):
-    """Nothing is found by polling."""
+    """A world in which polling finds no table."""
 
     table_poll_s = 600.0
     tables = ("*", "shard.*", '"Sch.""ema".*')
@@ -91,7 +91,7 @@ async def test_a_table_made_anew_under_its_name_is_409_to_who_has_the_old_rows_a
         client = await world.sync(table="again")
         await world.db.execute("DROP TABLE again")
         await world.db.execute("CREATE TABLE again (id int PRIMARY KEY, v text); INSERT INTO again VALUES (2, 'new')")
-        # Another shape of the name reads its rows now: what it finds is told to the capture, which then looks.
+        # Another shape of that name reads the rows of the new table and reports it to the capture, which then checks.
         await until(lambda: _status(world, table="again", where="id > 0", offset="-1", wanted=200))
         fresh = await world.sync(table="again", where="id > 0")
         assert _values(fresh) == ["new"]
@@ -188,7 +188,7 @@ async def _captured(world: RealWorld, count: int) -> bool:
 
 
 async def _left(world: RealWorld) -> dict[str, int]:
-    """Sizes of whatever a table leaves a trace in while it is there."""
+    """Return the sizes of all structures in which an existing table leaves a trace."""
     service, capture = world.service, world.capture
     session = capture._session
     assert session is not None

@@ -1,4 +1,4 @@
-"""H1: a handle is never used again; whatever ends a log gives a new one, and 409 to all who come with the old one."""
+"""H1: a handle is never reused. Every end of a log gives a new one, and requests with the old one get 409."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_mints_whose_clocks_jump_and_whose_processes_come_and_go_never_make_a_ha
 
 
 class Jumping(ManualClock):
-    """Wall time that stands still or goes back; the other one is the loop's."""
+    """A clock whose wall time stops or goes back, while its monotonic time is the loop's."""
 
     def monotonic_s(self) -> float:
         import asyncio
@@ -51,7 +51,8 @@ class Jumping(ManualClock):
 
 @pytest.mark.postgres
 async def test_h1_every_end_of_a_log_is_409_to_its_handle_for_ever_and_no_handle_comes_twice(postgres_dsn: str) -> None:
-    """Deletes, truncates, logs outgrown, captures that start anew, and nodes that start anew with a clock set back."""
+    """Logs end by deletes, truncates, their size limit, captures that start over, and restarts with a clock set
+    back."""
     settings = ShapeSettings(long_poll_s=0.2, allow_delete=True, limits=LogLimits(log_bytes=2_000))
     rand = random.Random(23)
     async with ShapeWorld(postgres_dsn, DDL, settings) as world:

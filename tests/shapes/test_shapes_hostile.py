@@ -1,5 +1,7 @@
-"""Requests made to hurt: long and deep clauses, many parameters, dear patterns, huge rows and huge tables. What the
-loop spends on them at once is measured in its thread's CPU time, which the load of other processes does not change."""
+"""Hostile requests: long and deep clauses, many parameters, expensive patterns, huge rows and huge tables.
+
+The test measures the CPU time that the loop's thread spends without a pause, which is independent of other processes.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ INSERT INTO item VALUES (-1, 0, repeat('a', 3000000), 1, '{}'), (-2, 0, 'x', rep
 
 
 def stall_s() -> float:
-    """STALL_S, or five times what one update of the dearest clause (3,000 sums a row) takes where that is longer: no
-    piece of work is larger than that, and a slow machine is as slow with it as with the rest."""
+    """Return STALL_S, or five times the time of one update of the most expensive clause (3,000 sums a row) if that is
+    longer. No piece of work is larger than that, and a slow machine slows it down like all others."""
     where = compile_where(CLAUSES[3], (), {"id": Type("int4")})
     spent_s = []
     for n in range(9):
@@ -82,7 +84,7 @@ class SliceWatch:
 
 
 class Prebuilt(FakeShard):
-    """Its tables are made before anything is measured."""
+    """A shard whose tables are built before the measurement."""
 
     def __init__(self, name: str, schema: ShardSchema) -> None:
         super().__init__(name, schema)

@@ -1,4 +1,4 @@
-"""The protocol over real Postgres changes; tests named by their rows of notes/electric.md §4."""
+"""The shape protocol over real changes of PostgreSQL; names of tests begin with their scenario ids."""
 
 from __future__ import annotations
 
@@ -246,12 +246,12 @@ async def test_a_column_added_is_409_and_then_shown(postgres_dsn: str) -> None:
 
 
 async def test_a_column_added_that_no_row_has_yet_is_409_and_then_shown(postgres_dsn: str) -> None:
-    """Nothing of the table is in the stream. Found by the oracle's worlds, seed 26."""
+    """The stream contains no change of the table. Found by the oracle's worlds, seed 26."""
     async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=60)) as world:
         params = await start(world)
         waiting = asyncio.ensure_future(world.get(**params, live="true"))
         await world.db.execute("ALTER TABLE item ADD COLUMN more int DEFAULT 7")
-        world.learn()  # as a capture's watcher tells it
+        world.learn()  # as a capture's watcher reports it
         assert (await asyncio.wait_for(waiting, DEADLINE_S)).status == 409
         client = await world.sync(table="item")
         assert client.rows['"public"."item"/"1"']["more"] == "7"
@@ -347,7 +347,7 @@ async def test_an_offset_beyond_the_log_waits_and_is_then_refused(postgres_dsn: 
 async def test_an_offset_beyond_a_log_of_an_earlier_life_is_asked_for_again_until_the_stream_comes_to_it(
     postgres_dsn: str,
 ) -> None:
-    """The client saw it before the node died, and must not be told that it is wrong."""
+    """The client saw the offset before the node died, so the answer must not call it invalid."""
     async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=0.4)) as world:
         params = await start(world)
         shape = world.service.find_by_handle(params["handle"])
@@ -509,7 +509,7 @@ async def test_sse_says_nothing_until_there_is_something_and_resumes_where_its_u
 
 
 async def test_all_who_follow_one_shape_are_told_everything_once_and_in_order(postgres_dsn: str) -> None:
-    """Those who wait for one transaction share its bytes; who comes late stands elsewhere."""
+    """Readers that wait for the same transaction share its bytes; late readers are at other offsets."""
     count = 60
     async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(keep_alive_s=0.2)) as world:
         params = await start(world)

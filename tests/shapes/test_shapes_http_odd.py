@@ -66,7 +66,7 @@ async def test_what_is_no_utf_8_is_400_and_not_read_as_another_text(postgres_dsn
 
 
 async def test_who_asks_for_a_table_that_is_not_captured_is_told_where_it_says_why(postgres_dsn: str) -> None:
-    """It may be there, and refused or parked: to add it to the capture would not help."""
+    """The table may exist but be refused or parked; adding it to the capture would not help then."""
     async with ShapeWorld(postgres_dsn, DDL) as world:
         answer = await world.get(table="parked", offset="-1")
         (said,) = answer.json["errors"]["table"]

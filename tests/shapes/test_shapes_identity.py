@@ -1,4 +1,4 @@
-"""Shapes over tables whose REPLICA IDENTITY is taken as it is: exact where keys suffice, and a clear 400 where not."""
+"""Shapes over tables whose REPLICA IDENTITY is left unchanged: exact where keys suffice, otherwise a clear 400."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ INSERT INTO wide SELECT g, g, repeat('b' || g, 2000) FROM generate_series(1, 5) 
 
 
 class AsIs(ShapeWorld):
-    """As a capture with identity = "as-is" tells it."""
+    """A world whose relations are reported as by a capture with identity = "as-is"."""
 
     def learn(self) -> None:
         super().learn()
@@ -59,7 +59,7 @@ async def test_an_update_leaves_out_what_nobody_said_and_a_client_that_merges_it
             ("delete", {"id": "2"}),
             ("insert", {"id": "22", "v": "2", "body": "short"}),
         ]
-        # Another key, and a value that nobody said: an insert cannot lack it.
+        # The key changes, and the stream lacks a value that an insert needs.
         await world.db.execute("UPDATE wide SET id = 44 WHERE id = 4")
         await follows(world, client)
         assert client.refetches == 1
@@ -88,7 +88,7 @@ async def test_f112_a_shape_that_needs_old_rows_is_refused_with_full_as_the_way_
         client = await world.sync(table="wide", where="v > 2")
         await world.db.execute("UPDATE wide SET v = 0 WHERE id = 3")
         await until(lambda: _holds(client, {"4", "5"}))
-        # Taken away under it: what may have left the shape is not told any more, so the shape ends there.
+        # The identity is removed: rows that leave the shape can no longer be reported, so the shape ends.
         await world.db.execute("ALTER TABLE wide REPLICA IDENTITY DEFAULT")
         await world.db.execute("UPDATE wide SET v = 0 WHERE id = 4")
 

@@ -1,4 +1,4 @@
-"""Rows on which only the evaluator here fails: PostgreSQL is asked, and the shape goes on."""
+"""Rows on which only our evaluator fails: PostgreSQL decides, and the shape continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ INSERT INTO item VALUES (1, 1, 'large', '2024-01-01');
 
 
 async def test_f125_a_row_that_only_our_evaluator_refuses_is_asked_of_the_database(postgres_dsn: str) -> None:
-    """A product of more digits than are computed here. Rows behind it keep their order."""
+    """The product has more digits than our evaluator computes. Later rows keep their order."""
     async with ShapeWorld(postgres_dsn, DDL, ShapeSettings(long_poll_s=5)) as world:
         client = await world.sync(table="item", where="item.weight * 1e9000 > 10 AND id < 100")
         async with world.db.transaction():
@@ -122,7 +122,7 @@ CREATE TABLE letter (id int PRIMARY KEY, n numeric, a text COLLATE "C", b varcha
 
 
 async def test_a_question_is_asked_of_columns_with_their_own_collations(postgres_dsn: str) -> None:
-    """In C letters beyond ASCII have one case; in that of the database they have two."""
+    """Letters beyond ASCII have a single case in collation C, and two in that of the database."""
     async with ShapeWorld(postgres_dsn, LETTERS, ShapeSettings(long_poll_s=5)) as world:
         for column in "abcd":
             where = f"n * 1e9000 > 10 AND lower({column}) = 'É' OR id = 2"

@@ -1,8 +1,8 @@
-"""What shapes owe a capture, over all interleavings of transactions, flushes, notices, shapes that come and go,
-sessions that begin anew and processes that die: the real taps, sink, store, file and flush tracker.
+"""Promises of shapes to a capture, over all interleavings of transactions, flushes, notices, created and ended shapes,
+restarted sessions and killed processes, with the real taps, sink, store, file and flush tracker.
 
-Oracle: what is confirmed is in the file, or changed nothing that the file holds; once all is quiet the last commit is
-confirmed; a log that is followed on has the table's rows, whoever had the capture in between.
+Oracle: a confirmed commit is in the file, or changed nothing that the file holds. Once no work is pending, the last
+commit is confirmed. A log that continues has the table's rows, even if other processes had the capture in between.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ KEYS = 4
 
 
 class Gate(Executor):
-    """Work that is done when the test says so."""
+    """Executor whose work is done when the test asks."""
 
     def __init__(self) -> None:
         self.waiting: deque[tuple[Future[Any], Callable[[], Any]]] = deque()
@@ -154,7 +154,7 @@ class KeptMachine(RuleBasedStateMachine):
         self.connect()
 
     def connect(self) -> None:
-        """A session begins: it goes on from what was confirmed, and what is restored follows it."""
+        """Begin a session at the confirmed position; restored shapes follow it."""
         process = self.alive
         process.taps.begin_session(self.row)
         process.taps.set_carried_relations({table.oid for table in TABLES})
@@ -200,7 +200,8 @@ class KeptMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("aaab"), reported=st.booleans(), happens=st.booleans())
     def die_in_a_flush(self, name: str, reported: bool, happens: bool) -> None:
-        """The most that may be lost: of news that were just written, with all handled that was told."""
+        """Die at the moment of the greatest possible loss: the last changes were just written, and all notices were
+        handled."""
         self.stream()
         if self.alive.flush is None:
             self.begin_flush()
@@ -209,7 +210,7 @@ class KeptMachine(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from("aaab"), reported=st.booleans(), happens=st.booleans())
     def die(self, name: str, reported: bool, happens: bool) -> None:
-        """With a flush under way it happened or not, and was told or not."""
+        """Die. A pending flush takes effect or not, and is reported or not."""
         process = self.alive
         if process.gate.waiting:
             future, work = process.gate.waiting.popleft()
@@ -237,7 +238,7 @@ class KeptMachine(RuleBasedStateMachine):
 
     @rule()
     def reconnect(self) -> None:
-        """The session fails, and the process goes on."""
+        """The session fails, and the process continues."""
         self.connect()
 
     # -- the stream --------------------------------------------------------------------------------------------
@@ -318,7 +319,8 @@ class KeptMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.process is not None and not self.delivered)
     @rule(table=st.sampled_from(TABLES))
     def add(self, table: Relation) -> None:
-        """Its snapshot sees what was ever delivered to this process (capture_tap.py, K3), by earlier sessions too."""
+        """Add a shape. Its snapshot sees everything delivered to this process (capture_tap.py, K3), by earlier sessions
+        too."""
         self.evaluate()
         seen = max(self.session.at, self.alive.sink.taken)
         self.shape_count += 1
@@ -371,7 +373,7 @@ class KeptMachine(RuleBasedStateMachine):
 
     @rule()
     def commit_in_a_flush(self) -> None:
-        """What comes while a flush is under way, be it that it changes nothing, is confirmed once all is quiet."""
+        """A commit during a flush is confirmed once no work is pending, even if it changes nothing."""
         if self.alive.flush is None:
             self.begin_flush()
         self.write(1, 1)
@@ -408,7 +410,7 @@ class KeptMachine(RuleBasedStateMachine):
         return rows
 
     def check_files(self) -> None:
-        """Nobody has one open. What may be restored has all that was confirmed."""
+        """Check each file while no process has it open. Shapes that may be restored have all confirmed commits."""
         for path in sorted(Path(self.directory.name).glob("*.db")):
             file = ShapeFile(path)
             try:
@@ -433,7 +435,7 @@ class KeptMachine(RuleBasedStateMachine):
             assert self.confirmed <= self.lsn
 
     def quiet(self) -> None:
-        """All is delivered, evaluated, written and told: nothing is pending, and every shape is the table."""
+        """Deliver, evaluate, write and report everything. Then nothing is pending, and every shape equals its table."""
         while self.next_one is not None:
             self.deliver()
         self.evaluate()
@@ -484,7 +486,7 @@ class HastyStore(ShapeStore):
 
 
 class UnsettledSink(ShapeTap):
-    """A flush that brings no news tells nobody of what came meanwhile."""
+    """A planted fault: a flush without changes reports nothing about commits that arrived during it."""
 
     def __init__(self, *args: Any, store: ShapeStore, **named: Any) -> None:
         super().__init__(*args, store=store, **named)
@@ -492,7 +494,7 @@ class UnsettledSink(ShapeTap):
 
 
 class DeafSink(ShapeTap):
-    """Owes nothing for a commit that comes while nothing of it is to be written yet."""
+    """A planted fault: a commit that arrives while nothing is to write is not held."""
 
     @property
     def _must_hold_commit(self) -> bool:

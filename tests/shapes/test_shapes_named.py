@@ -157,7 +157,7 @@ async def test_a_client_narrows_a_shape_and_never_widens_it(postgres_dsn: str) -
         assert (await world.post({"where": "secret = 's2'"}, **subset)).status == 400
         assert (await world.post({"order_by": "secret", "limit": 1}, **subset)).status == 400
 
-        # A clause that would fail on a row of another tenant tells nothing of it: it is not asked there.
+        # A clause that would fail on a row of another tenant reveals nothing about it: it is not evaluated there.
         failing = await world.sync(shape="narrow", where="1000 / (id - 7) > -1000000")
         assert {row["id"] for row in failing.rows.values()} == EVEN
         assert (await world.post({"where": "1000 / (id - 7) > -1000000"}, **subset)).status == 200

@@ -1,5 +1,5 @@
-"""What heals is 503, and never 400: a table that is made anew, parked or being parked. A client that holds rows of it
-is told to start over first."""
+"""Recoverable states of a table are 503 and never 400: re-created, parked or being parked. Clients with its rows must
+start over first."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Polled(RealWorld):
 
 
 class Unpolled(RealWorld):
-    """The tables are looked at when somebody asks for it."""
+    """A world whose tables are checked only on request."""
 
     table_poll_s = 600.0
 
@@ -44,13 +44,14 @@ class Parted(Polled):
 
 
 class Asked(Polled):
-    """A parked table is copied again only when somebody says so."""
+    """A parked table is copied again only on request."""
 
     copy_again = False
 
 
 SERVED = {200, 409, 503}
-"""Of a request without rows: 409 where its shape ended while it was loaded, with the handle to begin with."""
+"""Statuses of a request without rows. A shape that ended while it was loaded gives 409, with the handle to start
+with."""
 
 
 async def states(world: RealWorld) -> dict[str, str]:
@@ -121,7 +122,7 @@ async def test_f121_a_request_whose_shape_ends_while_it_loads_is_sent_to_the_tab
 async def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_until_it_is_copied(
     postgres_dsn: str,
 ) -> None:
-    """ATTACH heals by a copy at once, DETACH within five minutes more only when that pause is over."""
+    """ATTACH is repaired by an immediate copy; DETACH within five minutes of it only after that pause."""
     async with Parted(postgres_dsn, PARTED, ShapeSettings(long_poll_s=30.0)) as world:
         await until(lambda: world.capture.streaming)
         await world.db.execute("ALTER TABLE p ATTACH PARTITION p2 FOR VALUES FROM (100) TO (200)")
@@ -158,7 +159,7 @@ async def test_f122_a_parked_table_is_409_to_its_holders_and_503_to_all_others_u
 
 
 async def test_f123_a_table_parked_for_good_has_its_clients_start_over_once_and_wait(postgres_dsn: str) -> None:
-    """It is the only one of its capture, which then has no table to name, and is not starting for that."""
+    """The capture has no other table, so it has none to name, but it does not count as starting."""
     async with Asked(postgres_dsn, DDL, ShapeSettings(long_poll_s=30.0)) as world:
         await until(lambda: world.capture.streaming)
         client = await world.sync(table="t")
@@ -190,7 +191,7 @@ async def test_f123_a_table_parked_for_good_has_its_clients_start_over_once_and_
 async def test_f124_a_table_that_is_being_parked_is_409_to_its_holders_and_never_400(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its shapes end, and wake their clients, before the catalogue says that it is parked."""
+    """The shapes end, and wake their clients, before the catalogue shows the table as parked."""
     pausing, go_on, change = asyncio.Event(), asyncio.Event(), TableStates.update_row
     broken: list[bool] = []
 

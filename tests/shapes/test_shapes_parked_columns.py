@@ -1,5 +1,5 @@
-"""A table's description changes: shapes of columns that hold what they held continue, exactly and under their handle,
-while the table is parked and copied again. Those that need more start over."""
+"""A table's description changes. Shapes of unaffected columns continue, exactly and under their handle, while the table
+is parked and copied again. Shapes of affected columns start over."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class Polled(RealWorld):
 
 
 class SetAside(Polled):
-    """A copy takes seconds, and what changes meanwhile is set aside at once."""
+    """A copy takes seconds, and concurrent changes go to a side topic immediately."""
 
     more = {"copy_aside_after_s": 0.2, "copy_rows_per_s": 700, "copy_chunk_blocks": 4}
 
 
 class Unpolled(RealWorld):
-    """The tables are looked at once, and when somebody asks for it."""
+    """A world whose tables are checked once at the start, and later only on request."""
 
     table_poll_s = 600.0
 
@@ -62,7 +62,7 @@ def ddl(*names: str) -> str:
 
 
 async def follows(world: RealWorld, client: Client, where: str = "true") -> None:
-    """Until the client has the rows that SELECT gives, without having started over."""
+    """Wait until the client has the rows that SELECT gives. It must not start over."""
     columns, handle = client.params["columns"], client.handle
     cursor = await world.db.execute(f"SELECT {columns} FROM {client.params['table']} WHERE {where}")  # type: ignore[arg-type]
     wanted = {tuple(None if v is None else str(v) for v in row) for row in await cursor.fetchall()}
@@ -177,7 +177,7 @@ LATER = {
     "divided": "CREATE TABLE divided2 (id int PRIMARY KEY, c int, a int); INSERT INTO divided2 VALUES (1001, 1, 1);"
     " ALTER TABLE divided ATTACH PARTITION divided2 FOR VALUES FROM (1000) TO (2000)",
 }
-"""What befalls a table that is parked already, for a column that the shape has not."""
+"""Changes to a parked table that concern a column outside the shape."""
 
 
 def ending_ddl() -> str:
@@ -210,7 +210,7 @@ async def test_a_shape_starts_over_where_its_own_columns_may_be_others(postgres_
 
 
 async def test_a_swap_of_columns_that_only_the_stream_tells_is_found_before_its_first_row(postgres_dsn: str) -> None:
-    """The tables are not looked at meanwhile. Afterwards the names are as before."""
+    """The tables are not checked in between. Afterwards the names are as before."""
     names = "id int PRIMARY KEY, c int, a int, x int"
     made = f"CREATE TABLE t ({names}); INSERT INTO t VALUES (1, 10, 100, 0)"
     async with Unpolled(postgres_dsn, made, SETTINGS) as world:
@@ -276,7 +276,7 @@ async def test_a_shape_beside_generated_columns_continues_while_these_and_other_
 async def test_a_shape_continues_while_its_table_is_copied_again_and_what_changes_is_set_aside(
     postgres_dsn: str, given_up: bool
 ) -> None:
-    """`given_up`: the stream breaks once the only table's copy is given up, so that nothing is copied or carried."""
+    """`given_up`: the stream breaks after the copy of the only table was abandoned, so nothing is copied or carried."""
     async with SetAside(postgres_dsn, ddl("dropped"), SETTINGS) as world:
         await until(lambda: world.capture.streaming)
         where = "b < 300"
@@ -299,7 +299,7 @@ async def test_a_shape_continues_while_its_table_is_copied_again_and_what_change
         await until(set_aside)
         await write(world, "dropped", 3)
         await follows(world, client, where)
-        # From here on it is not set aside any more, and WAL is kept for it.
+        # From here on there is no side topic, and WAL is kept for the table.
         await world.db.execute("ALTER TABLE dropped ADD COLUMN z int")
         await write(world, "dropped", 4)
         await follows(world, client, where)

@@ -1,4 +1,4 @@
-"""Many shapes of an earlier life: compiled together, ended alone; and what is told of many is bounded."""
+"""Many restored shapes: compiled together, ended separately, and reported in bounded size."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ async def test_of_many_shapes_that_come_back_each_ends_alone_and_the_others_foll
 
 
 async def test_a_table_that_grows_while_its_shapes_are_compiled_is_not_followed_as_it_was(tmp_path: Path) -> None:
-    """World 208 of the oracle: whoever looks for tables that were described anew had looked when the shapes came back,
-    and without a row under the new description nobody ended them."""
+    """World 208 of the oracle: the check for changed descriptions had run before the shapes were restored. Without a
+    row under the new description nothing ended them."""
     file = ShapeFile(tmp_path / "main.db")
     file.open()
     file.flush(Flush("owner", False, [written(key) for key in range(1, 4)], ()))

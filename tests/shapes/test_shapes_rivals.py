@@ -1,4 +1,4 @@
-"""Shapes over a table with a DEFERRABLE primary key: a client has one row a key, whatever moves at once."""
+"""Shapes over a table with a DEFERRABLE primary key: a client has one row per key, despite moves in one transaction."""
 
 from __future__ import annotations
 

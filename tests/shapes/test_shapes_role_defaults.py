@@ -1,4 +1,4 @@
-"""What a role or a database has as its defaults is no default of shapes."""
+"""Settings that a role or a database has as defaults do not affect shapes."""
 
 from __future__ import annotations
 

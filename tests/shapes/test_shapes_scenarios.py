@@ -30,7 +30,7 @@ from tidemill.shapes.tables.table_consumer import TableConsumer
 
 
 class Durable:
-    """A sink that has everything at once."""
+    """A sink that confirms everything immediately."""
 
     async def deliver(self, fragment: Fragment, notices: FlushNotices) -> list[str]:
         if fragment.commits:
@@ -119,7 +119,7 @@ def late_and_young() -> tuple[ManualClock, ShapeTap, TableConsumer, TableConsume
     nothing = Turn(clock, 0.0)
     sink.process_fragment(bench.fragments(5, ("insert", None, row(1)), ("insert", None, row(3)))[0])
     sink.run_slice(nothing)
-    sink.turns._ready.clear()  # whoever hangs never has its turn again
+    sink.turns._ready.clear()  # simulate a hanging consumer: it never gets a turn again
     clock.advance(2_000)
     working = consumer_of(sink, "working")
     sink.process_fragment(bench.fragments(6, ("insert", None, row(2)), ("insert", None, row(4)))[0])
@@ -197,7 +197,7 @@ def test_st7_a_reader_between_any_two_steps_of_the_writer_has_every_shown_item_o
 
 @pytest.mark.postgres
 async def test_st11_who_asks_while_the_base_is_read_gets_all_of_it(postgres_dsn: str) -> None:
-    """Ten clients at once, the first of which begins the shape; a base of many chunks, and writes beside it."""
+    """Ten concurrent clients, the first of which creates the shape, a base of many chunks, and concurrent writes."""
     ddl = "CREATE TABLE item (id int PRIMARY KEY, name text); INSERT INTO item SELECT g, repeat('x', 400)"
     ddl += " FROM generate_series(1, 4000) g"
     async with ShapeWorld(postgres_dsn, ddl) as world:

@@ -276,7 +276,7 @@ async def test_a_shard_is_followed_over_http_and_its_feed_ends_with_the_shape(po
 
 @pytest.mark.postgres
 async def test_a_shape_that_history_overtakes_starts_over_and_its_clients_refetch(postgres_dsn: str) -> None:
-    """A shape holds nothing back in its shard: a slow one finds that the times it would tell apart are merged."""
+    """Shapes hold no history of their shard. A slow one finds that the times it needs are already merged."""
     clock, rand = SystemClock(), Rand(1)
     consensus = MemoryConsensus(clock)
     shard = await open_shard(consensus, MemoryObjects(clock), clock, rand, "s", SCHEMA)

@@ -1,4 +1,4 @@
-"""Shapes over shards outlive the process that serves them: their clients go on under their handles."""
+"""Shapes over shards survive the process that serves them: their clients continue under their handles."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Served:
         await self._child.wait()
 
     async def get(self, **params: str) -> Answer:
-        """As often as it is 503, or nobody answers: clients do."""
+        """Repeat the request while the answer is 503 or the server is unreachable, as clients do."""
         while True:
             with suppress(URLError, ConnectionError):
                 answer = await ShapeWorld.ask(self, _target(params))  # type: ignore[arg-type]
@@ -128,7 +128,7 @@ def held(client: Client) -> dict[str, str]:
 async def test_clients_of_a_shard_go_on_under_their_handles_while_the_process_is_killed_again_and_again(
     tmp_path: Path,
 ) -> None:
-    """Who stands anywhere in the log, or at a time that was not durable when the process died, sees each item once."""
+    """Clients see each item once, at any position in the log, also at a time that was not durable at the kill."""
     rand = random.Random(2)
     async with Served(tmp_path) as served:
         shard, bag = await served.shard("s", KEYED), await served.shard("bag", BAG)
@@ -176,7 +176,7 @@ async def test_clients_of_a_shard_go_on_under_their_handles_while_the_process_is
 
 
 async def test_a_shape_that_cannot_go_on_where_it_was_is_409_and_shows_no_stale_row(tmp_path: Path) -> None:
-    """A shard that forgot what came meanwhile; one that was dropped and made anew; a cluster that was restored."""
+    """Cases: a shard whose later history is merged, a shard that was dropped and re-created, a restored cluster."""
 
     async def over(served: Served, clients: list[Client], old: list[str]) -> None:
         before = [client.refetches for client in clients]

@@ -1,4 +1,4 @@
-"""What shapes do when the capture below them starts over in the same process: their logs have a gap from there on."""
+"""Shapes whose capture starts over in the same process: their logs have a gap from there on."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ async def test_rc1_a_new_publication_makes_the_slot_anew_and_shapes_that_missed_
 
 
 async def test_a_table_that_starts_over_alone_ends_its_own_shapes_and_no_others(postgres_dsn: str) -> None:
-    """Somebody took it out of the publication while nothing captured, and wrote to it."""
+    """The table was removed from the publication and written while the capture was stopped."""
     ddl = DDL + "; CREATE TABLE b (id int PRIMARY KEY, v int); INSERT INTO b VALUES (1, 1)"
     async with RealWorld(postgres_dsn, ddl, ShapeSettings(long_poll_s=0.5)) as world:
         await until(lambda: world.capture.streaming)

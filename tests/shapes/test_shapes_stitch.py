@@ -1,4 +1,4 @@
-"""Until when a shape asks whether its snapshot holds a transaction."""
+"""Duration of the filter that checks transactions against a shape's snapshot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EPOCH = 1 << 32
 
 
 def test_a_transaction_that_is_seen_may_come_after_one_that_is_not() -> None:
-    """Two commits at once: 112 is first in the WAL, 105 is first to become visible. The snapshot has 105 only."""
+    """Two concurrent commits: 112 is first in the WAL, 105 is first to become visible. The snapshot has 105 only."""
     stitched = SnapshotFilter(PgSnapshot(100, 110, frozenset(), lsn=10))
     assert stitched.admits(112, 1)
     assert not stitched.admits(105, 1)
@@ -53,7 +53,7 @@ def test_a_snapshot_is_read_back_as_it_was_kept_also_from_before_the_lsn_was() -
 
 @pytest.mark.postgres
 async def test_a_shape_knows_the_end_of_the_wal_of_its_snapshot(postgres_dsn: str) -> None:
-    """Its first change after it ends the filter, however few transactions there were."""
+    """The first change after it ends the filter, independently of the number of transactions."""
     async with ShapeWorld(postgres_dsn, "CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1)") as world:
         client = await world.sync(table="t")
         (consumer,) = world.sink.router.consumers()
@@ -64,7 +64,7 @@ async def test_a_shape_knows_the_end_of_the_wal_of_its_snapshot(postgres_dsn: st
 
 @pytest.mark.postgres
 async def test_a_shape_that_another_process_begins_sees_what_waits_for_a_synchronous_standby(postgres_dsn: str) -> None:
-    """It is in the WAL, and may be confirmed. Here the sink forgets what was delivered, as after a restart."""
+    """The transaction is in the WAL, and may be confirmed. Here the sink forgets deliveries, as after a restart."""
     async with ShapeWorld(postgres_dsn, "CREATE TABLE t (id int PRIMARY KEY); INSERT INTO t VALUES (1)") as world:
         await world.db.execute("SET synchronous_commit = local")
         try:

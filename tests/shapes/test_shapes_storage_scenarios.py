@@ -37,7 +37,7 @@ from tidemill.shapes.where import Type, compile_where
 
 
 def dump(path: Path, log: DiskLog | None = None) -> dict[str, list[tuple[Any, ...]]]:
-    """What the file holds of this log, or of all."""
+    """Return the rows of this log in the file, or of all logs."""
     of = "true" if log is None else f"id = {log.key}"
     with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as file:
         sql = "SELECT * FROM {} WHERE {} ORDER BY 1, 2, 3"
@@ -45,7 +45,7 @@ def dump(path: Path, log: DiskLog | None = None) -> dict[str, list[tuple[Any, ..
 
 
 def newest(path: Path) -> list[tuple[int, int]]:
-    """Where each shape's log ends, as its row says."""
+    """Return the end of each shape's log from its row."""
     with sqlite3.connect(f"file:{path}?mode=ro", uri=True) as file:
         return file.execute("SELECT tx, op FROM shapes ORDER BY id").fetchall()
 
@@ -64,7 +64,7 @@ def commit(log: DiskLog, tx: int, count: int) -> list[bytes]:
 
 
 async def restored(path: Path, owner: str) -> tuple[ShapeStore, list[tuple[StoredShape, DiskLog]]]:
-    """What a process that comes now finds, if the capture's row names `owner`."""
+    """Return the shapes that a new process restores if the capture's row names `owner`."""
     store, _ = store_of(path, ManualClock(), seed=9)
     store.claim([owner])
     return store, [(saved, store.restore_log(saved)) for saved in await store.read_saved()]
@@ -122,7 +122,7 @@ def cuts(before: int, after: int) -> list[int]:
 
 
 async def check_chain(log: DiskLog, expected: list[bytes]) -> int:
-    """From each end of a chunk, what follows, once and in order; how many chunks there are."""
+    """Check that each end of a chunk is followed by the rest, once and in order. Return the number of chunks."""
     ends, read, offset = [BEFORE_ALL], [0], BEFORE_ALL
     while not (chunk := await log.fetch(offset)).complete:
         assert chunk.end > offset
@@ -148,7 +148,8 @@ async def test_st4_whenever_a_process_dies_in_a_flush_that_closes_chunks_they_ch
     first, second = store.create_log(), store.create_log()
     shown: dict[str, list[bytes]] = {"first": [], "second": []}
     durable: dict[str, list[list[bytes]]] = {"first": [[]], "second": [[]]}
-    """What a restart may show: as of the flush before, or as of this one."""
+    """Each log is written in a separate transaction of the file. The disk is that of a process killed after any of its
+    writes."""
 
     async def flush_and_die_in_it() -> None:
         nonlocal deaths
@@ -185,7 +186,7 @@ async def test_st4_whenever_a_process_dies_in_a_flush_that_closes_chunks_they_ch
         again.file.release()
 
     async def bring_again(log: DiskLog, name: str, items: list[bytes]) -> None:
-        """What was not durable comes again from the stream, to the same places."""
+        """Deliver items that were not durable again from the stream, at the same offsets."""
         for tx, count in transactions[name]:
             if tx > log.end.tx:
                 commit(log, tx, count)
@@ -224,7 +225,7 @@ async def test_st4_whenever_a_process_dies_in_a_flush_that_closes_chunks_they_ch
 
 
 BEHIND = 5
-"""So many changes later a client reads again: of a row that went meanwhile, and came again."""
+"""Number of changes after which a client reads again: of a row that was deleted and inserted again in between."""
 
 
 class Watched(Client):
@@ -248,7 +249,7 @@ class Watched(Client):
 
 
 def in_order(seen: list[Any], history: list[Any]) -> bool:
-    """Whether what was seen is a part of history, and never went back."""
+    """Return whether the observed states are a subsequence of history."""
     rest = iter(history)
     return all(any(state == other for other in rest) for state in seen)
 
@@ -303,7 +304,7 @@ async def test_st8_a_row_that_goes_and_comes_again_is_never_merged_in_a_log_that
 async def test_st9_however_often_a_log_is_restored_and_the_stream_brings_all_of_it_again_its_file_stays_as_it_is(
     tmp_path: Path,
 ) -> None:
-    """Also one that outgrew its limit: it is gone after the first restart, and what is left of it leaves once."""
+    """One log outgrew its limit: it is gone after the first restart, and its remains are deleted once."""
     path = tmp_path / "db.db"
     bench = Bench()
     fragments = [

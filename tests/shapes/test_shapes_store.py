@@ -1,4 +1,4 @@
-"""Shape logs on disk: beside a model, through flushes that fail in any way and lives that end at any moment."""
+"""Shape logs on disk against a model, through flushes that fail in any way and processes killed at any moment."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Model:
         self.items: list[tuple[LogOffset, bytes]] = []
         self.recorded = False
         self.written = False
-        """It was recorded before a flush that is durable."""
+        """Set once it was recorded before a durable flush."""
 
 
 @settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -105,7 +105,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(sizes=st.lists(st.integers(1, 40), max_size=4), back=st.booleans())
     def transaction(self, sizes: list[int], back: bool) -> None:
-        """Of every shape the same; taken back before it ends, or shown."""
+        """Write the same transaction to every shape; undo it before its end, or publish it."""
         self.position += 1
         for log, model in self.shapes.items():
             items = [
@@ -148,7 +148,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(claimed=st.booleans())
     def die_and_come_back(self, claimed: bool) -> None:
-        """Whatever was told as durable is there, whole transactions only; of what was not told maybe."""
+        """Restart. All data reported as durable is present, in whole transactions only; unreported data may be."""
         self.file.release()
         known = {model.handle: model for model in self.shapes.values()} | self.gone
         self.open()

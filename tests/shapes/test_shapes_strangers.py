@@ -1,4 +1,5 @@
-"""What strangers may make a node hold, wait for and show: bounded, counted, and nothing that is not theirs."""
+"""Bounds on unauthorized clients: memory, waiting and information. All are limited and counted, and reveal no foreign
+data."""
 
 from __future__ import annotations
 
@@ -119,7 +120,7 @@ def test_what_is_taken_of_all_or_of_none() -> None:
 async def test_a_reader_that_takes_nothing_is_counted_until_its_last_piece_has_gone_and_not_while_it_waits(
     tmp_path: Path, asked: str, changes: int
 ) -> None:
-    """Of a restored shape, whose rows and changes only the file has. Of the changes one at a time may be held."""
+    """The shape is restored, so only the file has its rows and changes. At most one change at a time may be held."""
     waits = (asked, changes) == ("events", 1)
     big = b'{"key":"k","value":{"id":"%s"},"headers":{"operation":"insert"}}' % (b"1" * 300_000)
     kept = SavedTableShape(
@@ -279,7 +280,7 @@ async def test_a_large_clause_is_counted_and_other_spellings_of_a_table_keep_no_
 
 
 class Reported:
-    """A capture that says so, or cannot say."""
+    """A capture that confirms a table, denies it, or fails to answer."""
 
     def __init__(self, says: bool | TidemillError | None) -> None:
         self.says = says
@@ -299,7 +300,7 @@ class Reported:
 
 
 def tables_of(*reported: Reported) -> TableShapes:
-    """Nothing is compiled, so what would is closed at once."""
+    """Return tables whose compiler is closed, because nothing is compiled."""
     clock, compiler = SystemClock(), CompilerThread()
     tables = TableShapes(clock, LoopShare(clock), BacklogLimits(), compiler)
     compiler.close()
@@ -321,7 +322,7 @@ async def test_a_capture_that_cannot_say_keeps_nobody_waiting_for_a_table_that_a
 
 
 class Flips(Reported):
-    """It says that the table is parked, and by the time of the next look its copy has begun; at last it is there."""
+    """A capture that reports the table as parked. At the next check its copy has begun, and finally it is there."""
 
     def __init__(self, times: int) -> None:
         super().__init__(True)
@@ -372,7 +373,7 @@ async def test_requests_for_unknown_tables_leave_others_their_places_while_a_cap
 
 
 async def test_a_right_to_a_table_that_is_not_there_yet_is_one_to_each_topic_that_it_may_get() -> None:
-    """Whoever asks is answered with its rows once it is there: a topic of just that name says nothing of it."""
+    """Rows are served once the table exists. A right to a topic of just that name does not suffice."""
     clock = SystemClock()
     consensus = MemoryConsensus(clock)
     catalogue = Catalogue(create_metastore(consensus, MemoryObjects(clock), clock, Rand(1)), clock, Rand(1))

@@ -1,4 +1,4 @@
-"""Subsets over HTTP: what they give, what they refuse, and that they join the stream (notes/electric.md §3)."""
+"""Subsets over HTTP: their rows, their errors, and their consistency with the stream."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ INSERT INTO twice VALUES (1, 0.1, 9, 1), (2, 9, 0.1, 1), (3, 9, 9, 1), (4, 0.1, 
 
 
 async def test_a_parameter_that_is_used_twice_means_the_same_to_shape_stream_and_subset(postgres_dsn: str) -> None:
-    """At each place what a literal would mean there, though PostgreSQL gives a parameter one type."""
+    """The parameter means the same as a literal at each place, although PostgreSQL gives a parameter one type."""
     async with ShapeWorld(postgres_dsn, TWICE) as world:
         shape = {"table": "twice", "where": "n = $1 OR r = $1", "params[1]": "0.1"}
         client = await world.sync(**shape)

@@ -1,4 +1,4 @@
-"""What a subset's clause, body and rows may cost, and what of it may tell of rows that are not the shape's: pure."""
+"""Limits of a subset's clause, body and rows, and its silence about rows outside the shape; without a database."""
 
 from __future__ import annotations
 

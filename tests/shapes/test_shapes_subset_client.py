@@ -108,7 +108,7 @@ async def test_snapshots_asked_for_while_the_table_changes_join_the_stream_exact
 
 
 async def test_changes_that_a_snapshot_shows_are_dropped_when_the_stream_brings_them(postgres_dsn: str) -> None:
-    """The stream is held back, so that the same transactions are in the snapshot and behind it."""
+    """The stream is paused, so that the same transactions are in the snapshot and later in the stream."""
     async with (
         ShapeWorld(postgres_dsn, DDL) as world,
         SubsetClient(f"{world.server.url}/v1/shape", {"table": "todo"}) as client,

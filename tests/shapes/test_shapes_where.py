@@ -312,7 +312,8 @@ def test_parameters_take_the_type_that_the_database_gives_them(
 
 
 def test_a_parameter_takes_a_type_at_each_of_its_places(database: Database) -> None:
-    """As the same literal would there. One $n has a single type in PostgreSQL, by its first use in the statement."""
+    """The type is that of the same literal there. In PostgreSQL one $n has a single type, from its first use in the
+    statement."""
     for expression, param in [
         ("n = $1 OR r = $1", "0.1"), ("r = $1 OR n = $1", "0.1"), ("tz > $1 OR ts > $1", "2024-01-31 10:20:30.4+02"),
         ("ts < $1 AND tz < $1", "2024-01-31 10:20:30.5+02"), ("c = $1 OR t = $1", "ab "), ("t = $1 OR c = $1", "ab "),
@@ -391,7 +392,8 @@ def generate(rand: random.Random, depth: int) -> str:
 
 
 def test_random_expressions_agree_with_the_database_or_are_refused(database: Database) -> None:
-    """Whatever compiles here compiles there, and gives the same on every row unless evaluating fails there."""
+    """Every clause that compiles here compiles in PostgreSQL, and agrees on every row unless the evaluation fails
+    there."""
     rand = random.Random(20261121)
     compared = 0
     for _ in range(6000):

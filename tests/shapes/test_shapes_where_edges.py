@@ -1,7 +1,7 @@
-"""Where clauses over every element type, mixed lists and values at the edge of every type, against SELECT.
+"""Clauses over every element type, mixed lists and values at the edge of every type, compared with SELECT.
 
 PostgreSQL answers thousands of expressions in a few statements: a function there evaluates each of them on each row,
-and says with which SQLSTATE it failed where it does.
+and returns the SQLSTATE where it fails.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def quoted(text: str) -> str:
 
 
 def array_text(rand: random.Random, kind: str, edges: Mapping[str, Sequence[str]] = EDGES) -> str:
-    """An array's text: sometimes empty, with NULLs, of two dimensions, or with a lower bound of its own."""
+    """Return an array's text: sometimes empty, with NULLs, of two dimensions, or with an explicit lower bound."""
     picked = [rand.choice(edges[kind]) for _ in range(rand.choice((0, 1, 1, 2, 3)))]
     items = ["NULL" if rand.random() < 0.15 else '"' + item.replace("\\", "\\\\") + '"' for item in picked]
     if len(items) == 2 and rand.random() < 0.2:
@@ -110,7 +110,7 @@ def ddl(rand: random.Random, version: int) -> str:
 
 
 TEXTUAL = ("text", "bpchar", "varchar")
-"""Of them each column has the collation C."""
+"""Types whose columns each have the collation C."""
 C = ' "C"'
 TRUTH_SQL = """
 CREATE FUNCTION truth(clauses text[]) RETURNS SETOF text[] LANGUAGE plpgsql AS $$
@@ -178,7 +178,7 @@ class Edges:
         return None if value is None else str(value).lower()
 
     def wrong(self, clauses: list[str]) -> tuple[list[str], int, dict[str, str]]:
-        """What disagrees; how many clauses were compared; what was refused."""
+        """Return the disagreements, the number of compared clauses, and the refused clauses."""
         compiled: dict[str, list[str | None]] = {}
         refused: dict[str, str] = {}
         for clause in dict.fromkeys(clauses):

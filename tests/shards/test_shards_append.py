@@ -1,4 +1,4 @@
-"""Compare-and-append under races and lost answers: the `caa_idempotent` rows of notes/materialize.md §4.4."""
+"""Compare-and-append under races and lost answers: every retry is idempotent."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ class BindingModel(RuleBasedStateMachine):
         self.world = World()
         self.model: list[Binding] = []
         self.kept_ms = -1
-        """What has to be known still: the binding in force at it, and everything later."""
+        """Start of the history to keep: the binding in force at this time and all later ones must stay known."""
 
     def run(self, work: Any) -> Any:
         return self.loop.run_until_complete(asyncio.wait_for(work, 30))

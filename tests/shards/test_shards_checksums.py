@@ -1,4 +1,4 @@
-"""Checksums of parts: whatever bit is flipped, each way to read gives what was written or Corrupt."""
+"""Checksums of parts: after any flipped bit, each way to read returns the written rows or raises CorruptError."""
 
 from __future__ import annotations
 

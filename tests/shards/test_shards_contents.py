@@ -54,7 +54,7 @@ def multiset_histories(draw: st.DrawFn) -> list[Row]:
 
 
 def stored(schema: ShardSchema, rows: list[Row]) -> pa.Table:
-    """As a reader sees them: one encoded part per time, in time order."""
+    """Return the rows as a reader sees them: one encoded part per time, in time order."""
     tables = []
     for time in sorted({r[2] for r in rows}):
         encoded = encode_part(schema, updates(r for r in rows if r[2] == time))

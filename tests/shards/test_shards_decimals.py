@@ -20,7 +20,7 @@ from tidemill.shards.parts.schema_evolution import canonical_default
 
 FORMS = ((38, 0), (38, 18), (38, 37), (38, 38), (20, 19), (8, 2), (1, 0))
 WRAPS = ("400000000000000000000", "-400000000000000000000.5", "340282366920938463463.374607431768211457")
-"""As decimal(38,18) each of them is one modulo 2^128."""
+"""Values each of which as decimal(38,18) equals one modulo 2^128."""
 engine = duckdb.connect()
 texts = st.builds(
     lambda sign, whole, part: f"{sign}{whole or '0'}{'.' if part else ''}{part}",

@@ -1,4 +1,4 @@
-"""Settled rows, less what a difference touches, with what it leaves: held to the one sum over everything."""
+"""Settled rows without those that a difference touches, plus its result, equal the sum over all updates."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def hashed(rows: pa.Table) -> pa.Table:
 
 
 def read(parts: list[pa.Table], as_of: int) -> Counter[Any] | None:
-    """As the plan does: parts of nothing but insertions are settled, all others are the difference."""
+    """Read like the plan: parts with insertions alone are settled, all others form the difference."""
     parts = [hashed(p.filter(pc.less_equal(p.column(TIME), as_of))) for p in parts]
     settled = [p for p in parts if set(p.column(DIFF).to_pylist()) == {1}]
     rest = pa.concat_tables([hashed(updates([])), *(p for p in parts if p not in settled)])
@@ -46,7 +46,7 @@ def test_settled_rows_and_the_difference_are_the_contents_at_every_time(
 ) -> None:
     flat = [row for pieces in history for piece in pieces for row in piece]
     run = [row for pieces in history[start:end] for piece in pieces for row in piece]
-    # What a merge of some batches made of them: sums at since, or at their last time.
+    # A merge of some batches: sums at since, or at their last time.
     moved_to = min(since, max((row[2] for row in run), default=0))
     parts = [merge_updates(SCHEMA, updates(run), moved_to).drop_columns([HASH])]
     parts += [updates(piece) for pieces in [*history[:start], *history[max(start, end) :]] for piece in pieces]

@@ -1,4 +1,4 @@
-"""A dropped shard: nobody reads or writes it any more, its name is free, and its log is one small record."""
+"""A dropped shard: no reads or writes succeed, its name is free, and its log is one small record."""
 
 from __future__ import annotations
 

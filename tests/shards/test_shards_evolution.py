@@ -1,4 +1,5 @@
-"""What a schema may become, who is told of it, and that everybody who evolves it at once ends in one schema."""
+"""Permitted changes of a schema, their reporting to readers and writers, and concurrent changes that end in one
+schema."""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ async def test_a_merge_by_a_handle_of_before_keeps_the_new_columns(monkeypatch: 
 
 
 async def test_a_writer_of_an_older_version_is_fenced_with_rows_and_without() -> None:
-    """Without rows too: a record that changes the new column alone is no change to it."""
+    """The fence also applies without rows: a record that changes only the new column is no change for the old
+    version."""
     world = World()
     old = await world.open()
     part = await old.write_part(updates([(1, "a", 1, 1)]))

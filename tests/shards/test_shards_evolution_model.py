@@ -1,8 +1,8 @@
-"""The pure core under evolution: state, parts, sums and merges, beside a plain list of rows.
+"""The pure core under evolution: state, parts, sums and merges, against a plain list of rows.
 
-Oracle: contents at every readable time equal the list, with what older rows lack filled in; a reader of an older
-version sees exactly its columns of what was written up to then; what is merged whole holds each row once, so
-retractions of one version met the insertions of another; bytes of state and commands survive a round trip.
+Oracle: contents at every readable time equal the list, with defaults for the columns that older rows lack. A reader of
+an older version sees exactly its columns of the rows written up to then. A complete merge holds each row once, so
+retractions of one version met the insertions of another. Bytes of state and commands survive a round trip.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ class EvolutionModel(RuleBasedStateMachine):
         assert self.state.schema.version == before.version + 1
         self.schemas.append(self.state.schema)
         for row in self.live:
-            # What reads it now has these columns too, and what retracts it must.
+            # Readers from now on see these columns too, and a retraction must contain them.
             for column in self.state.schema.columns:
                 row.setdefault(column.name, default_value(column).as_py())
         again = self.take(command)

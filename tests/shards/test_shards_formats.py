@@ -41,7 +41,7 @@ UNCHANGED = {
     "create": "9401a174a26964939292a16ba5696e74363492a176ac646563696d616c28342c322991a16b04",
     "append": "920296000aa177a1749197036400ba7368617264732f69642f7740352d306166332e70617271756574c4000109ff",
 }
-"""What the version before schemas had versions wrote."""
+"""Records of the last version before schemas had versions."""
 
 
 def test_a_shard_whose_schema_never_changed_is_written_as_before_there_were_versions() -> None:

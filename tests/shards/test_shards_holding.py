@@ -142,7 +142,7 @@ async def test_a_large_read_holds_by_itself(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_f704_a_command_that_would_break_the_shard_is_refused_and_changes_nothing() -> None:
-    """What `assert` said before, and no longer said under -O."""
+    """These checks must also hold under -O, which removes `assert`."""
     state: ShardState | None = None
     schema = run(World().open()).schema
     for command in (Create("t", "id", schema), Append(Batch(0, 100, (), "w", "t"))):
@@ -150,7 +150,7 @@ def test_f704_a_command_that_would_break_the_shard_is_refused_and_changes_nothin
         assert isinstance(found, ShardState)
         state = found
     assert state is not None
-    # A rollup that another version wrote, with a since beyond its upper: nothing may be made of it.
+    # A rollup of another version, with a since beyond its upper: no command may build on it.
     torn = replace(state, since=500)
     for command in (Append(Batch(100, 200, (), "w", "u")), SetHold("r", 600, 1000, 1), Close()):
         refused = apply(torn, command)

@@ -1,4 +1,4 @@
-"""Which hashes values of a key leave: too many is slow, one too few would lose rows."""
+"""Hashes that the values of a key can have: too many is slow, one too few would lose rows."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ MIB = 1 << 20
 VALUES = st.sampled_from([None, "", "a", "bcd", "é" * 9, "x" * 40])
 
 POOLS: list[Any] = []
-"""They outlive what was allocated from them."""
+"""Memory pools, kept alive because they must outlive their allocations."""
 
 
 @contextmanager
@@ -109,7 +109,7 @@ def test_more_text_than_one_array_holds_is_taken_compared_and_summed() -> None:
 
 
 def test_a_text_that_many_rows_have_is_as_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where one row counts many times the contents are larger than all updates."""
+    """A row with a large multiplicity makes the contents larger than all updates."""
     unkeyed = ShardSchema(SCHEMA.columns, ())
     rows = pa.table([pa.array([1, 2]), pa.array(["x" * 1000, "y"]), pa.array([1, 1]), pa.array([5, 2])],
                     schema=update_schema(unkeyed))  # fmt: skip

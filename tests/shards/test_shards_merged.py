@@ -1,4 +1,4 @@
-"""What compaction makes of updates: held to Arrow's group-by over whole rows, whatever rows, times and hashes are."""
+"""Compaction of updates against Arrow's group-by over whole rows, for arbitrary rows, times and hashes."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def bits(value: Any) -> Any:
 
 
 def listed(rows: pa.Table) -> Counter[Any]:
-    """Each update as it stands, with floats told apart by their bits."""
+    """Return each update unchanged, with floats represented by their bits."""
     plain = [column.cast(pa.int64()) if pa.types.is_timestamp(column.type) else column for column in rows.columns]
     columns = [[bits(value) for value in column.to_pylist()] for column in plain]
     return Counter(zip(*columns, strict=True))

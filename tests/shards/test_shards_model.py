@@ -1,8 +1,8 @@
-"""A stateful model: handles append, hold, compact, collect, sweep, roll up and reopen; a plain list knows better.
+"""A stateful model: handles append, hold, compact, collect, sweep, roll up and reopen, against a plain list.
 
-Oracle: contents at every readable time equal the sequential multiset, for every handle, for ever, and every other
-time is refused (S1); what a reader chose under its hold stays there; a listener sees each update exactly once; since
-and upper never go back.
+Oracle: for every handle, contents at every readable time always equal the sequential multiset, and every other time is
+refused. The batches that a reader chose under its hold stay available. A listener sees each update exactly once. Since
+and upper never move backwards.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class ShardModel(RuleBasedStateMachine):
         self.shards[who] = self.run(self.world.open(schema=None, writer=f"w{who}-again"))
         for listener in self.listeners:
             if listener.who == who:
-                # A reader of the restarted process goes on from where it was.
+                # A reader of the restarted process continues at its former position.
                 listener.deltas = self.shards[who].listen(listener.frontier)
 
     @rule(which=st.integers(0, 2), who=HANDLES)

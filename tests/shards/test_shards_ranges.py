@@ -1,4 +1,4 @@
-"""Reading by ranges of the hash is reading: held to the one sum over everything, at every time."""
+"""Reading by ranges of the hash gives the same as the sum over all updates, at every time."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def read(schema: ShardSchema, batches: list[Batch], as_of: int, wanted: list[int
 
 
 def values(schema: ShardSchema, batches: list[Batch], as_of: int) -> Counter[Any]:
-    """Of one column alone."""
+    """Return the contents of one column, read alone."""
     found: Counter[Any] = Counter()
     for chosen in cut_ranges([b for b in batches if b.lower <= as_of]):
         for table in read_range(schema, chosen, as_of, lambda part: io.BytesIO(part.inline), ["v"]):

@@ -1,4 +1,4 @@
-"""Bindings: the reclock rows of notes/materialize.md §4.5."""
+"""Bindings between the offsets of topics and times: minting, compaction, and slices of times."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def at(time_ms: int, *offsets: int) -> Binding:
 
 
 def time_of(bindings: Sequence[Binding], topic_id: str, partition: int, offset: int) -> int | None:
-    """B2 as its words say it: the time of the first binding that passes the record; None while it is unbound."""
+    """Return the time of the first binding that covers the record (rule B2), or None while it is unbound."""
     passing = (b for b in bindings if len(b.offsets.get(topic_id, ())) > partition)
     return next((b.time_ms for b in passing if b.offsets[topic_id][partition] > offset), None)
 
@@ -80,7 +80,7 @@ async def test_m4503_partitions_that_are_bound_one_after_the_other() -> None:
     remap = await opened(World())
     for binding in (at(1000, 10), at(2000, 10, 10)):
         await remap.mint(binding)
-    # What is read from an upper on: everything, everything, the second partition, nothing.
+    # Partitions to read from each upper: all, all, the second, none.
     for upper, resume in ((0, ()), (1000, ()), (1001, (10,)), (2000, (10,)), (2001, (10, 10))):
         base = await remap.at(upper - 1)
         assert (base.offsets["t"] if base else ()) == resume

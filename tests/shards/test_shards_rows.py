@@ -28,7 +28,7 @@ def after(state: ShardState | None, *commands: Command) -> ShardState:
 
 
 def states_between(old: ShardState, new: ShardState) -> list[ShardState]:
-    """What a restore finds after each group, from the rows of `old` on."""
+    """Return the states that a restore would find after each group of changes, from the rows of `old` on."""
     batches, header = {batch.lower: batch for batch in old.batches}, state_header(old)
     known, uppers = dict(batches), {batch.lower: batch.upper for batch in old.batches}
     found: list[ShardState] = []

@@ -1,4 +1,4 @@
-"""Since, holds and their fencing: `since_downgrade_mixed` of notes/materialize.md §4.4, and what a hold protects."""
+"""Rules of since: how far it moves, how holds stop it, and how a newer epoch fences an older holder."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_reads_below_since_are_refused_and_a_hold_keeps_them() -> None:
 
 
 async def test_batches_are_chosen_only_from_history_that_is_still_told_apart() -> None:
-    """Since at 80 means that updates below 80 may carry the time 80: a delta from 80 on would hold all of them."""
+    """Updates below a since of 80 may carry the time 80: a delta from 80 on would contain all of them."""
     shard = await World().open()
     await append(shard, 0, 100, [(1, "a", 5, 1), (1, "a", 50, -1), (2, "b", 90, 1)])
     assert len(await shard.batches(0)) == len(await shard.batches(80)) == 1

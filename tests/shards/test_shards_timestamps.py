@@ -111,7 +111,7 @@ def test_an_old_shard_decides_what_a_captured_column_is_and_a_new_column_is_new(
         "timestamp_ntz",
         "timestamp",
     ]
-    # The reverse is a difference: digits that a clock showed are no instants because the source says so now.
+    # The reverse is a difference: local timestamps do not become instants because the source's type changed.
     assert with_existing_timestamps((Column("b", "timestamp"),), shard) == (Column("b", "timestamp"),)
 
 

@@ -19,7 +19,7 @@ def harbour(tmp_path: Path) -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def spark(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """One JVM for the whole test process. Nobody registers the data source: Spark finds it by itself."""
+    """Run one JVM for the whole test process. The data source is not registered explicitly: Spark finds it."""
     from support.spark.connector import EXTRA
     from tidemill.spark.session.session import build_session
 

@@ -104,7 +104,7 @@ class Side:
         return {row["id"]: (row["v"], row["n"]) for row in rows}
 
     def equal(self) -> None:
-        """Wait until every client and every table of the pipeline is what SELECT gives; nobody writes meanwhile."""
+        """Wait until every client and every table of the pipeline equals SELECT. No writer runs in between."""
         for client in self.clients:
             wanted = self.select(client.params["table"], client.params.get("where", "true"))
 
@@ -181,7 +181,7 @@ def test_f499_shapes_and_pipelines_equal_select_after_a_failover_that_lost_commi
     side.dsn = side.failover.over()
     if restarted:
         side.cluster.signal("node", signal.SIGKILL)
-    with psycopg.connect(side.dsn) as writer:  # open while a slot is made, where there is none
+    with psycopg.connect(side.dsn) as writer:  # open while a slot is created, if it is missing
         writer.execute(f"UPDATE {moved} SET v = 'open' WHERE id = 20")  # type: ignore[arg-type]
         for number in range(30):
             side.sql(

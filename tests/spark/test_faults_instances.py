@@ -1,4 +1,5 @@
-"""Two identical drivers under one `up`: killed, frozen and started anew, while rows come in; real node and clients."""
+"""Two identical drivers under one `up`: killed, frozen and restarted while rows arrive, with a real node and
+clients."""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ FIRST, SECOND = "pipeline:p", "pipeline:p:2"
 
 
 class Clicks:
-    """Rows that come in all the time: a few at every look."""
+    """A continuous source: each call adds a few rows."""
 
     def __init__(self, made: Cluster) -> None:
         from confluent_kafka import Producer
@@ -59,15 +60,15 @@ class Clicks:
         return int(self._made.marks().get("shard:clicks", {}).get("position", 0))
 
     def moves(self) -> None:
-        """The table comes past what is there now, and twice: what was under way when somebody froze proves nothing."""
+        """Wait until the table passes its current upper, twice: work in progress at a freeze proves nothing."""
         for _ in range(2):
             before = self.upper()
             until(lambda before=before: self.upper() > before, lambda: self._made.why("clicks"))  # type: ignore[misc]
 
 
 def command(made: Cluster, *arguments: str) -> tuple[int, Any]:
-    """(exit code, what it printed as JSON; the error where it raised one), in this process: starting Python anew for
-    every look would be most of the test."""
+    """Run a command in this process, because starting Python for each call would take most of the test. Return its exit
+    code and its output as JSON, or its exception."""
     from tidemill.cli.main import app
 
     done = CliRunner().invoke(app, [*arguments, "--json", "--config", str(made.config)])
@@ -96,7 +97,7 @@ def test_f314_of_two_drivers_one_may_freeze_or_die_the_table_goes_on_and_the_fro
         until(lambda: clicks.upper() > 0 and drivers(made, "running").keys() == {FIRST, SECOND}, lambda: made.said)
         pids = drivers(made, "running")
 
-        # One is frozen for longer than any lease: nobody waits for it, and it is named.
+        # One driver is frozen for longer than any lease: the table does not wait for it, and `status` names it.
         os.kill(pids[SECOND], signal.SIGSTOP)
         frozen: dict[str, Any] = {}
 
@@ -112,7 +113,7 @@ def test_f314_of_two_drivers_one_may_freeze_or_die_the_table_goes_on_and_the_fro
         assert command(made, "status")[0] == 3
         assert drivers(made, "silent") == {SECOND: pids[SECOND]}
 
-        # The other one is killed meanwhile: it comes back alone, and rows go on.
+        # The other one is killed in the meantime: it restarts alone, and rows continue.
         os.kill(pids[FIRST], signal.SIGKILL)
         clicks.moves()
         assert drivers(made, "silent") == {SECOND: pids[SECOND]}
@@ -139,7 +140,7 @@ def test_f314_of_two_drivers_one_may_freeze_or_die_the_table_goes_on_and_the_fro
         assert (row["pipeline"], row["running"], row["silent"]) == ("p", 2, 0)
         assert isinstance(refused, InvalidError) and "the pipeline runs" in str(refused)
 
-        # One more beside `up`, as on another machine: it takes part, and ends with its parent.
+        # An additional driver outside `up`, as on another machine: it takes part, and ends with its parent.
         run = [sys.executable, "-m", "tidemill", "pipeline", "run", "p", "--label", "b", "--instances", "1"]
         said = tmp_path / "run.log"
         with said.open("wb") as log, subprocess.Popen([*run, "--config", str(made.config)], stderr=log) as other:

@@ -60,7 +60,7 @@ def forged(whole: bytes, at: int, with_bytes: bytes) -> bytes:
 def test_f302_a_batch_that_cannot_be_read_is_one_dead_letter_for_its_range(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such batches are in buckets since before they were checked; so they are put there past the check."""
+    """Buckets may hold such batches from the time before the check; here they bypass it."""
     topic = harbour.create_topic("clicks")
     whole = encode_batch([Record(b"k", b'{"click_id":"a"}', (), 0, 0) for _ in range(4)])
     junk = forged(whole, 61, bytes((i * 37) & 0xFF for i in range(len(whole) - 61)))
@@ -165,7 +165,7 @@ def test_f304_a_record_with_other_columns_stops_its_table_before_its_time_and_re
         assert "difference=[+cost -price]" in found.error and "offset=3" in found.error
         assert "tidemill capture resnapshot public.orders" in found.error
         assert [r["id"] for r in harbour.contents("orders")] == [1, 2, 3]
-        # A shard of the new make, and a copy of the table on a new topic: it flows again, nobody restarted anything.
+        # With a new shard, and a copy of the table on a new topic, it flows again without a restart.
         new = harbour.capture_more("shop", {"public.orders": [("id", "integer", 0), ("cost", "numeric(6,2)", -1),
                                                               ("at", "timestamp", -1)]})["public.orders"]  # fmt: skip
         harbour.produce(new, [({"id": n}, {"id": n, "cost": "2.00", "at": None}) for n in range(1, 6)])
@@ -196,7 +196,7 @@ def test_f308_a_shard_with_another_schema_parks_its_table_and_nothing_else(harbo
 def test_f309_a_scratch_directory_that_cannot_be_written_is_told_and_heals(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Away: its place is taken by a file. What needs no scratch goes on; what does waits, and nobody restarts it."""
+    """A file replaces the directory. Work without scratch continues; other work waits and resumes without a restart."""
     monkeypatch.setattr("tidemill.spark.upsert.mirror.SPILL_BYTES", 1 << 20)
     topic = harbour.create_topic("clicks")
     with pipeline(harbour, tmp_path, f"def build(p):\n    {CLICKS}\n") as runner:
@@ -222,7 +222,7 @@ def test_f309_a_scratch_directory_that_cannot_be_written_is_told_and_heals(
 
 def test_an_exception_of_no_known_type_in_one_table_leaves_the_others_alone(harbour: Any, tmp_path: Path) -> None:
     class Panic(BaseException):
-        """As native code raises it."""
+        """An exception like those of native code."""
 
     topics = harbour.capture("shop", {**TABLES, "public.others": TABLES["public.orders"]})
     orders, others = topics["public.orders"], topics["public.others"]
@@ -243,5 +243,5 @@ def test_an_exception_of_no_known_type_in_one_table_leaves_the_others_alone(harb
             harbour.produce(topic, [({"id": 1}, {"id": 1, "price": None, "at": None})])
         harbour.mint("capture/shop", 1000, orders, others)
         eventually(lambda: harbour.upper("others") == 1001)
-        eventually(lambda: harbour.upper("orders") == 1001)  # it was opened anew, and works
+        eventually(lambda: harbour.upper("orders") == 1001)  # it was reopened, and works
         eventually(lambda: not error_of(harbour, "shard:orders"))

@@ -18,9 +18,9 @@ pytestmark = pytest.mark.spark
 
 BUDGET_S = 5.0
 NAMED_WITHIN_S = 5.0
-"""Beyond the freshness budget."""
+"""Limit in addition to the freshness budget."""
 SLACK_S = 6.0
-"""What asking takes on a busy machine: a command is a process."""
+"""Time of a call on a busy machine: each command is a process."""
 
 TOML = """
 [topics.clicks]
@@ -56,7 +56,7 @@ def produce(made: Cluster, *values: bytes) -> None:
 
 
 def driver(made: Cluster, name: str) -> int:
-    """Its pid; 0 while it does not run."""
+    """Return its pid, or 0 while it does not run."""
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         try:
             command = path.read_bytes().split(b"\0")
@@ -100,7 +100,7 @@ def test_f311_what_fails_in_a_pipeline_fails_alone_is_named_in_time_and_heals_wi
         assert code == 3 and "ModuleNotFoundError" in json.dumps(found), found
         assert made.said.count("ModuleNotFoundError") == 1, "up prints it once"
 
-        # A poison record: a dead letter, and nobody waits.
+        # A poison record becomes a dead letter, and its table does not wait.
         before = position(made, "shard:clicks")
         produce(made, b'{"click_id":"x","more":' + b"[" * 100_000, click(31))
         until(lambda: made.command("dead-letters", "shop", "--json")[1].get("total") == 1)
@@ -132,7 +132,7 @@ def test_f311_what_fails_in_a_pipeline_fails_alone_is_named_in_time_and_heals_wi
             os.kill(pid, signal.SIGCONT)
         until(lambda: made.why("clicks")[0] == 0)
 
-        # The broken file is mended: its driver starts by itself.
+        # The broken file is repaired: its driver starts without further action.
         text = SHOP.format(directory=tmp_path).replace('"clicks", p', '"twin", p').replace('("clicks",)', '("twin",)')
         (tmp_path / "broken.py").write_text(text.replace('"counts"', '"twins"'))
         until(lambda: position(made, "shard:twin") > 0)

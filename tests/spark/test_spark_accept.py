@@ -1,4 +1,5 @@
-"""`capture accept`: a table that was described otherwise goes on, and each shard of it as was shown and agreed to."""
+"""`capture accept`: a table with a changed description continues, and each shard of it changes as shown and
+confirmed."""
 
 from __future__ import annotations
 
@@ -145,7 +146,7 @@ def test_f468_another_type_and_another_key_are_accepted_and_the_shard_is_made_an
         assert code == 0 and not said["copied_again"], "it flows; only the shard has not followed"
         assert ground.row().accepted == (AcceptedSchemaChange(shard_id, anew=True),)
         with pipeline(harbour, tmp_path / "one", ground.pipeline("one")):
-            # a reader of the former shard, which is dropped meanwhile, is refused
+            # a reader of the former shard, which is dropped in between, is refused
             eventually(lambda: harbour.upper("one") > 0 and made_anew())
             eventually(lambda: ground.contents("one") == ground.selected())
             assert harbour.shard("one").schema.key == ("id", "v")

@@ -1,4 +1,4 @@
-"""An idle source says that it is still the same when somebody needs its time, and only then."""
+"""An idle source is advanced when a reader needs its time, and only then."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ async def test_only_the_sources_of_a_shard_that_has_everything_are_advanced() ->
     for name in ("topic/clicks", "topic/other"):
         await (await remap(name)).mint(Binding(1000, {"t": (1,)}))
     await (await remap("capture/shop")).mint(Binding(2000, {"t": (1,)}))
-    # A shard below its newest binding catches up by itself; one of no pipeline has no source.
+    # A shard below its newest binding catches up without help; one of no pipeline has no source.
     assert not await advance_idle(catalogue, remap, Named("clicks"), 1000, 5000)
     assert not await advance_idle(catalogue, remap, Named("unknown"), 1001, 5000)
     assert not await advance_idle(catalogue, remap, Named("clicks"), 1001, 1000)

@@ -120,7 +120,7 @@ def test_the_end_of_a_batch_is_kept_to(harbour: Any, tmp_path: Path) -> None:
 def test_tables_that_catch_up_together_agree_at_every_time(
     harbour: Any, tmp_path: Path, used: list[tuple[int, int]]
 ) -> None:
-    """Of several the one that is furthest behind next is read ahead, and none waits for ever."""
+    """The table that will be furthest behind is read ahead, and none starves."""
     described = [("id", "integer", 0), ("v", "integer", -1)]
     topics = harbour.capture("shop", {"public.a": described, "public.b": described})
     for n in range(1, 9):

@@ -87,7 +87,8 @@ def test_rows_at_places_are_those_rows(at: list[int]) -> None:
 
 
 def test_updates_come_in_the_order_of_a_part() -> None:
-    """By hash, time and diff, with several times of a key: whoever writes the part sorts nothing."""
+    """Updates have the order of a part: by hash, time and diff, with several times of a key. The writer of the part
+    sorts nothing."""
     writer = Writer(ModelShard())
     writer.step([(k, k, 0, k) for k in range(200)], 1)
     sets = [(k % 250, None if k % 11 == 0 else k, 1 + k // 300, 1000 + k) for k in range(900)]

@@ -1,4 +1,4 @@
-"""Blocks of a step that helpers read beside each other: the same commands and letters, in the same order."""
+"""Blocks of a step that helpers read concurrently: the same commands and letters, in the same order."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_few_records_are_read_by_who_asks() -> None:
 
 
 def test_blocks_are_cut_only_as_they_are_read() -> None:
-    """So a step holds some of them at once, however many it has."""
+    """A step of any length holds only a few blocks at a time."""
     drawn: list[int] = []
     may = [threading.Event() for _ in range(3 * BLOCKS_IN_FLIGHT)]  # one each: a permit for any could go to a later one
 

@@ -184,7 +184,7 @@ def test_a_number_beyond_its_column_is_a_dead_letter_and_its_key_absent(
 
 @pytest.mark.parametrize("name", USUAL)
 def test_a_field_that_is_left_out_is_not_null(name: str) -> None:
-    """Whatever is null beside it, and however its text reads."""
+    """A missing field is recognised next to other nulls, and next to texts that look like it."""
     without = {n: v for n, v in USUAL.items() if n != name} | ({"doc": f'","{name}":null,"'} if name != "doc" else {})
     nulls = [Record(KEY, row(ok=None, price=None), HEADERS)] * 10
     for tail in ([], usual(70)):
@@ -201,7 +201,7 @@ def test_quotes_that_are_escaped_begin_and_end_nothing(found: dict[str, Any]) ->
 
 
 def slow_of(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> int:
-    """How many records were read one by one."""
+    """Return the number of records that were read one by one."""
     decoder, seen = CapturedDecoder(SCHEMA), list[bytes]()
 
     class Counting:

@@ -37,7 +37,7 @@ def append(harbour: Any, lower: int, upper: int, key: int) -> None:
 
 
 def forget(harbour: Any, since: int) -> int:
-    """As the keeper does; returns the shard's since."""
+    """Move since like the maintenance job, and return the shard's since."""
     return int(harbour.portal.call(harbour.shard("t").downgrade_since("retention", 1, since)))
 
 
@@ -48,7 +48,7 @@ def reader_of(harbour: Any, **options: str) -> ChangesReader:
 
 
 def latest(reader: Any, start: Any) -> dict[str, int]:
-    """As an offset of the versions that did not say of which shard it is."""
+    """Return the latest offset in the form of versions that did not name the shard."""
     found: dict[str, int] = reader.latestOffset(start, reader.getDefaultReadLimit())
     return {"ts": found["ts"]}
 

@@ -100,7 +100,7 @@ def test_a_table_that_waits_for_the_catalogue_is_held_by_it(
 
 
 def test_a_register_that_cannot_be_read_keeps_no_other_table_waiting(harbour: Any, tmp_path: Path) -> None:
-    """As one that a newer version wrote."""
+    """The register looks as if a newer version had written it."""
     topic = harbour.create_topic("here")
     say(harbour, topic, 10, "h")
     harbour.portal.call(harbour.stores.consensus.cas(f"{REGISTER_PREFIX}other", 0, b"newer", "nonce"))

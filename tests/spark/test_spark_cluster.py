@@ -183,7 +183,7 @@ def test_f315_a_pipeline_runs_on_executors_that_have_nothing_of_ours_and_goes_on
         assert tasks_done(events) > before, "no step went by Spark tasks"
 
         def held_by() -> str:
-            """Who holds the executors of this pipeline back."""
+            """Return the name of the party that holds up this pipeline's executors."""
             marks = (mark for report in harbour.portal.call(board.reports()) for mark in report.marks)
             return next((mark.held_by for mark in marks if mark.name == "pipeline:p:executors"), "")
 
@@ -191,7 +191,7 @@ def test_f315_a_pipeline_runs_on_executors_that_have_nothing_of_ours_and_goes_on
         produce(ROWS, 30)
         until(lambda: harbour.upper("clicks") > 30)
         assert rows(harbour) == expected
-        until(lambda: held_by() == cluster.url)  # the table may have gone on before anybody's patience ended
+        until(lambda: held_by() == cluster.url)  # the table may have continued before the delay was reported
         cluster.start_worker()
         until(lambda: not held_by())
         before = tasks_done(events)

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.spark
 
 
 def test_what_a_frame_of_spark_connect_reads_is_held_until_its_last_descendant_is_gone(tmp_path: Path) -> None:
-    """In a process of its own: one that has a classic session cannot have another."""
+    """The program runs in a separate process: one with a classic session cannot have another."""
     tests = Path(__file__).parents[1]
     done = subprocess.run(
         [sys.executable, tests / "support" / "spark" / "programs" / "connect_child.py", tmp_path],

@@ -73,7 +73,7 @@ def test_the_other_modes_leave_out_or_fail_and_any_else_is_refused() -> None:
 
 
 def test_a_reader_gives_what_its_schema_says(harbour: Any) -> None:
-    """A column of the topic that is called as ours is, is told; with another name for ours both are there."""
+    """A topic column with the name of our column is an error. With another name for ours both are present."""
     topic = harbour.create_topic("clicks")
     harbour.produce(topic, [(b"k", {"k": 1, "_corrupt_record": "mine"}), (b"", b"bad")])
     harbour.mint("topic/clicks", 10, topic)
@@ -90,7 +90,7 @@ def test_a_reader_gives_what_its_schema_says(harbour: Any) -> None:
 
 
 def test_an_update_that_leaves_values_out_is_a_row_of_the_declared_schema_that_says_so() -> None:
-    """Once a column more than Spark was told of, which failed the query for ever."""
+    """Regression: a column more than the schema given to Spark failed the query permanently."""
     good = commands([1, 2])
     left = pa.array([None, b'["v","w"]'], pa.binary())
     given = good.append_column(UNCHANGED, left).append_column(RECORD_KEY, pa.nulls(2, pa.binary()))

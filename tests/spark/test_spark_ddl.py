@@ -1,4 +1,4 @@
-"""Schemas as people have them: Spark's DDL, held to Spark's own parser, and StructTypes."""
+"""Schemas in Spark's DDL, compared with Spark's own parser, and as StructTypes."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def ours(text: str) -> list[tuple[str, str]] | None:
 
 
 def sparks(text: str) -> list[tuple[str, str]] | None:
-    """As Spark reads the text, if tables have these columns."""
+    """Return the columns that Spark reads from the text, or None if tables cannot have them."""
     from pyspark.sql.types import StructType, _parse_datatype_string
 
     try:

@@ -1,4 +1,4 @@
-"""Which step leaves a table whose newest records are all dead letters, whatever the steps are."""
+"""Steps over a table whose newest records are all dead letters leave the same table, however they are cut."""
 
 from __future__ import annotations
 

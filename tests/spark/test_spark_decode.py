@@ -135,7 +135,7 @@ def test_captured_tombstones_truncations_and_odd_numbers() -> None:
 
 
 def test_a_captured_row_that_the_table_cannot_hold_is_a_dead_letter_and_its_key_is_absent() -> None:
-    """numeric(8,2) may be NaN. What the key was before is not what it is."""
+    """numeric(8,2) may be NaN in PostgreSQL. The previous row of the key must not remain."""
     good, bad = full(id=7, price="1.00"), full(id=8, price="NaN")
     found = CapturedDecoder(SHOP, "public.shop").decode(records((b'{"id":7}', good), (b'{"id":8}', bad)))
     rows = {r["id"]: (r["_live"], r["_order"], r["price"]) for r in found.commands.rows.to_pylist()}
@@ -193,7 +193,7 @@ def test_a_captured_record_with_other_columns_stops_the_table_before_its_time(va
 
 
 def test_a_captured_batch_that_cannot_be_read_stops_the_table() -> None:
-    """Nobody knows which keys were in it."""
+    """The keys of such a batch are unknown."""
     (piece,) = cut_slices(None, [Binding(5, {"id": (5,)}), Binding(6, {"id": (10,)})], "t", "id")
     torn = bytearray(batch(5, 5))
     torn[-3] ^= 0xFF
@@ -310,7 +310,7 @@ def test_a_record_that_raises_whatever_it_likes_is_a_dead_letter(value: bytes, r
 
 def test_an_exception_type_that_nobody_listed_is_a_dead_letter_too(monkeypatch: pytest.MonkeyPatch) -> None:
     class Panic(BaseException):
-        """As native code raises it."""
+        """An exception like those of native code."""
 
     decoder = StreamDecoder(CLICKS)
     plain = decoder._value.decode

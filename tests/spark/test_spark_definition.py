@@ -98,7 +98,7 @@ def build(p: Pipeline) -> None:
 
 
 def test_an_editor_knows_the_types_of_a_pipeline_file(tmp_path: Path) -> None:
-    """With Spark's types unknown here, so that the check is quick."""
+    """Spark's types are skipped here, so that the check is quick."""
     file = tmp_path / "user.py"
     file.write_text(USER_PROGRAM)
     settings = tmp_path / "mypy.ini"

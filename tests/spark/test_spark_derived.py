@@ -192,7 +192,8 @@ def test_a_result_whose_key_repeats_or_is_null_is_refused(tmp_path: Path) -> Non
 
 
 def test_an_idle_input_does_not_hold_a_derived_table_back(harbour: Any, tmp_path: Path) -> None:
-    """Nothing is minted for an idle source, so the derivation asks it for its time; its history is held meanwhile."""
+    """No binding is minted for an idle source, so the derivation asks it for its time; its history is held until
+    then."""
     clicks, call = Clicks(harbour, tmp_path), harbour.portal.call
     clicks.say(("c1", 7))
     stores = harbour.stores
@@ -298,7 +299,7 @@ def test_derived_tables_that_would_wait_for_each_other_are_refused(tables: dict[
 
 @pytest.mark.parametrize(("inputs", "meant"), [("clicks", ("clicks",)), ("a, b", ("a", "b")), (["a", "b"], ("a", "b"))])
 def test_inputs_are_named_as_keys_are(inputs: Any, meant: tuple[str, ...]) -> None:
-    """`("clicks")` is a text and no tuple: it is not six tables of one letter each, which nobody makes."""
+    """`("clicks")` is a text, not a tuple: it must not become six inputs of one letter each."""
     p = Pipeline("p")
     p.derived("t", key="k", inputs=inputs)(count_by_product)
     assert p.inputs() == {"t": dict.fromkeys(meant, ())}

@@ -52,7 +52,7 @@ def rows(keys: range) -> pa.Table:
 
 
 def bits(table: pa.Table) -> list[Any]:
-    """Rows of columns as they are stored: NaN is itself, and −0.0 is not 0.0."""
+    """Return rows with columns in their stored form: NaN equals itself, and −0.0 differs from 0.0."""
     out = []
     for column in table.sort_by("k").columns:
         kind = column.type

@@ -39,7 +39,7 @@ def decoder_of(kind: str) -> StreamDecoder:
 
 
 def read(kind: str, value: str, few: int, around: str = "null", *, times: int = 3) -> Any:
-    """What a field of this type becomes, written as JSON `value`, among records that say `around`."""
+    """Return the value of a field of this type with the JSON `value`, among records with the value `around`."""
     neighbours = [b'{"k":"n","v":%s}' % around.encode()] * times
     found = [*neighbours, b'{"k":"it","v":%s}' % value.encode("utf-8", "surrogatepass"), *neighbours]
     columns = columns_from_fields([b"key"] * len(found), found)
@@ -232,7 +232,7 @@ def test_a_decimal_is_exact_or_a_dead_letter(number: str, form: tuple[int, int],
 
 
 def _scaled(number: str, scale: int) -> int | None:
-    """number · 10^scale by integers alone, None where that is none."""
+    """Return number · 10^scale, computed with integers alone, or None if it is no integer."""
     body, _, exponent = number.lower().partition("e")
     whole, _, part = body.partition(".")
     value, power = int(whole + part), int(exponent or "0") - len(part) + scale
@@ -290,7 +290,7 @@ def test_an_engine_reads_the_same_json_and_decimals_from_the_record_itself() -> 
 
 
 def test_drivers_that_read_record_by_record_and_all_at_once_keep_one_table(harbour: Any, tmp_path: Path) -> None:
-    """On real stores and topics, beside what DuckDB reads of each record."""
+    """The test uses real stores and topics, and compares with DuckDB's reading of each record."""
     schema = stream_schema("k string, d decimal(38,18), r float, j json", "k")
     topic, s = harbour.create_topic("wide"), harbour.stores
     feed = harbour.portal.call(stream_feed(s.catalogue, "wide", schema))

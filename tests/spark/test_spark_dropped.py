@@ -32,7 +32,7 @@ def test_a_dropped_table_is_made_again_from_its_topic(harbour: Any, tmp_path: Pa
     sink.process(sink.latest())
     assert isinstance(sink.seats.failed["clicks"], MissingError) and sink.seats.tables == []
     remap = call(s.remap("topic/clicks"))
-    call(remap.truncate_before(30))  # whatever is forgotten of its bindings: the rest covers all that came before
+    call(remap.truncate_before(30))  # even if bindings are truncated: the rest covers all earlier records
     again = clicks_sink(harbour, tmp_path / "s")
     again.process(again.latest())
     found = harbour.contents("clicks")

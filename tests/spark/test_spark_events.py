@@ -266,7 +266,7 @@ def test_a_pipeline_over_a_captures_topic_of_events_holds_what_verify_finds_in_p
             sql.execute("DELETE FROM things WHERE id % 10 = 2")
             sql.execute("ALTER TABLE things ADD COLUMN later time DEFAULT '24:00:00'")
             sql.execute(INSERT.format("600, 700"))
-            # Who has opened the shard before it got the column is told so, and opens it again.
+            # A driver that opened the shard before it got the column gets an error, and opens it again.
             for name, table in tables.items():
                 eventually(
                     lambda table=table: (  # type: ignore[misc]

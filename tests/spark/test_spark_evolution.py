@@ -1,4 +1,4 @@
-"""A table whose schema gained columns or wider types: its shard evolves, its mirror goes on, peers are fenced."""
+"""A table whose schema gained columns or wider types: its shard evolves, its mirror continues, peers are fenced."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from tidemill.topics.api import BatchRef
 
 
 class Here:
-    """What ByTasks needs of a SparkContext, computed at once in this process."""
+    """The part of a SparkContext that ByTasks needs, computed immediately in this process."""
 
     master = "local[4,4]"
     defaultParallelism = 4
@@ -47,7 +47,7 @@ class Rows:
         out: list[list[Any]] = [[] for _ in range(count)]
         for key, value in (pair for items in self.partitions for pair in items):
             out[place(key)].append((key, value))
-        random.Random(len(out)).shuffle(out[0])  # messages come in any order
+        random.Random(len(out)).shuffle(out[0])  # messages arrive in any order
         return Rows(out)
 
     def mapPartitionsWithIndex(self, call: Callable[[int, Iterable[Any]], Iterable[Any]]) -> Rows:
@@ -128,7 +128,7 @@ def mirrored(sink: Any) -> dict[str, int]:
 
 
 def test_tasks_and_inline_steps_take_turns_on_one_shard(harbour: Any, tmp_path: Path) -> None:
-    """Each follows what the other appended, and what several times at once become is the same."""
+    """Each follows the other's appends, and several concurrent times give the same result."""
     clicks = Clicks(harbour)
     tasks, inline = by_tasks(harbour, tmp_path / "1"), clicks_sink(harbour, tmp_path / "2")
     for turn in range(14):

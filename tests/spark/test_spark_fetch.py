@@ -1,4 +1,4 @@
-"""What a round reads of the bucket: each object once, whoever's records it holds."""
+"""Reads of the bucket in a round: each object once, even if several tables have records in it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def descriptor(topic: str, refs: Sequence[BatchRef]) -> SliceDescriptor:
 
 
 async def stored(objects: Counting, tables: int, keys: Sequence[str]) -> list[list[SliceDescriptor]]:
-    """Of each table one batch in each object."""
+    """Store one batch of each table in each object, and return their slices."""
     batches = [encode_batch([Record(b"k", b"%d" % table, (), 1, 0)], base_offset=0) for table in range(tables)]
     starts = [sum(map(len, batches[:table])) for table in range(tables)]
     for key in keys:

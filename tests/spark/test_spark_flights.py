@@ -1,5 +1,5 @@
-"""Three days of real flights, a blizzard among them, replayed with late updates, deletes and nulls: derived tables
-equal to batch SQL by another engine over all that was told, at several times."""
+"""Three days of real flights with a blizzard, replayed with late updates, deletes and nulls. Derived tables equal batch
+SQL of another engine over all records, at several times."""
 
 from __future__ import annotations
 

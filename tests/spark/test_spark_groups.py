@@ -191,7 +191,7 @@ def test_only_the_rows_of_changed_groups_are_given(harbour: Any, tmp_path: Path)
 def test_an_input_by_group_is_read_a_range_of_keys_at_a_time(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After a start, and again where what changed is no longer in its history."""
+    """Ranges are read after a start, and again when the changes are no longer in the input's history."""
     monkeypatch.setattr("tidemill.shards.read.hash_ranges.RANGE_ROWS", 100)
     shop, inserted = Shop(harbour), []
     insert = Mirror.insert
@@ -219,7 +219,7 @@ def test_a_function_that_leaves_its_groups_is_refused(harbour: Any, tmp_path: Pa
     shop = Shop(harbour)
 
     def shares(_: Any, clicks: Frame, *rest: Frame) -> Frame:
-        """Each product beside the one before it."""
+        """Name the next product in place of each product."""
         found = by_product(_, clicks, *rest).table
         return Frame(found.set_column(0, "product", pc.add(found["product"], 1)))
 

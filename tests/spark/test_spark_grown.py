@@ -76,7 +76,7 @@ PIPELINE = 'def build(p):\n    p.table("{}", p.capture("{}").table("t"))\n'
 
 
 class Load(threading.Thread):
-    """Transactions on t until told to end, some of them with a DDL between their rows."""
+    """Transactions on t until `ending` is set, some of them with a DDL between their rows."""
 
     def __init__(self, dsn: str) -> None:
         super().__init__()
@@ -140,13 +140,13 @@ def test_ddl_under_load_with_kills_of_capture_ends_in_a_shard_that_equals_select
                 process.kill()
                 process.wait()
                 process = start()
-                # Of two at once, one of which writes the rows anew, nobody could say which did.
+                # Two changes together, one of which rewrites the rows, could not be distinguished.
                 eventually(lambda version=number + 2: described().version == version)
             load.ending.set()
             load.join()
             assert load.failed is None
             with psycopg.connect(postgres_dsn, autocommit=True) as connection:
-                connection.execute("ALTER TABLE t ADD d int DEFAULT 9")  # of which no row tells
+                connection.execute("ALTER TABLE t ADD d int DEFAULT 9")  # no row shows this change
             want = selected(postgres_dsn)
             eventually(lambda: harbour.upper("one") > 0 and harbour.contents("one") == want)
             assert not error_of(harbour, "shard:one")

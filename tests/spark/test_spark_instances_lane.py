@@ -1,4 +1,4 @@
-"""What `./dev bench instances` judges by: that it would see a row too few, too many, another or doubled."""
+"""Checks of `./dev bench instances`: they detect a missing, an additional, a changed or a doubled row."""
 
 from __future__ import annotations
 

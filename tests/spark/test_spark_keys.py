@@ -1,4 +1,4 @@
-"""A key has one spelling (S7), whatever says it: a record, a tombstone, a function's rows, a DataFrame's."""
+"""A key has one spelling in all its sources: a record, a tombstone, a function's rows, a DataFrame."""
 
 from __future__ import annotations
 

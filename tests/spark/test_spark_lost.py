@@ -1,4 +1,4 @@
-"""A driver whose Spark session is of no use any more ends, so that it is started anew, whatever its tables are."""
+"""A driver whose Spark session has become useless ends, so that it is restarted, for every kind of table."""
 
 from __future__ import annotations
 

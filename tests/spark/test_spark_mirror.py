@@ -1,4 +1,4 @@
-"""The mirror: tiered runs, deltas, the cache on disk (U3)."""
+"""The mirror: tiered runs, deltas, the cache on disk."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def flipped(path: Path, at: int) -> None:
 
 @pytest.mark.parametrize("where", [0.1, 0.4, 0.7, 0.95])
 def test_f332_a_flipped_bit_of_a_saved_run_is_not_trusted(tmp_path: Path, where: float) -> None:
-    """In the rows, the hashes or the live bytes: the mirror is built again from the table."""
+    """The bit is in the rows, the hashes or the live bytes. The mirror is rebuilt from the table."""
     mirror = Mirror(SCHEMA, directory=tmp_path)
     mirror.apply(delta(*[(k, k, 0, 1) for k in range(1000)]), 0, 1)
     mirror.save("shard-1", "boot-1")
@@ -267,7 +267,7 @@ def test_a_mirror_in_files_needs_no_memory_for_what_is_not_asked_for(
 
 
 def test_runs_of_many_pieces_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In memory and in a file; keys that share a hash stay in one piece."""
+    """The run is in memory or in a file; keys that share a hash stay in one piece."""
     from tidemill.spark.upsert import sorted_runs as runs
 
     monkeypatch.setattr(runs, "PIECE_ROWS", 50)

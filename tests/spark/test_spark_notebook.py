@@ -14,7 +14,7 @@ from tidemill.spark.session.java import ensure_spark_home, find_java
 
 pytestmark = [pytest.mark.spark, pytest.mark.processes]
 
-NOTEBOOK = Path(__file__).parents[2] / "docs" / "notebook.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "docs" / "guides" / "notebook.ipynb"
 EPILOGUE = """
 assert result == [{"product_id": 0, "name": "ale"}, {"product_id": 1, "name": "bun"}, {"product_id": 3, "name": "dice"}]
 assert (running.is_running, running.status().state, running.wait(0)) == (False, "stopped", True)

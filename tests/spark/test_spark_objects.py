@@ -280,7 +280,7 @@ CLOSE = (
 
 @pytest.mark.parametrize("text", CLOSE)
 def test_a_moment_that_is_nearly_usual(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Among usual ones, which are not looked at by a pattern."""
+    """The text is among usual ones, for which the decoder needs no pattern."""
     usual_ones = [b'{"k":"u","t":"%s","d":"2026-11-22"}' % form.encode() for form in FORMS] * 11
     for name, found in (("t", text), ("d", text[:10])):
         held([*usual_ones, json.dumps({"k": "c", name: found}).encode(), *usual_ones], monkeypatch)
@@ -299,7 +299,7 @@ def test_a_moment_of_which_one_byte_is_another(changes: list[tuple[str, int, str
 
 @pytest.mark.parametrize("count", [39, 45, 61, 64, 100])
 def test_what_lies_behind_a_value_is_no_part_of_it(count: int) -> None:
-    """Its count of headers, which may look like a letter, a bracket or no text."""
+    """The byte after a value is the count of headers, which may look like a letter, a bracket or no text."""
     rows = [Record(b'{"k":', value, (("h", b"NaN"),) * count) for value in usual(100)]
     _, columns = decode_columns(encode_batch(rows))
     decoder = StreamDecoder(SCHEMA)
@@ -317,7 +317,7 @@ def test_values_of_all_sizes_are_cut_to_stretches(monkeypatch: pytest.MonkeyPatc
 
 
 def test_good_rows_never_meet_the_slow_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is slow is counted, not timed: nothing of a block of good rows, and of a bad one only itself."""
+    """The test counts slow rows instead of measuring time: none in a good block, and only the bad rows of another."""
     slow: list[int] = []
     decoder = StreamDecoder(SCHEMA)
     by_blocks = decoder._values_by_blocks

@@ -1,4 +1,4 @@
-"""What a shared driver says for a pipeline that does not run, without Spark."""
+"""Reports of a shared driver for a pipeline that does not run, without Spark."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FAULT = InvalidError("the file does not import.")
 
 
 def said(pid: int, at_ms: int) -> StatusReport:
-    """By the driver `pid` of this machine."""
+    """Return a report of the driver `pid` of this machine."""
     return StatusReport(
         "pipeline:p",
         at_ms,

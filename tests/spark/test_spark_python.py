@@ -16,7 +16,7 @@ pytestmark = pytest.mark.spark
 
 
 def test_a_plain_program_whose_spark_runs_another_python_is_told_what_to_set(tmp_path: Path) -> None:
-    """As `venv/bin/python job.py` does, where PATH has the system's python3."""
+    """The situation of `venv/bin/python job.py` when PATH has the system's python3."""
     other = tmp_path / "bin" / "python3"
     other.parent.mkdir()
     other.write_text(f'#!/bin/sh\nexec {sys.executable} -S "$@"\n')
@@ -33,7 +33,7 @@ def test_a_plain_program_whose_spark_runs_another_python_is_told_what_to_set(tmp
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert "[DATA_SOURCE_NOT_FOUND]" in found["plain"][1], "Spark's own, which docs/pipelines.md explains"
+    assert "[DATA_SOURCE_NOT_FOUND]" in found["plain"][1], "Spark's own, which docs/guides/pipelines.md explains"
     for what in ("register", "read"):
         kind, said = found[what]
         assert kind == "Invalid" and "Set PYSPARK_PYTHON to the Python that runs this program" in said, found

@@ -1,4 +1,4 @@
-"""Reading shards in a real session that nobody registered anything with."""
+"""Reading shards in a real session without an explicit registration of the data source."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_a_large_shard_is_read_in_ranges_and_a_key_in_one(harbour: Any, spark: A
 def test_a_filter_of_one_query_says_nothing_about_the_next(
     harbour: Any, spark: Any, config: str, pushdown: str
 ) -> None:
-    """Spark plans a frame once, in every session, and gives what is made of it later the same partitions."""
+    """Spark plans a frame once, in every session, and gives the same partitions to frames derived from it later."""
     append(harbour, "t", 0, 10, [(1, "a", 5, 1), (2, "b", 6, 1)])
     before = spark.conf.get(PUSHDOWN)
     try:

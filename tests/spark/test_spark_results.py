@@ -1,4 +1,4 @@
-"""What a derived function returns is stored whole or refused, and a row without a key of its own ends only itself."""
+"""Results of a derived function are stored whole or refused, and a row without a key fails only its table."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.spark
 
 
 def exit_code(harbour: Any, name: str) -> int:
-    """Of `tidemill why`."""
+    """Return the exit code of `tidemill why`."""
     reports = harbour.portal.call(StatusBoard(harbour.stores.consensus, Rand()).reports())
     return verdict_of(derive_statuses(reports, harbour.stores.clock.now_ms()), name).exit_code
 
@@ -156,7 +156,7 @@ def test_f323_newest_records_that_are_all_dead_letters_and_rows_left_out_are_no_
         return bool(eventually(healthy))
 
     def opened_again(runner: PipelineRunner) -> None:
-        """The table fails, leaves its seat and is opened again: no record came meanwhile."""
+        """Let the table fail, leave its seat and be opened again, without a record in between."""
         (unit,) = runner.feeds[0].units
         before = unit.writer
         unit._on_failure(UnavailableError("The store is away."), True)

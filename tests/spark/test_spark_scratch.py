@@ -1,4 +1,4 @@
-"""The scratch directory: what nobody reads any more goes at the next start, what is a table's own stays."""
+"""The scratch directory: unused files are deleted at the next start, a table's own files stay."""
 
 from __future__ import annotations
 

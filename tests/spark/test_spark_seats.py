@@ -15,11 +15,11 @@ from tidemill.base.status.histogram import StageHistograms
 from tidemill.spark.ingest.table_schedule import SLOWEST_RETRY_S, ScheduledTable, TableSchedule
 
 LETS_IN_S = 0.3
-"""So long somebody else has a try while one change is under way. One that is kept out by then only comes later."""
+"""Time that another thread gets during one change. A thread that is still locked out after it comes later."""
 
 
 class Interrupted(dict[str, ScheduledTable]):
-    """The first change that has read it is held up until `other` has run in a thread of its own, or is kept out."""
+    """Seats whose first change, after its read, waits until `other` has run in another thread or is locked out."""
 
     def __init__(self, seats: dict[str, ScheduledTable], other: Callable[[], None]) -> None:
         super().__init__(seats)
@@ -61,7 +61,7 @@ def seats(names: Iterable[str]) -> TableSchedule:
 
 
 def meanwhile(found: TableSchedule, change: Callable[[], None], other: Callable[[], None]) -> str:
-    """Who sits after `change`, in the midst of which another thread does `other`."""
+    """Return the seated tables after `change`, during which another thread does `other`."""
     interrupted = Interrupted(found._seats, other)
     found._seats = interrupted
     change()

@@ -1,11 +1,11 @@
-"""The rows of notes/materialize.md §4 once more, through real Spark: streaming queries, foreachBatch, tasks.
+"""The upsert scenarios through real Spark: streaming queries, foreachBatch, tasks.
 
-One captured database has a table a row, so that a handful of queries plays them all; each test looks at its own.
+One captured database has a table per scenario, so that a few queries run them all; each test checks its own table.
     at 0   every table's first rows, by a query
     then   peers move some of the shards, and rows at 1, 2, 3, 5, 7 and 10 are bound: the source frontier is 11
-    at 10  a second query of the same driver, which has not heard of the peers yet
+    at 10  a second query of the same driver, which has not yet seen the peers' appends
 
-All of it twice, for both flavours must give equal output: computed by Spark tasks, and inline on the driver.
+All of it runs twice, because both flavours must give equal output: computed by Spark tasks, and inline on the driver.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ ROWS: dict[str, list[tuple[int, int, int | None]]] = {
     "half": [(2, 1, 2), (7, 1, 7)],
 }
 PEERS: dict[str, list[tuple[int, int, Sequence[Update]]]] = {
-    # what somebody else appends between the two queries: lower, upper, rows
+    # appends of a peer between the two queries: lower, upper, rows
     "lagging": [(1, 10, ())],
     "overtaken": [(1, 10, [(0, 1, 5, 1), (1, 2, 7, 1)])],
     "gh_9160": [(1, 3, ())],
@@ -275,7 +275,7 @@ def times(harbour: Any, spark: Any, name: str, checkpoint: Path) -> dict[tuple[i
 
 
 def mint_as_two_nodes(harbour: Any, topic: TopicRow, *said: tuple[int, int]) -> None:
-    """Each (now_ms, next offset) by a minter of its own, which opened before any of them minted."""
+    """Mint each (now_ms, next offset) by a separate minter; all are opened before the first mints."""
 
     async def run() -> None:
         s = harbour.stores

@@ -1,4 +1,5 @@
-"""A pipeline and a streaming write in a user's own job, started by spark-submit and killed; beside another driver."""
+"""A pipeline and a streaming write in a user's own job, started by spark-submit and killed, concurrent with another
+driver."""
 
 from __future__ import annotations
 

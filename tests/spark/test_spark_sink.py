@@ -150,7 +150,7 @@ def test_deletes_updates_and_truncation_of_a_captured_table(harbour: Any, tmp_pa
 
 
 def start_over(harbour: Any, topic: Any) -> Any:
-    """As capture does when a table was made anew: a topic of the old name with a new id."""
+    """Replace the topic by one of the same name with a new id, as a capture does for a re-created table."""
     harbour.portal.call(harbour.stores.catalogue.delete(TopicRow, topic.name))
     return harbour.create_topic(topic.name, kind="capture")
 
@@ -207,7 +207,7 @@ def test_a_captured_table_that_was_started_over_loses_what_is_not_in_its_new_cop
     sink.process(sink.latest())
     assert "starts over on a new topic: table=t" in str(sink.seats.failed["t"])
     assert harbour.upper("t") == 11, "nothing is appended past it from the old topic"
-    # One process takes the new copy by itself, another together with what came after it: no difference.
+    # One process reads the new copy alone, another together with later records: the result is the same.
     one = shop_sink(harbour, tmp_path / "1", ["t"])
     one.process(21)
     harbour.produce(new, [({"id": 4}, {"id": 4, "v": "later"}), ({"id": 2}, None)])

@@ -1,4 +1,4 @@
-"""The rows of notes/materialize.md §4.3 on the pure operator and a model shard: what is appended, and when."""
+"""Sink scenarios on the pure operator and a model shard: the appended rows and their times."""
 
 from __future__ import annotations
 

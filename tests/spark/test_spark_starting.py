@@ -50,7 +50,7 @@ def planners(spark: Any) -> set[str]:
 
 
 def end_of(query: Any) -> dict[str, int]:
-    """Where the last batch of a query with one reader ended."""
+    """Return the offset at which the last batch of a query with one reader ended."""
     (reader,) = query.lastProgress["sources"]
     found: dict[str, int] = json.loads(reader["endOffset"])
     return found

@@ -105,7 +105,7 @@ def test_a_pipeline_keeps_its_tables_through_restarts_and_shows_marks(harbour: A
     assert by_product == {k: (c, f"{c * 2.5:.2f}") for k, c in counts.items()}
     assert len(harbour.contents("p.dead_letters")) == shop.n
 
-    shop.trade(3)  # while nobody runs; then a new process with nothing but the shards
+    shop.trade(3)  # while no driver runs; then a new process with nothing but the shards
     with running(harbour, spark, tmp_path / "b", file):
         at = shop.settle("clicks", "orders", "lines")
     shop.check(at)

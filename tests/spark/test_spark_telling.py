@@ -1,4 +1,4 @@
-"""What a driver tells of itself once a second is told whatever becomes of one of its feeds, tables or stores."""
+"""A driver reports its state once a second, even if feeds, tables or stores fail."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_a_driver_that_ends_in_order_saves_the_mirrors_of_derived_tables_whose_t
 
     try:
         eventually(lambda: runner.feeds)
-        runner.tables = list  # type: ignore[method-assign]  # nobody else asks these writers anything
+        runner.tables = list  # no other code uses these writers
         for name in ("revenue", "late"):
             runner.derivations[name] = SimpleNamespace(writer=Writer(name))  # type: ignore[assignment]
         released = threading.Event()

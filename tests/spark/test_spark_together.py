@@ -1,4 +1,4 @@
-"""Several pipelines in one real driver process: one JVM, and each pipeline a unit of its own."""
+"""Several pipelines in one real driver process: one JVM, and each pipeline a separate unit."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ class World:
             self.rows[name].append((key, self.n))
 
     def at(self, table: str, time_ms: int) -> dict[str, int]:
-        """Its rows: what came is bound to the time that is its number."""
+        """Return the rows at a time: each record is bound to the time that is its number."""
         return {key: n for key, n in self.rows[table] if n <= time_ms}
 
     def reports(self) -> dict[str, StatusReport]:
@@ -154,7 +154,7 @@ def test_f316_pipelines_of_one_driver_fail_alone_and_come_back_together_exact(ha
         ) == (processes - {"pipeline:clicks"})
         assert len(jvms(process.pid)) == 1
 
-        # What is mended heals by itself, in the same process.
+        # A repaired file starts its pipeline in the same process, without further action.
         world.file("late", LATE)
         world.raises.unlink()
         for table in ("late", "counts"):
@@ -164,7 +164,7 @@ def test_f316_pipelines_of_one_driver_fail_alone_and_come_back_together_exact(ha
         process.send_signal(signal.SIGKILL)
         process.wait()
 
-    # Tables that are all derived: nobody but they can see that the JVM is gone. Only a new process gets another.
+    # All tables are derived: only they can notice that the JVM is gone. Only a new process gets another JVM.
     for name in ("clicks", "views"):
         world.file(f"of_{name}", COPY.format(name=name))
     with world.started(world.spec("of_clicks", "of_views")) as process:
@@ -174,7 +174,7 @@ def test_f316_pipelines_of_one_driver_fail_alone_and_come_back_together_exact(ha
             os.kill(pid, signal.SIGKILL)
         assert process.wait(DEADLINE_S) == 1
 
-    # Its directory is its own again; what came meanwhile is taken in, and nothing twice.
+    # Its directory is available again. Records that arrived in the meantime are read, and none twice.
     world.file("late", "def build(p):\n    raise SystemExit(0)\n")
     for _ in range(5):
         world.come()

@@ -13,7 +13,7 @@ from support.spark.workloads.replay import Replay, answers
 pytestmark = pytest.mark.spark
 
 SCALE, PAIRS, STREAMS = 0.005, 40, 2
-"""So many pairs of RF1 and RF2 between two times: at this scale one is 8 orders, and few of them are in Q3."""
+"""Pairs of RF1 and RF2 between two times: at this scale a pair is 8 orders, and few of them are in Q3."""
 
 
 def test_derived_tables_equal_the_batch_answers_after_every_refresh(spark: Any, harbour: Any, tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_a_record_that_lacks_what_it_may_not_or_has_what_it_should_lack_stops_th
 
 
 class Load(threading.Thread):
-    """Transactions on `wide` until told to end: most of them leave its TOASTed columns as they are."""
+    """Transactions on `wide` until `ending` is set: most of them leave its TOASTed columns unchanged."""
 
     def __init__(self, dsn: str) -> None:
         super().__init__()
@@ -210,8 +210,8 @@ class Load(threading.Thread):
 def test_f320_wide_rows_under_load_with_kills_of_capture_end_in_a_shard_that_equals_select(
     postgres_dsn: str, harbour: Any, tmp_path: Path
 ) -> None:
-    """One pipeline runs through all of it, a second one begins when all is done; of a row whose key changed both lack
-    the values that nobody said, as a dead letter, until it is written whole."""
+    """One pipeline runs through all of it, a second one begins at the end. A row whose key changed lacks the values
+    that the stream omitted: it is a dead letter of both until it is written whole."""
     name = postgres_dsn.rpartition("/")[2]
     with psycopg.connect(postgres_dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE wide (id int PRIMARY KEY, v int, body text, note text)")

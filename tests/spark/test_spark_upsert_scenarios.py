@@ -1,4 +1,4 @@
-"""The scenarios of notes/materialize.md §4.1, under their names, and a few of our own (U1, U2)."""
+"""Scenarios of the upsert operator, named after their rows, and a few additional ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random schedules: several writers on one shard equal one sequential reader at every time (notes/spark.md §5).
+"""Random schedules: several writers on one shard equal one sequential reader at every time.
 
 A writer may lag, lose a race, lose an acknowledgement, or crash and rehydrate; batches begin and end anywhere.
 """
@@ -119,7 +119,8 @@ def test_three_writers_equal_one_reader_at_every_time(
 
 
 def test_the_planted_fault_is_found_by_such_schedules() -> None:
-    """The suite can fail: with seed 001's fault a lagging writer freezes, though contents stay right."""
+    """The suite can fail: an operator with the planted fault freezes a lagging writer, although contents stay
+    correct."""
     sets: list[Set] = [(0, 1, 5, 1), (1, 2, 7, 2), (2, 3, 10, 3)]
     shard = ModelShard()
     lagging, peer = (Racer(shard, sets, [], RestashingOperator) for _ in range(2))

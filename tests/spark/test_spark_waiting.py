@@ -1,4 +1,4 @@
-"""A pipeline whose inputs do not exist yet says so in its marks, and starts when they do."""
+"""A pipeline whose inputs do not exist yet reports them in its marks, and starts when they do."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def build(p):
 def test_what_the_data_does_to_a_table_is_told_under_its_mark_with_an_age_that_a_restart_keeps(
     harbour: Any, tmp_path: Path
 ) -> None:
-    """Here a binding passes its topic."""
+    """The fault used here is a binding beyond the end of its topic."""
     orders = harbour.capture("shop", TABLES)["public.orders"]
     harbour.heads[orders.topic_id][0] = 5
     harbour.mint("capture/shop", 1000, orders)

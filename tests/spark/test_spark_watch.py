@@ -123,7 +123,7 @@ def test_a_time_that_is_bound_is_taken_with_or_without_spark_and_bindings_that_a
 
 
 class Query:
-    """Ends when told."""
+    """A query that ends when `ended` is set."""
 
     def __init__(self) -> None:
         self.ended = threading.Event()
@@ -153,7 +153,7 @@ def test_a_query_that_brings_a_batch_is_well_and_its_end_wakes_its_watch(monkeyp
 
 
 def test_a_query_whose_first_start_is_in_vain_is_logged_and_the_second_is_told(monkeypatch: Any) -> None:
-    """A busy machine may not start a worker in Spark's ten seconds; rows come forward meanwhile."""
+    """A busy machine may not start a worker within Spark's ten seconds; rows advance in the meantime."""
     found = host()
     watched = StreamingQuery(found, ["topic/t"], lambda _: None)
     batches = [False, False, True, False, False]

@@ -54,7 +54,7 @@ def large(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_whole_round_gives_spark_the_parts_and_holds_no_input_in_the_driver(
     harbour: Any, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    """By group the first round is whole too; what the driver reads then is what finds the groups."""
+    """The first round by group is whole too; the driver then reads only what it needs to find the groups."""
     clicks = Clicks(harbour)
     clicks.change(range(COUNT), 1)
     derived = counted(harbour, spark, tmp_path, by=by)
@@ -92,7 +92,7 @@ def test_a_whole_round_gives_spark_the_parts_and_holds_no_input_in_the_driver(
 def test_what_is_merged_and_collected_before_and_during_a_round_changes_no_contents(
     harbour: Any, spark: Any, tmp_path: Path
 ) -> None:
-    """While the function runs, history moves past the round's time and everything it chose is replaced."""
+    """History moves past the round's time while the function runs, and all parts that it chose are replaced."""
     clicks, want = Clicks(harbour), {}
 
     def meanwhile() -> None:

@@ -162,7 +162,7 @@ def test_a_null_in_the_key_is_refused(harbour: Any) -> None:
 
 
 def test_writers_at_once_are_as_if_one_after_another(harbour: Any) -> None:
-    """Of each key the row of whoever wrote last, and of each write all rows or none."""
+    """The result has the last written row of each key, and all rows or none of each write."""
     write(harbour, PLAIN, [(k, "start") for k in range(8)])
     failures: list[BaseException] = []
     uppers: dict[int, str] = {}
@@ -186,7 +186,7 @@ def test_writers_at_once_are_as_if_one_after_another(harbour: Any) -> None:
 
 
 class Racing(WriteCommit):
-    """Between what it computed and its append somebody else does something."""
+    """A write during which others act between its computation and its append."""
 
     def __init__(self, harbour: Any, frame: WriteFrame, *meanwhile: Callable[[], object]) -> None:
         super().__init__(harbour.portal, harbour.stores, frame, harbour.stores.rand.nonce(), SMALL)
@@ -296,7 +296,7 @@ def test_what_a_pipeline_keeps_is_refused(harbour: Any) -> None:
 def test_beside_a_pipeline_nothing_that_its_source_says_is_passed_over(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, steps: list[tuple[str, int]]
 ) -> None:
-    """Of each key what was said last, in the order of times: by a binding's records, or by a write."""
+    """The result has the last value of each key in the order of times, from records of bindings and from writes."""
     monkeypatch.setattr(committing, "ATTEMPTS", 2)
     monkeypatch.setattr(committing, "PAUSE_S", 0.0)
     with TemporaryDirectory(dir=tmp_path) as directory:
@@ -331,7 +331,7 @@ def _write_while_maintained(harbour: Harbour, scratch: Path, steps: list[tuple[s
                 upper = write(harbour, replace(frame, overwrite=what == "overwrite"), list(rows.items()))
                 said.append((upper - 1, what, rows))
             except UnavailableError:
-                pass  # something is bound to this very time, and nobody writes it
+                pass  # a binding already has this time, and nothing is written
     assert len({time_ms for time_ms, _, _ in said}) == len(said)
     want: dict[str, int] = {}
     for _, what, rows in sorted(said, key=lambda one: one[0]):
@@ -439,7 +439,7 @@ def schema_of(text: str) -> StructType:
 
 
 def writer_of(harbour: Any, schema: StructType | str, overwrite: bool = False, **options: str) -> FrameWriter:
-    """As Spark makes one and takes it to its tasks."""
+    """Return a writer as Spark creates it and sends it to its tasks."""
     urls = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
     parsed = schema if isinstance(schema, StructType) else schema_of(schema)
     made: FrameWriter = pickle.loads(pickle.dumps(TidemillSource({**urls, **options}).writer(parsed, overwrite)))

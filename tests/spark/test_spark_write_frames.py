@@ -1,4 +1,4 @@
-"""DataFrames written into shards in a real session that nobody registered anything with."""
+"""DataFrames written into shards in a real session without an explicit registration of the data source."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streaming queries and batches of a user that write a table: each epoch once, whatever was repeated."""
+"""Streaming queries and batches of a user that write a table: each epoch takes effect once, despite repetitions."""
 
 from __future__ import annotations
 

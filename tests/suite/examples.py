@@ -1,4 +1,4 @@
-"""Fewer generated examples for the inner loop: at most `MOST` in each property test, whatever it asks for itself."""
+"""Limit each property test to `MOST` generated examples in the inner loop, even if it asks for more."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ class Plan:
 
     @property
     def directory(self) -> Path:
-        """Of its own for each seed and arguments, so that only a run of the same tests is continued."""
+        """Directory for one seed and one list of arguments, so that only a run of the same tests is continued."""
         digest = hashlib.sha256("\0".join(self.arguments).encode()).hexdigest()[:8]
         return KEPT / f"{self.seed}-{digest}"
 
@@ -72,7 +72,7 @@ def parse(words: Sequence[str]) -> Plan:
 
 @contextlib.contextmanager
 def burners(count: int = BURNERS) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """They end with the block, and by themselves should this process be killed."""
+    """Keep processes busy for the duration of the block. They also end if this process is killed."""
     started: list[subprocess.Popen[bytes]] = []
     try:
         for _ in range(count):
@@ -98,7 +98,7 @@ def summary(records: Sequence[Record]) -> list[str]:
 
 
 def _pytest(command: Sequence[str]) -> int:
-    """In a session of its own: a Ctrl-C reaches it once, from here, and nothing that it started survives it."""
+    """Run pytest in a new session: a Ctrl-C reaches it once, from here, and no process that it started survives it."""
     process = subprocess.Popen(command, cwd=ROOT, start_new_session=True)
     try:
         return process.wait()

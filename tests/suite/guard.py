@@ -63,7 +63,7 @@ class Guard:
     def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
         report = yield
         if report.failed:
-            self._started.clear()  # the error of the start is told already
+            self._started.clear()  # the error of the start is already reported
         if self._started and report.when == "teardown":
             report.outcome = "failed"
             report.longrepr = self._started[0]

@@ -1,7 +1,7 @@
-"""What a test changes in its process is undone after it, and a test that leaves such a change behind fails.
+"""Undo each test's changes to its process, and fail tests that leave such a change.
 
-Looked at: environment variables, the working directory, the level of the root logger, signal handlers. The garbage
-collector's thresholds and what is frozen are restored without a word: a node sets them when it is assembled.
+Checked: environment variables, the working directory, the level of the root logger, signal handlers. The garbage
+collector's thresholds and frozen objects are restored silently, because a node sets them when it is assembled.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pytest
 
 OUTPUT_CHARACTERS = 200_000
 CRASHED_PHASE = "???"
-"""In this phase pytest-xdist reports the test during which a worker ended."""
+"""Phase in which pytest-xdist reports the test during which a worker ended."""
 
 DONE = pytest.StashKey[frozenset[str]]()
 
@@ -50,6 +50,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if done:
         items[:] = [item for item in items if item.nodeid not in config.stash[DONE]]
         config.hook.pytest_deselected(items=done)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[Any]:
+    """Make a report again if it failed, because that would end the whole run.
+
+    Two causes: CPython 3.11 raises SystemError when two threads parse source at the same time, as the formatting of
+    tracebacks does; a test's timeout can expire while its failure is formatted.
+    """
+    try:
+        return (yield)
+    except (SystemError, pytest.fail.Exception):
+        return pytest.TestReport.from_item_and_call(item, call)
 
 
 class Recorder:
@@ -92,7 +105,7 @@ def _output(report: pytest.TestReport) -> str:
 
 @dataclass
 class Record:
-    """What a file says. `status` is None for a run that did not come to its end."""
+    """Contents of a record file. `status` is None if the run was interrupted."""
 
     outcomes: dict[str, str] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)

@@ -30,7 +30,7 @@ Run = Callable[[Sequence[str]], Record]
 
 
 def why_not_repeated(first: Record) -> str | None:
-    """Why the failure of this run stands; None when its failed tests are to be repeated."""
+    """Return the reason why this run's failure is final, or None if its failed tests may be repeated."""
     if first.status is None:
         return "the run ended before its last test"
     if first.broken:

@@ -1,10 +1,9 @@
-"""Tests that are too slow for the inner loop, as measured: `slow.txt` names them, `--quick` leaves them out.
+"""Measured list of tests that are too slow for the inner loop: `slow.txt` names them, `--quick` omits them.
 
     ./dev test --quick --measure
 
 runs them too and writes the file again: tests that used more than `CPU_S` of their process, or took longer than
-`WALL_S`.
-Measure on a machine that does nothing else. A test that is not in the file is quick until somebody measures again.
+`WALL_S`. Measure on an idle machine. A test that is not in the file counts as quick until the next measurement.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def named(root: Path) -> frozenset[str]:
 
 
 class Meter:
-    """Both in the process that runs a test, which measures, and in the one that hears of all, which writes."""
+    """Plugin for both sides of a run: processes that run tests measure, and the controlling process writes the file."""
 
     def __init__(self, root: Path) -> None:
         self._file = root / FILE

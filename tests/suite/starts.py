@@ -1,9 +1,9 @@
-"""Which tests start processes, found by reading their code.
+"""Find the tests that start processes by reading their code.
 
-A test counts when the code that it can reach starts one: its own functions, its fixtures, and the helpers and classes
-of this repository that these name. Of product code only the module that a test names is read: `Child` of the supervisor
-counts because its own methods start one. A start deeper in the product is invisible here; such a test needs the marker
-`processes`, and `guard` finds it.
+A test counts when the code that it can reach starts one: its functions, its fixtures, and the helpers and classes of
+this repository that these name. Product code is read only in the module that a test names: `Child` of the supervisor
+counts because its own methods start a process. A start deeper in the product is invisible here; such a test needs the
+marker `processes`, and `guard` detects a missing one.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STARTERS = {
     "ProcessPoolExecutor", "fork", "forkpty", "posix_spawn", "posix_spawnp",
 }  # fmt: skip
 MARKERS = ("processes", "spark", "postgres", "node", "java", "go", "browser", "kcat")
-"""A test with one of these starts a process whatever its code looks like."""
+"""A test with one of these starts a process, independently of its code."""
 
 
 class Reader:
@@ -79,7 +79,7 @@ class Reader:
 
 
 def _functions(item: pytest.Item) -> Iterator[types.FunctionType]:
-    """The test's own function, those of every fixture that it uses, and what its class has besides tests."""
+    """The test's own function, those of its fixtures, and the methods of its class except tests."""
     for method in _methods(getattr(item, "cls", None) or object):
         if not method.__name__.startswith("test"):
             yield method

@@ -78,7 +78,7 @@ def test_a_seed_gives_one_random_order_and_files_stay_together() -> None:
 
 
 def test_an_interrupted_run_prints_what_is_known_and_ends_its_burners(tmp_path: Path) -> None:
-    """`flaky` itself, on a suite whose first test fails and whose second never ends, in whatever order they run."""
+    """Run `flaky` itself on a suite with a test that fails and one that never ends, in either order."""
     toy = Toy(tmp_path)
     toy.write("test_one.py", FIRST_FAILS)
     toy.write("drive.py", DRIVE)

@@ -118,3 +118,30 @@ def test_a_run_that_breaks_is_not_repeated(toy: Toy, name: str, text: str, worke
     done = toy.run("-n", workers, before=REPEAT)
     assert done.returncode == 1, done.stdout
     assert "not repeated: the run" in done.stdout
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("error", ["SystemError", "pytest.fail.Exception"])
+def test_a_failure_that_cannot_be_formatted_at_first_does_not_end_the_run(tmp_path: Path, error: str) -> None:
+    toy = Toy(tmp_path)
+    toy.write(
+        "conftest.py",
+        f"""
+        import pytest
+        from _pytest._code import source
+
+        class Ast:
+            broken = False
+            def __getattr__(self, name):
+                if name == "parse" and not Ast.broken:
+                    Ast.broken = True
+                    raise {error}("not now")
+                return getattr(real, name)
+
+        real, source.ast = source.ast, Ast()
+    """,
+    )
+    toy.write("test_toy.py", "def test_first():\n    assert 1 == 2\ndef test_second(): pass\n")
+    done = toy.run()
+    assert "1 failed, 1 passed" in done.stdout, done.stdout
+    assert "assert 1 == 2" in done.stdout

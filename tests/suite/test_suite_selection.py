@@ -117,7 +117,7 @@ def test_short(): pass
 
 @pytest.fixture(scope="module")
 def quick(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """What a quick run collects of the cases above and of three tests that start nothing."""
+    """Return the output of a quick collection of the cases above and of three tests that start nothing."""
     toy = Toy(tmp_path_factory.mktemp("cases"))
     toy.write("helpers.py", HELPERS)
     for number, text in enumerate(CASES.values()):

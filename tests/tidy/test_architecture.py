@@ -15,7 +15,7 @@ ARCHITECTURE = ROOT / "ARCHITECTURE.md"
 INTERNALS = ROOT / "docs" / "internals"
 MAX_BYTES = 12 * 1024
 MAX_WORDS = 20
-"""Of a table cell. A path of a test counts as one word."""
+"""Limit of a table cell. The path of a test counts as one word."""
 
 ROOM = re.compile(r"^\| \d \| `(\w+)` \|[^|]+\|([^|]*)\|$", re.MULTILINE)
 INVARIANT = re.compile(r"^\| ([a-z][^|`]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)

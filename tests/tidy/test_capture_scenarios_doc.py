@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "internals" / "capture-scenarios.md"
 ROWS = {"FT": 18, "SLC": 14, "ER": 4, "C": 15, "ST": 11, "RC": 10, "CV": 4, "H": 14}
-"""Of each group: a row is not dropped by accident."""
+"""Number of rows in each group, so that dropping a row by accident fails."""
 OPEN: set[str] = set()
 """Rows without a test yet; the page says why."""
 
@@ -68,7 +68,7 @@ def test_every_test_that_is_named_by_an_id_stands_in_its_row() -> None:
 
 
 def test_no_test_on_the_page_is_skipped_or_may_fail() -> None:
-    """Those that need a database or a foreign client skip where there is none; in CI such a skip is a failure
+    """Skips for a missing database or foreign client are made at run time; CI turns them into failures
     (tests/conftest.py)."""
     for named in NAMED.findall(PAGE.read_text()):
         path, _, name = named.partition("::")

@@ -9,7 +9,7 @@ import tokenize
 from pathlib import Path
 
 import pytest
-from prose import CODE, DIALECT, findings_of
+from prose import CODE, DIALECT, findings_of, sources_of
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tidemill"
@@ -17,12 +17,12 @@ PRODUCT = (SOURCE, ROOT / "demo")
 TOOLS = (ROOT / "benchmarks", ROOT / "tests" / "sim", ROOT / "tests" / "support")
 PAGES = sorted(
     page
-    for folder in (ROOT, ROOT / "docs", ROOT / "docs" / "internals")
-    for page in folder.glob("*.md")
-    if page.name != "vocabulary.md"
+    for folder, pattern in ((ROOT, "*.md"), (ROOT / "docs", "**/*.md"))
+    for page in folder.glob(pattern)
+    if page.name != "vocabulary.md" and page.parent.name != "rfcs"
 )
-"""Not the vocabulary, which lists the words to avoid, and not the RFCs, which are records."""
-FILES = sorted(path for folder in (*PRODUCT, *TOOLS) for path in folder.rglob("*.py"))
+"""Pages to check: the vocabulary is excluded because it lists the words to avoid, the RFCs because they are records."""
+FILES = sorted(path for folder in (*PRODUCT, *TOOLS) for path in sources_of(folder))
 
 ALLOWED = {
     ("cli/serve.py", "No module named '"),  # Python's own text

@@ -28,7 +28,7 @@ COUNT = 40
 
 
 def sealed(payload: bytes, count: int, *, codec: int = 0, last_delta: int | None = None) -> bytes:
-    """A batch of these record bytes with a right checksum, whatever they are."""
+    """Return a batch of arbitrary record bytes with a correct checksum."""
     head = bytearray(encode_batch([Record(None, b"v", timestamp_ms=1_000)])[:61])
     struct.pack_into(">i", head, 8, 49 + len(payload))
     struct.pack_into(">h", head, 21, codec)
@@ -122,7 +122,7 @@ rows = st.lists(
 @settings(max_examples=150, deadline=None)
 @given(rows=rows, chunk=st.integers(1, 100), damage=st.lists(st.tuples(st.integers(0, 5_000), st.binary(max_size=3))))
 def test_columns_and_walk_agree_on_every_batch(rows: list[Record], chunk: int, damage: list[tuple[int, bytes]]) -> None:
-    """What the columns take, the walk takes, with the same greatest time; what the walk takes, so do the columns."""
+    """The columnar check and the walk accept the same batches and find the same greatest time."""
     payload = bytearray(encode_batch(rows)[61:])
     for at, piece in damage:
         payload[at % len(payload) : at % len(payload) + len(piece)] = piece

@@ -1,4 +1,5 @@
-"""Compaction by key: what stays of any batches is what a dictionary says, and what a batch is stays as it was."""
+"""Compaction by key: the surviving records are those of a dictionary model, and other fields of a batch are
+unchanged."""
 
 from __future__ import annotations
 
@@ -79,7 +80,7 @@ def visible(cleaned: list[tuple[bytes, tuple[int, ...]]]) -> dict[int, tuple[obj
 def test_what_stays_is_the_newest_record_of_each_key(
     groups: list[tuple[list[Record], str, str]], cut: int, tombstones_below: int, captured: bool
 ) -> None:
-    """In a captured table's topic a record without a key is newer than every record before it."""
+    """A record without a key in a captured table's topic replaces all records before it."""
     known, seen = stored(groups)
     ends = [*(ref.base_offset for ref, _ in known), known[-1][0].base_offset + known[-1][0].record_count]
     end = ends[min(cut, len(ends) - 1)]

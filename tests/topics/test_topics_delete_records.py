@@ -1,4 +1,5 @@
-"""DeleteRecords: the log's start moves at once and durably, never over what somebody has yet to read."""
+"""DeleteRecords: the start of the log moves immediately and durably, but never past records that a reader still
+needs."""
 
 from __future__ import annotations
 

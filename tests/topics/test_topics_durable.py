@@ -1,4 +1,4 @@
-"""On the real stores: SQLite and a local directory."""
+"""Topics on durable stores: SQLite and a local directory."""
 
 from __future__ import annotations
 

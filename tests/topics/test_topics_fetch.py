@@ -290,13 +290,14 @@ async def test_an_answer_waits_for_so_many_objects_of_others_and_readers_share_t
         assert values_of([*answers[0].batches, *rest.batches]) == [
             (2 * n + m, f"{n}{name}") for n in range(count) for m, name in enumerate("ab")
         ]
-        # What is at hand is no reason to stop.
+        # Cached batches do not count towards the limit.
         again = await fetch(other, topic_id, 0, 0)
         assert len(again.batches) == count and world.objects.gets - before == count
 
 
 async def test_of_thousands_of_objects_a_few_are_read_side_by_side() -> None:
-    """By as many tasks as a store takes requests; each object is read once, and what cannot be read harms no other."""
+    """The number of reading tasks is that of a store's concurrent requests. Each object is read once, and an unreadable
+    one affects no other."""
     data = batch("v")
     asked: list[str] = []
     tasks: list[int] = []

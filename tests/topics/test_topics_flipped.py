@@ -17,7 +17,7 @@ WRITTEN = [(i, f"{n}{half}") for i, (n, half) in enumerate((n, half) for n in ra
 
 
 class Flips:
-    """What the store of `world` answers has a flipped bit `count` times."""
+    """Flip a bit in the next `count` answers of the store of `world`."""
 
     def __init__(self, world: L1World, count: int, byte: int = -1) -> None:
         self.left, self.byte, self.notices = count, byte, list[str]()
@@ -79,7 +79,7 @@ async def test_f620_a_fetch_of_an_answer_with_a_flipped_bit_serves_what_was_writ
 
 @pytest.mark.parametrize("byte", [8, 11, 16])
 async def test_a_flipped_bit_of_the_header_before_the_checksum_is_seen(byte: int) -> None:
-    """The length and the magic; base offset and leader epoch are written anew where they are not right."""
+    """The length and the magic are damaged here; a wrong base offset or leader epoch would be overwritten."""
     async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world)
         reader = LogPartitionReader(world.consensus, world.objects, world.l1)

@@ -1,4 +1,4 @@
-"""Following partitions: whatever happens to them, a reader is given what a plain fetch of all of them would give."""
+"""Fetch subscriptions: in every history of its partitions, a reader gets the result of a plain fetch of all of them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Known(NamedTuple):
 
 
 class Model:
-    """One reader of a topic's partitions: where it is in each, and what it was told of each."""
+    """One reader of a topic's partitions: its position and the last answer for each."""
 
     def __init__(self, topics: LocalTopics, row: TopicRow, *, committed: bool, max_bytes: int) -> None:
         self.topics, self.row = topics, row

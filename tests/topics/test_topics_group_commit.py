@@ -211,7 +211,7 @@ def closed_loop(producers: int, upload_s: float, log_s: float, again_s: float, s
 def test_producers_with_one_batch_in_flight_come_to_share_objects(
     producers: int, upload_s: float, log_s: float
 ) -> None:
-    """Also on a disk that others keep busy."""
+    """The simulated stores include a disk that other processes keep busy."""
     for seed in range(5):
         groups = closed_loop(producers, upload_s, log_s, 0.0008, seed)
         assert sum(groups[50:]) / len(groups[50:]) > 0.9 * producers

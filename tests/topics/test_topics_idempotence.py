@@ -119,8 +119,8 @@ def test_a_batch_before_the_hole_does_not_fill_it() -> None:
 
 
 def test_a_batch_that_failed_later_is_missing_still_when_the_earlier_one_has_come() -> None:
-    """Found by the simulation, seed 1849 of the topics: the retry of 10 fills its place, that of 20 is still to come,
-    and 30, which arrives between, is not out of order."""
+    """Found by the simulation: the retry of 10 fills its gap, that of 20 is pending, and 30 is not out of order in
+    between."""
     holes = SequenceGaps()
     holes.failed(1, 0, 10, 0.0)
     holes.failed(1, 0, 20, 1.0)

@@ -1,4 +1,4 @@
-"""What has nothing to do is not looked at: the calls of a round do not grow with the partitions that stand still."""
+"""The calls of a round do not grow with the number of idle partitions."""
 
 from __future__ import annotations
 

@@ -106,7 +106,8 @@ class Telling:
             self.writer.stage(Member(number, self.heard, self.clock))
 
     async def stretches(self, until: int) -> list[int]:
-        """How many have heard after each turn of the loop, until so many have."""
+        """Wait until `until` acknowledgements were heard. Return their number after each turn of the loop that brought
+        some."""
         seen = [len(self.heard)]
         while seen[-1] < until:
             await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Reading ahead: who goes on through an object waits for no store; what was not asked for costs a bounded memory."""
+"""Read-ahead: a sequential reader of an object does not wait for the store, and unused bytes take bounded memory."""
 
 from __future__ import annotations
 

@@ -132,7 +132,8 @@ FOOTERS = st.builds(Footer, st.text(max_size=20), st.lists(REGIONS, max_size=5).
 
 @given(FOOTERS, st.integers(0, 400))
 def test_a_footer_is_found_from_any_tail(footer: Footer, first: int) -> None:
-    """Whoever reads too little is told how much more, and once is enough when the size was among it."""
+    """A tail that is too short yields the number of missing bytes. One further read suffices if the tail held the
+    size."""
     whole = bytes(1000) + encode_footer(footer)
     tail, steps = first, 0
     while isinstance(found := parse_tail(whole[len(whole) - tail :], len(whole)), int):

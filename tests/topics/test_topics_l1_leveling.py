@@ -20,7 +20,7 @@ def extents_of(sizes: list[int]) -> list[L1ExtentRow]:
 
 
 def merged(extents: list[L1ExtentRow], target: int = TARGET) -> tuple[list[L1ExtentRow], int]:
-    """Until no run is left; (what stands, bytes rewritten)."""
+    """Merge until no run is left. Return the remaining extents and the number of rewritten bytes."""
     rewritten = 0
     while run := find_mergeable_run(extents, target):
         size = sum(extent.size_bytes for extent in run)

@@ -13,7 +13,7 @@ from tidemill.topics.l1.reader import L1Reader, region_of
 
 
 class Counted:
-    """How often the rows were scanned."""
+    """Counter of scans of the rows."""
 
     def __init__(self, rows: Faulty) -> None:
         self.scans = 0

@@ -1,4 +1,4 @@
-"""The rules of L1's rows: each case by itself, then any sequence of them beside a list of what must be covered."""
+"""Rules of L1's rows: single cases, then random sequences of them against a list of the offsets to cover."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_partition_begins_at_its_first_extent_and_goes_on_where_it_ends() -> N
 
 @pytest.mark.parametrize("base", [0, 5, 11, 500])
 def test_extents_that_do_not_go_on_where_the_partition_ends_are_left_out_and_corrected(base: int) -> None:
-    """F15: two leaders that reconcile at once; the object's other partitions are taken."""
+    """F15: two leaders reconcile concurrently; the object's other partitions are accepted."""
     table = Table()
     table.add("o", region(0, 0, 9))
     before = table.partition(0)

@@ -1,4 +1,4 @@
-"""L1's rows on a real metastore: found by offset and by time, committed once whatever the answer."""
+"""L1's rows on a real metastore: found by offset and by time, committed once even if the answer is lost."""
 
 from __future__ import annotations
 

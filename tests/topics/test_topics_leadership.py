@@ -147,13 +147,13 @@ async def test_a_lease_that_runs_out_is_seen_then_and_not_at_the_next_poll() -> 
     a = await member(world, "a", ttl_ms=2_000, poll_s=600.0)
     b = await member(world, "b", ttl_ms=600_000, poll_s=600.0)
     assert len(b.members()) == 2
-    await a._tasks.aclose()  # dies: nobody is told
+    await a._tasks.aclose()  # dies without notice to the others
     await until(lambda: [m.name for m in b.members()] == ["b"])
     await b.aclose()
 
 
 class Halting(FaultyConsensus):
-    """While it does not go on leases are neither renewed nor read, nor heads of logs: what was asked is done after."""
+    """Consensus that delays renewals and reads of leases, and reads of log heads, while `goes_on` is cleared."""
 
     def __init__(self, state: MemoryState) -> None:
         super().__init__(state)
@@ -175,7 +175,7 @@ class Halting(FaultyConsensus):
 
 @pytest.mark.parametrize("first", ["a", "b"])
 async def test_when_consensus_was_away_who_lives_stays_a_member_and_who_died_meanwhile_goes(first: str) -> None:
-    """Whether a node is answered before or after the others have renewed."""
+    """The first node is answered before or after the others have renewed."""
     world = World()
     consensus = {name: Halting(world.consensus.state) for name in "abc"}
     nodes = {}
@@ -251,9 +251,11 @@ async def test_partitions_follow_the_members_and_nothing_acknowledged_is_lost() 
 
 @pytest.mark.parametrize("together", [False, True], ids=["later", "in one term"])
 async def test_a_leader_that_was_deposed_and_has_nothing_to_write_keeps_no_reader_waiting(together: bool) -> None:
-    """A node with an old view took the partition over, wrote, and let go of it: whoever waits at the first leader,
-    which leads again by every view, is given what was written. Of two that fenced in one term the one that wrote
-    leads."""
+    """A node with an outdated view takes the partition over, writes, and releases it. A fetch that waits at the first
+    leader, which leads again in every view, gets the written records.
+
+    If both nodes fence the same term, the one that wrote leads.
+    """
     world = World(leaders_check_s=0.02)
     row = await world.topic()
     first, second = world.node(), world.node()
@@ -277,7 +279,8 @@ async def test_a_leader_that_was_deposed_and_has_nothing_to_write_keeps_no_reade
 
 @pytest.mark.parametrize("renewed", [False, True], ids=["before it is renewed", "renewed"])
 async def test_a_node_whose_lease_ran_out_answers_nothing_before_it_has_asked_who_leads(renewed: bool) -> None:
-    """It stood still, or could not reach consensus, while another node led: by its own view it leads all the time."""
+    """The node was frozen, or could not reach consensus, while another one led. In its own view it leads all the
+    time."""
     world = World(leaders_check_s=600.0)
     row, plain = await world.topic(partitions=8), world.consensus
     halting = Halting(plain.state)
@@ -381,7 +384,7 @@ async def test_a_leader_that_was_deposed_while_it_opened_hears_of_it() -> None:
 
 
 async def test_a_leader_that_writes_is_not_taken_for_deposed() -> None:
-    """What it appends has landed before it knows, and is in the log's head by then."""
+    """The append is in the log, and so in its head, before the leader gets the answer."""
     world = World()
     row = await world.topic()
     node = world.node()

@@ -114,7 +114,7 @@ async def test_an_upload_that_breaks_ends_what_waited_for_it_and_frees_its_place
 
 
 class Panic(BaseException):
-    """As native code raises them: no Exception."""
+    """An exception like those of native code, which are no subclasses of Exception."""
 
 
 async def test_f208_a_partition_that_fails_is_told_tried_again_and_heals_by_itself_while_others_go_on() -> None:

@@ -125,7 +125,7 @@ async def test_a_failed_upload_poisons_what_its_producer_has_in_line() -> None:
 
 
 async def test_a_batch_that_arrives_after_the_failure_waits_for_the_retry_of_the_failed_one() -> None:
-    """Unknown producer: without the memory of the hole, sequence 1 would be accepted and 0 refused for ever."""
+    """The producer is unknown. Without the memory of the gap, sequence 1 would be accepted and 0 refused forever."""
     async with World() as world:
         row = await world.topic()
         topics = world.node()
@@ -297,7 +297,7 @@ async def test_an_append_that_lands_late_is_found_by_its_nonce() -> None:
 
 
 async def test_an_append_whose_fate_is_told_late_is_made_again_by_the_same_leader() -> None:
-    """Consensus was away for the whole budget, and is back: nobody has to take over from anybody."""
+    """Consensus was unreachable for the whole budget and is back: no other node has to take over."""
     async with World(append_budget_s=0.03) as world:
         row = await world.topic()
         topics = world.node()

@@ -1,4 +1,4 @@
-"""Moving into L1, round by round: what moves, what a fault leaves as it was, and that no reader sees a difference."""
+"""Moving into L1 in rounds: the batches that move, the state after a fault, and no visible difference for readers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def filled(world: L1World, count: int = 10, **settings: object) -> tuple[L
 
 
 async def all_read(world: L1World, node: LocalTopics, topic_id: str) -> list[tuple[int, str]]:
-    """By fetching from the leader; a reader of another process must find the same, from every offset on."""
+    """Fetch all records from the leader. Check that a reader in another process finds the same from every offset."""
     found: list[tuple[int, str]] = []
     at = log_start = (await node.offsets(topic_id, 0)).log_start_offset
     while True:
@@ -137,7 +137,7 @@ async def test_a_partition_whose_object_cannot_be_read_is_left_out_and_resumes()
 
 @pytest.mark.parametrize("at_rest", [False, True])
 async def test_f251_bits_that_a_store_flips_in_an_answer_are_not_stored_for_good(at_rest: bool) -> None:
-    """RC4: a second read is right. Where the object itself is damaged, its batch is copied as it is."""
+    """RC4: a second read is correct. If the object itself is damaged, its batch is copied unchanged."""
     async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world, 3)
         broken = world.state(node, topic_id).object_keys[0]
@@ -162,7 +162,7 @@ async def test_f251_bits_that_a_store_flips_in_an_answer_are_not_stored_for_good
 
 @pytest.mark.parametrize("which", [[0], [1], [2], [0, 1, 2], [1, 2]])
 async def test_f250_what_was_lost_for_good_is_passed_over_once_it_is_let_go_and_not_before(which: list[int]) -> None:
-    """Three batches, each in an object of its own; another partition is not kept waiting."""
+    """Three batches are in three objects. Another partition is not delayed."""
     async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world, 3)
         await produced(node, topic_id, "x", partition=1)
@@ -402,7 +402,7 @@ def test_many_small_batches_of_a_partition_fill_a_round_as_well() -> None:
 
 
 async def test_a_topic_that_is_written_faster_than_an_object_an_interval_is_caught_up_with() -> None:
-    """Sixty objects' worth at once: all of it lies in L1 soon after one interval, not after sixty."""
+    """Sixty objects are written together. All of them are in L1 soon after one interval, not after sixty."""
     async with L1World(reconcile=True, reconcile_min_s=1.0, reconcile_max_s=60.0, l1_object_bytes=1) as world:
         row = await world.topic()
         node = world.reconciling()
@@ -438,7 +438,7 @@ async def test_retention_passes_extents_and_what_is_hot_alike() -> None:
 
 @pytest.mark.parametrize("limit", [0, 70, 150, 300, 500, 10_000])
 async def test_retention_by_size_counts_both(limit: int) -> None:
-    """As if everything were hot, but for the extent that holds the place."""
+    """The result equals that of a log without L1, except that the extent which holds the boundary is kept whole."""
     async with L1World(retention_check_s=3600, l1_object_bytes=150) as world:
         row = await world.catalogue.create_topic("r", 1, config={"retention.bytes": str(limit)})
         node = world.node()
@@ -459,7 +459,7 @@ async def test_retention_by_size_counts_both(limit: int) -> None:
 
 @pytest.mark.parametrize("start", [1, 3, 5, 8, 13, 15, 20])
 async def test_a_log_that_was_cut_anywhere_moves_on_from_there(start: int) -> None:
-    """Before the first move, inside a batch, inside L1, beyond it, at the end."""
+    """Cuts: before the first move, inside a batch, inside L1, beyond it, at the end."""
     async with L1World(l1_object_bytes=300) as world:
         node, topic_id = await filled(world)
         for cut_first in (True, False):

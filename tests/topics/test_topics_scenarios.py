@@ -136,7 +136,7 @@ async def test_a_batch_of_an_earlier_leadership_is_rejected_after_leadership_cam
         stale = first.produce_nowait(row.topic_id, 0, batch("stale", pid=9, seq=1))
         await until(lambda: len(world.objects.waiting) == 1)
         await other.offsets(row.topic_id, 0)
-        await first._led[row.topic_id, 0].prove_leadership()  # it hears that its term is over
+        await first._led[row.topic_id, 0].prove_leadership()  # it learns that its term ended
         await first.offsets(row.topic_id, 0)  # it leads again
         assert first._led[row.topic_id, 0].is_open
         await world.objects.let_go(0)
@@ -275,7 +275,7 @@ async def test_a_newer_epoch_fences_what_the_older_one_produces_and_begins() -> 
 
 
 async def test_an_object_that_is_gone_keeps_its_partition_alone_from_l1_and_nothing_of_it_is_passed_over() -> None:
-    """F12: it is told with each round; what is behind the loss is not moved as if nothing had been there."""
+    """F12: each round reports the loss; batches after it are not moved as if it did not exist."""
     async with L1World(cache_bytes=0) as world:
         row = await world.topic()
         node = world.node()
@@ -317,7 +317,7 @@ async def test_a_topic_deleted_under_a_reader_ends_its_fetch_as_missing_and_no_o
 
 @pytest.mark.parametrize("while_it", ["uploads", "adds"])
 async def test_a_topic_deleted_while_a_round_moves_it_is_not_looked_at_again(while_it: str) -> None:
-    """F27: nothing is left that would look for it for ever."""
+    """F27: no task or entry is left that would search for the topic forever."""
     async with L1World(reconcile=True, reconcile_min_s=0.005, reconcile_max_s=0.01) as world:
         row = await world.topic()
         node = world.reconciling()

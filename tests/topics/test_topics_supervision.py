@@ -1,4 +1,4 @@
-"""How failing partitions are told: their age, and how few marks a store that is away makes of thousands."""
+"""Reports of failing partitions: their age, and a few marks for thousands of partitions of an unreachable store."""
 
 from __future__ import annotations
 

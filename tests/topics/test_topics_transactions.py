@@ -135,7 +135,7 @@ async def test_a_batch_of_no_open_transaction_is_refused_and_the_next_one_is_ask
         await node.produce_nowait(topic_id, 0, data("x", pid=1), within=WITHIN)
     coordinator.error = None
     await node.produce_nowait(topic_id, 0, data("x", pid=1), within=WITHIN)
-    with pytest.raises(InvalidTransactionError):  # beside an open transaction of the same producer
+    with pytest.raises(InvalidTransactionError):  # concurrent with an open transaction of the same producer
         await node.produce_nowait(topic_id, 0, batch("y", pid=1, seq=1), within=WITHIN)
     assert (await node.offsets(topic_id, 0)).high_watermark == 1
     await world.aclose()
@@ -160,7 +160,7 @@ async def test_a_marker_overtakes_no_data_that_comes_later_is_taken() -> None:
 
 
 async def test_a_marker_is_told_done_only_by_the_leader_that_leads() -> None:
-    """Of a node that was deposed and does not know it: its log lacks what its successor was given."""
+    """The log of a deposed node that does not know of its successor lacks the successor's records."""
     world, coordinator = World(), Coordinator()
     topic_id = (await world.topic()).topic_id
     old, new = open_node(world, coordinator), open_node(world, coordinator)
@@ -457,7 +457,8 @@ async def test_a_marker_of_a_batch_that_fails_to_upload_is_told_so_and_may_be_se
 @pytest.mark.parametrize("fault", ["", "late-marker"])
 @pytest.mark.parametrize("began", [True, False])
 async def test_a_late_marker_ends_no_later_transaction_of_its_epoch(fault: str, began: bool) -> None:
-    """Two coordinators carry the first one to its end; when one of them has, the producer goes on in the same epoch."""
+    """Two coordinators complete the first transaction. After one of them has, the producer continues in the same
+    epoch."""
     with planted(fault):
         world, coordinator = World(), Coordinator()
         topic_id = (await world.topic()).topic_id

@@ -119,7 +119,7 @@ def check_rule(rule: AclRule) -> None:
     elif rule.permission not in (Permission.ALLOW, Permission.DENY):
         why = f"a rule must allow or deny: permission={rule.permission}"
     if why:
-        raise InvalidError(f"{why}.", fix="See docs/security.md for the format of a rule.")
+        raise InvalidError(f"{why}.", fix="See docs/guides/security.md for the format of a rule.")
 
 
 def _is_principal(text: str) -> bool:

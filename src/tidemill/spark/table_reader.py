@@ -69,7 +69,7 @@ def read(
 ) -> DataFrame:
     """Return shard `name` at `as_of` (ms, ISO 8601 text or a datetime; None or `latest` = the newest time now).
 
-    The cluster is chosen as for the data source (docs/pipelines.md, Reading), as seen from this process. Raises
+    The cluster is chosen as for the data source (docs/guides/pipelines.md, Reading), as seen from this process. Raises
     InvalidError (also if the time is not readable), MissingError, UnavailableError.
     """
     where = {key: value for key, value in (("config", config), ("objects", objects), ("consensus", consensus)) if value}

@@ -76,7 +76,7 @@ async def ends_equal(world: World, table: str) -> None:
     """Wait until topic and table are equal.
 
     Needed for a partition that was detached or attached with rows: the stream has no message about it, a check of the
-    catalogue finds it, and until then the table flows unchanged (docs/capture.md).
+    catalogue finds it, and until then the table flows unchanged (docs/guides/capture.md).
     """
     said: list[AssertionError] = []
 

@@ -1,1 +1,1 @@
-"""Pages of the documentation as programs: their blocks, in order."""
+"""Helpers of the tests that run what the pages show."""

@@ -4,7 +4,7 @@ manifest  'TMMF' 4 bytes | format uint16 = 1 | msgpack body | crc32c uint32 of e
 
 Integers of the frame are little end first. The magic, the format and the position of the checksum stay
 the same in every later format, so that an old program can distinguish a newer format from damage.
-The whole format is drawn in docs/metastore-format.md.
+The whole format is drawn in docs/internals/metastore-format.md.
 """
 
 from __future__ import annotations

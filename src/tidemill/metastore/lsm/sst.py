@@ -9,7 +9,8 @@ footer  filter_start, index_start, footer_start, blocks, rows  uint64 | min_seqn
         | footer_bytes uint16 | format uint16 = 1 | 'TIDEMSST' | crc32c uint32 of the footer before it
 
 Integers are little end first. The last 16 bytes of the footer keep their position and meaning in every later format, so
-that an old program can distinguish a newer format from damage. The whole format is drawn in docs/metastore-format.md.
+that an old program can distinguish a newer format from damage. The whole format is drawn in
+docs/internals/metastore-format.md.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class HandleMint:
 
 
 SHAPE_BYTES = 24 << 10
-"""Memory of a shape apart from its rows: definition, plan, compiled clause, task (measured: docs/shapes.md)."""
+"""Memory of a shape apart from its rows: definition, plan, compiled clause, task (measured: docs/guides/shapes.md)."""
 
 SMALL_CLAUSE_BYTES = 100
 CLAUSE_FACTOR = 200

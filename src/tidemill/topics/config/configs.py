@@ -76,7 +76,7 @@ class Setting(msgspec.Struct, frozen=True):
     low, high  bounds of a number; values: allowed values of a string, or of a list's items ((): any)
     single     only the default is accepted
     broker     the broker's config that Kafka takes the default from, "" = none
-    says       its meaning here, in a sentence: the documentation of DescribeConfigs and docs/kafka.md
+    says       its meaning here, in a sentence: the documentation of DescribeConfigs and docs/reference/kafka.md
     fix        alternative to a rejected value
     """
 
