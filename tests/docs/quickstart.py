@@ -18,7 +18,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from support.docs.blocks import start_blocks
+from support.docs.blocks import PAGES, START, blocks_of
 from support.docs.walk import Walk, clean_environ
 from support.postgres import EmbeddedPostgres
 
@@ -52,9 +52,10 @@ def main() -> None:
             Walk(directory, server, environ, lambda text: print(text, flush=True)) as walk,
         ):
             began_s = time.monotonic()
-            for block in start_blocks():
-                if not block.not_run:
-                    walk.run(block)
+            for page in PAGES:
+                for block in blocks_of(START / f"{page}.md"):
+                    if not block.not_run:
+                        walk.run(block)
             print(f"{walk.commands} commands, {(time.monotonic() - began_s) / 60:.1f} minutes, outputs as shown")
 
 
