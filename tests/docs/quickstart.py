@@ -3,13 +3,15 @@
     wheel ─► docs/start, block by block: empty environment, pip install, PostgreSQL, node, Chromium, the user's Spark
 
 Prints every command with its output and its time, and at the end the number of commands and the minutes. Fails at the
-first output that is not the one shown. `--python PROGRAM` is the interpreter of the environment.
+first output that is not the one shown. `--python PROGRAM` is the interpreter of the environment. If uv is in the
+development environment, it installs instead of pip, several times faster; `--pip` uses pip all the same.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,7 +38,12 @@ def build_wheel(directory: Path) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environment")
+    parser.add_argument("--pip", action="store_true", help="install with pip, even if uv is available")
     asked = parser.parse_args()
+    uv = None if asked.pip else shutil.which("uv", path=str(Path(sys.executable).parent))
+    programs = (
+        {"python3 -m venv": f"{uv} venv --quiet --python python3", "pip install": f"{uv} pip install"} if uv else {}
+    )
     with tempfile.TemporaryDirectory(prefix="tidemill-quickstart-") as name:
         directory = Path(name)
         directory.chmod(0o755)  # PostgreSQL runs as another user
@@ -45,11 +52,11 @@ def main() -> None:
         (directory / "bin").mkdir()
         (directory / "bin" / "python3").symlink_to(Path(asked.python).resolve())
         links = " ".join([str(wheel.parent), *os.environ.get("PIP_FIND_LINKS", "").split()])
-        environ = clean_environ(PIP_FIND_LINKS=links)
+        environ = clean_environ(PIP_FIND_LINKS=links, UV_FIND_LINKS=links.replace(" ", ","))
         environ["PATH"] = f"{directory / 'bin'}:{environ['PATH']}"
         with (
             EmbeddedPostgres(directory / "postgres") as server,
-            Walk(directory, server, environ, lambda text: print(text, flush=True)) as walk,
+            Walk(directory, server, environ, lambda text: print(text, flush=True), programs if uv else {}) as walk,
         ):
             began_s = time.monotonic()
             for page in PAGES:

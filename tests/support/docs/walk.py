@@ -44,12 +44,19 @@ class Walk:
     """Reader of the pages, in `directory/shop`; a context manager. `log` gets each command with its time."""
 
     def __init__(
-        self, directory: Path, server: EmbeddedPostgres, environ: Mapping[str, str], log: Callable[[str], None] = print
+        self,
+        directory: Path,
+        server: EmbeddedPostgres,
+        environ: Mapping[str, str],
+        log: Callable[[str], None] = print,
+        replaced: Mapping[str, str] = {},
     ) -> None:
+        """Initialise. `replaced`: programs of the pages, with others that do the same."""
         self._directory = directory / "shop"
         self._directory.mkdir()
         self._state, self._up_log = directory / "state", directory / "up.log"
         self._server = server
+        self._programs = replaced
         http, kafka = free_port(), free_port()
         self._environ = {
             **environ,
@@ -116,6 +123,8 @@ class Walk:
         self.commands += 1
         began_s = time.monotonic()
         line = self._replace(command.line)
+        for shown, real in self._programs.items():
+            line = line.replace(shown, real)
         if line == "tidemill up":
             output = self._start(command)
         else:
