@@ -23,7 +23,7 @@ pytest_plugins = ("suite.selection", "suite.recording", "suite.leftovers")
 
 _numbers = itertools.count(1)
 
-# How long an example takes is the machine's affair: the first one also loads what it uses.
+# The machine decides how long an example takes: the first one also loads the modules that it uses.
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("any machine")
 
@@ -51,7 +51,7 @@ def logs_as_they_were() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedPostgres]:
-    """A running PostgreSQL 18 with wal_level=logical; fsync off, since no test pulls its plug."""
+    """A running PostgreSQL 18 with wal_level=logical; fsync is off, since no test cuts its power."""
     data_dir = tmp_path_factory.mktemp("postgres") / "data"
     server = EmbeddedPostgres(data_dir, settings={"fsync": "off", "shared_buffers": "32MB"})
     with server:
@@ -73,7 +73,9 @@ def new_database(postgres_server: EmbeddedPostgres) -> Callable[[], str]:
 
 @pytest.fixture
 def postgres_dsn(new_database: Callable[[], str]) -> Iterator[str]:
-    """The DSN of a database of this test's own. Slots that the test leaves there go: their names are the server's."""
+    """The DSN of a separate database for one test. Slots that the test leaves there are dropped: their names are global
+    to the server.
+    """
     dsn = new_database()
     yield dsn
     drop_slots(dsn)

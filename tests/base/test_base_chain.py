@@ -1,4 +1,4 @@
-"""The verdict on a table: the worst of everything between it and its source, and who holds it."""
+"""The verdict on a table: the worst stage between it and its source, and the blocker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ NOW_MS = 100_000
 
 
 def cluster(**changed: StageStatus | int) -> dict[str, DerivedStatus]:
-    """A table fed by a captured database, all well, but for what is `changed`: marks by key, ages of reports by key."""
+    """Return a table fed by a captured database in which everything is healthy except `changed`: statuses by key, ages
+    of reports by key.
+    """
     marks = {
         "shard": StageStatus("shard:orders", 9, 9, upstream="capture:shop/topics"),
         "topics": StageStatus("capture:shop/topics", 9, 9, upstream="capture:shop"),

@@ -268,7 +268,7 @@ def test_a_thread_that_only_an_operator_can_mend_is_parked_and_its_end_is_not_wa
 
 
 def test_a_failure_that_stands_when_all_ends_is_in_the_last_report() -> None:
-    """Once lost: the report that was made between the end of the thread and the next look at its table (f323)."""
+    """A report made between the end of the thread and the next check of its table once lost the failure (f323)."""
     tracker, ending = StatusTracker(), threading.Event()
     tracker.set("shard:t", 3, 3, now_ms=0)
 

@@ -1,4 +1,4 @@
-"""Logging never harms who logs."""
+"""Errors in logging never reach the code that logs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Marks: states are derived, minima name their holder, and a silent process is blind."""
+"""Stage statuses: states are derived, minima name their blocker, and a silent process is blind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One stretch in a turn of the loop, however many work, and each of them in turn."""
+"""One stretch of work per turn of the loop, however many tasks work, and each of them in turn."""
 
 from __future__ import annotations
 
@@ -55,7 +55,9 @@ class Mill(asyncio.SelectorEventLoop):
         self.ended.append(name)
 
     def grind(self, scenario: Coroutine[Any, Any, None]) -> None:
-        """Run it, then look: no turn had more than a stretch, and the pace asks nothing of an idle loop."""
+        """Run the scenario, then check that no turn exceeded a stretch and that the budget asks nothing of an idle
+        loop.
+        """
 
         async def whole() -> None:
             await scenario
@@ -116,7 +118,7 @@ def test_long_works_go_on_by_turns_a_stretch_each() -> None:
 
     mill.grind(scenario())
     stretches = ["".join(mill.steps[at : at + STRETCH_MS]) for at in range(0, len(mill.steps), STRETCH_MS)]
-    assert stretches == [name * STRETCH_MS for name in "a" + "abc" * 9 + "bc"]  # `a` was the first to rest
+    assert stretches == [name * STRETCH_MS for name in "a" + "abc" * 9 + "bc"]  # `a` works first
 
 
 def test_who_comes_new_every_turn_and_never_waits_holds_nobody_up_who_does() -> None:
@@ -133,7 +135,7 @@ def test_who_comes_new_every_turn_and_never_waits_holds_nobody_up_who_does() -> 
         mill.call_soon(come)
         before_ms = mill.clock.now_ms()
         await asyncio.create_task(mill.work("long", 4 * STRETCH_MS))
-        assert mill.clock.now_ms() - before_ms <= 5 * STRETCH_MS  # its own, and what had begun
+        assert mill.clock.now_ms() - before_ms <= 5 * STRETCH_MS  # its own work, and the work that had begun
 
     mill.grind(scenario())
 
@@ -146,8 +148,8 @@ def test_as_many_go_on_in_a_turn_as_its_stretch_has_room_for() -> None:
 
     mill.grind(scenario())
     assert mill.ended == sorted(mill.ended)
-    assert len(mill.worked) <= 100 / STRETCH_MS + 3  # and not one a turn
-    assert mill.waits <= 4 * 100  # nor all of them every turn
+    assert len(mill.worked) <= 100 / STRETCH_MS + 3  # one turn serves many tasks
+    assert mill.waits <= 4 * 100  # a turn does not wake every waiting task
 
 
 def test_who_is_cancelled_while_waiting_or_when_its_turn_has_come_takes_nobodys_turn_with_it() -> None:

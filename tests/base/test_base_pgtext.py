@@ -78,7 +78,7 @@ def reader(name: str) -> Callable[[str], Any]:
 
 
 def same(name: str, ours: Any, theirs: str) -> bool:
-    """`theirs` is the value as PostgreSQL prints it; its plain forms are read by Python alone."""
+    """Compare with `theirs`, the value as PostgreSQL prints it. Only Python reads its plain forms."""
     if name in ("bool", "uuid"):
         return theirs == (ours if name == "uuid" else str(ours).lower())
     if name == "numeric":

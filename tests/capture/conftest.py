@@ -1,4 +1,6 @@
-"""A fault of the columnar encoder fails a test. The product encodes its rows one by one, which is exact but slow."""
+"""An error in the columnar encoder fails the test. The product would fall back to encoding row by row, which is exact
+but slow.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from tidemill.capture.topics import captured_table
 
 @pytest.fixture(autouse=True)
 def encoder_faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Exception]]:
-    """Faults of this test; one that plants some clears them."""
+    """Errors of the encoder during this test; a test that plants some clears them."""
     encode, faults = captured_table.encode_block, list[Exception]()
 
     def watched(*args: Any) -> Any:

@@ -66,7 +66,7 @@ async def test_f466_what_a_copy_makes_good_is_copied_by_itself_and_is_what_selec
          "ALTER TABLE p ATTACH PARTITION p2 FOR VALUES FROM (100) TO (200)", "INSERT INTO p VALUES (102, 2)"),
         ("ALTER TABLE p DETACH PARTITION p1",),
         ("DROP TABLE p1", "CREATE TABLE p1 PARTITION OF p FOR VALUES FROM (0) TO (50)", "INSERT INTO p VALUES (2, 2)"),
-        # Updated before anybody could give it its whole identity.
+        # Updated before capture could set its full identity.
         ("BEGIN", "CREATE TABLE p2 PARTITION OF p FOR VALUES FROM (100) TO (200)", "INSERT INTO p VALUES (101, 1)",
          "UPDATE p SET v = 2 WHERE id = 101", "COMMIT", "DELETE FROM p WHERE id = 1"),
     ],

@@ -1,4 +1,4 @@
-"""Partitions that are attached: rows that came with one are in no change of its root."""
+"""Attached partitions: the rows that a partition brings along are in no change of its root."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ROWS = "INSERT INTO p VALUES (2, 2), (3, 3)"
 
 
 class Aged:
-    """A connection that reads these transaction ids in the rows of a partition and of its attachment."""
+    """A connection that substitutes these transaction ids for those of a partition's rows and of its attachment."""
 
     def __init__(self, wire: PgConnection, written: int, attached: int) -> None:
         self._wire = wire

@@ -1,4 +1,4 @@
-"""Change events in Avro: they say what those in JSON say, under schemas that grow with the table."""
+"""Change events in Avro: their contents equal those in JSON, under schemas that grow with the table."""
 
 from __future__ import annotations
 
@@ -65,13 +65,14 @@ def read(data: bytes, schema: Any, schema_id: int) -> Any:
 
 
 def said(data: bytes) -> Any:
-    """JSON whose number -0 is that."""
+    """Parse JSON with -0 as a float."""
     return json.loads(data, parse_int=lambda text: -0.0 if text == "-0" else int(text))
 
 
 def avro_of(row: dict[str, Any] | None) -> Any:
-    """A row of the JSON as the Avro has it: other names, and floats that JSON has no number for; real ones as the next
-    float of four bytes."""
+    """Convert a row of the JSON form into the Avro form: other names, floats that JSON cannot express, and `real`
+    values rounded to four bytes.
+    """
     if row is None:
         return None
     out = {}

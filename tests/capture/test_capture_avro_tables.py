@@ -1,5 +1,6 @@
-"""Captured tables whose topics are Avro: Confluent's deserializer reads every type, schemas grow with the table, and a
-registry that refuses one ends that table alone."""
+"""Captured tables with Avro topics: Confluent's deserializer reads every type, schemas grow with the table, and a
+schema that the registry rejects pauses only its table.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ async def registered_world(dsn: str, name: str = "") -> AsyncIterator[tuple[Worl
 
 
 async def read(world: World, registry: Registry, table: str) -> list[tuple[Any, Any, Record]]:
-    """(key, event, record) as a client of Confluent's has them, over HTTP."""
+    """Return (key, event, record) as Confluent's client reads them over HTTP."""
     records = await world.records(table)
     failures: list[BaseException] = []
     http = HttpServer(Starlette(routes=registry_routes(registry)), on_failure=lambda _, error: failures.append(error))
@@ -117,7 +118,7 @@ async def test_every_type_is_what_select_says_to_confluents_deserializer_with_a_
             await world.sql(f"INSERT INTO kinds (id, {names}) SELECT id + 100, {names} FROM kinds")
             await world.sql("ALTER TABLE kinds ADD later timestamptz DEFAULT '2026-11-24 10:00:00.5+00'")
             await world.sql("UPDATE kinds SET id = id + 100 WHERE id >= 100")
-            # By columns, as many as there are: one round of many rows.
+            # By columns with every column: one round of many rows.
             await world.sql(
                 f"INSERT INTO kinds (id, {names}) SELECT k.id + 1000 + 100 * g, {names} FROM kinds k,"
                 " generate_series(1, 20) g WHERE k.id < 100"

@@ -1,4 +1,4 @@
-"""Boundaries, xid visibility, JSON values, COPY rows and lanes: the small pure parts."""
+"""Boundaries, xid visibility, JSON values, COPY rows and lanes: pure functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tidemill.topics.batch import Record, parse_header
 
 
 def test_no_binding_is_minted_while_a_table_copied_beside_the_stream_is_behind_the_newest() -> None:
-    """Otherwise a crash right then would find its topic bound up to where its changes never came."""
+    """Otherwise a crash at that moment would leave its topic bound beyond changes that never reached it."""
 
     async def scenario() -> None:
         clock = ManualClock()
@@ -62,7 +62,7 @@ def snapshot(xmin: int, xmax: int, xip: tuple[int, ...] = (), lsn: int = 1000) -
 def test_a_commit_at_or_after_the_snapshots_lsn_is_never_skipped() -> None:
     s = snapshot(10, 20, lsn=1000)
     assert is_in_snapshot(5, 999, s)
-    assert not is_in_snapshot(5, 1000, s)  # the xid counter may have come round
+    assert not is_in_snapshot(5, 1000, s)  # the xid counter may have wrapped
     assert not is_in_snapshot(5, 1, None)
 
 

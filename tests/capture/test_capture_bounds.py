@@ -17,7 +17,9 @@ pytestmark = pytest.mark.postgres
 
 ROWS = 120_000
 MEMORY_MIB = 120
-"""A hundred and twenty thousand rows that were all kept would take twice that, three hundred thousand five times."""
+"""Limit of the growth. A hundred and twenty thousand rows in memory would take twice that, three hundred thousand five
+times.
+"""
 
 
 def resident_mib() -> float:

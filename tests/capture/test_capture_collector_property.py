@@ -33,7 +33,7 @@ TABLES = 3
 
 
 def at_once(work: Coroutine[Any, Any, T]) -> T:
-    """Run what never waits for anything."""
+    """Run a coroutine that never waits."""
     try:
         work.send(None)
     except StopIteration as done:
@@ -92,7 +92,7 @@ class Sink:
             notice = consumer.logic.record_fragment(own[-1] if own else None, fragment.last, commits=fragment.commits)
             if notice is not None:
                 notices.report_flushed(name, notice)
-            if own and not consumer.buffered:  # a replay of what is durable
+            if own and not consumer.buffered:  # a replay of durable changes
                 self.report(name, consumer.durable[-1], notices)
         if fragment.commits:
             left, self._left = self._left, {}
@@ -146,7 +146,7 @@ class Capture(RuleBasedStateMachine):
         for each in fragments:
             at_once(self.collector.put(each))
 
-    # what may happen ------------------------------------------------------------------------------
+    # actions --------------------------------------------------------------------------------------
     @rule(changes=st.lists(st.integers(0, TABLES - 1), min_size=1, max_size=4), commits=st.booleans())
     def write(self, changes: list[int], commits: bool) -> None:
         if not self.open:
@@ -175,7 +175,9 @@ class Capture(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 10), part=st.integers(1, 5), further=st.booleans())
     def flush(self, which: int, part: int, further: bool) -> None:
-        """A storage makes some of what it has durable. With nothing behind, it may report a little further."""
+        """Make some of a storage's buffer durable. With an empty buffer it may report a little beyond its
+        last change.
+        """
         waiting = sorted(name for name, consumer in self.sink.consumers.items() if consumer.buffered)
         if not waiting:
             return
@@ -216,7 +218,7 @@ class Capture(RuleBasedStateMachine):
     def crash(self) -> None:
         self.start()
 
-    # what must hold -------------------------------------------------------------------------------
+    # invariants ------------------------------------------------------------------------------------
     def due(self, name: str, up_to: int) -> list[ChangePosition]:
         table = f"t{int(name[1:]) % TABLES}"
         return [
@@ -237,7 +239,7 @@ class Capture(RuleBasedStateMachine):
         assert not self.open or self.status.reported_flush < self.lsn, "confirmed inside a transaction"
 
     def teardown(self) -> None:
-        """Everything commits, everything is flushed, every notice handled: then nothing is pending."""
+        """Commit and flush everything and handle every notice: then nothing is pending."""
         if self.open:
             self.write([0], True)
         for _ in range(3):

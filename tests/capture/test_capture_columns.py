@@ -96,7 +96,9 @@ DESCRIBED = b"R" + struct.pack(">I", 1) + b"public\0narrow\0f" + struct.pack(">H
 
 
 def transactions(rand: random.Random, *, odd: bool = False) -> list[bytes]:
-    """Frames of a stream: transactions, keepalives between, truncates; `odd`: with messages that cannot be read."""
+    """Return the frames of a stream: transactions, keepalives in between, and truncates. `odd` adds unreadable
+    messages.
+    """
     out = []
     for number in range(1, rand.randint(2, 6)):
         lsn = 1_000 * number * number
@@ -247,8 +249,9 @@ def write(
 def test_l1_rows_written_by_columns_have_the_bytes_of_rows_written_one_by_one(
     seed: int, partitions: int, least: int, batch_bytes: int, held: list[int], source: EventSource | None
 ) -> None:
-    """Every type, NULL, unchanged TOAST, escapes, key changes, several partitions, and lanes that hold some already;
-    in topics of rows and of events, in JSON and in Avro."""
+    """Every type, NULL, unchanged TOAST, escapes, key changes, several partitions, and lanes with earlier records; in
+    topics of rows and of events, in JSON and in Avro.
+    """
     rand = random.Random(seed)
     frames = transactions(rand)
     before = dict(zip(RELATIONS, held, strict=True))

@@ -137,7 +137,7 @@ def test_c14_what_is_open_mapped_or_deferred_is_not_idle() -> None:
 
 
 def test_a_keepalive_at_the_commit_itself_does_not_lower_its_boundary() -> None:
-    """Found by the simulation, seed 341: the notice stayed below what was registered, and nothing came after it."""
+    """Found by the simulation, seed 341: the notice stayed below the registered position, and no later one followed."""
     consumer = FlushAlignment()
     consumer.record_fragment(at(5, 2), at(5, 8), commits=True)
     assert consumer.record_fragment(None, at(5, 0), commits=True) is None

@@ -83,8 +83,9 @@ MESSAGES = st.lists(
 def test_p3_every_fragment_has_a_last_position_of_its_own_whatever_the_sizes(
     transactions: list[list[Message]], max_changes: int, max_bytes: int, largest: int, rng: random.Random
 ) -> None:
-    """Any messages, any limits by count and by bytes, any sizes of rows: also exact multiples, truncates of several
-    tables, empty transactions. The changes are all there, once, and the one that commits comes last."""
+    """Any messages, limits by count and by bytes, and sizes of rows, including exact multiples, truncates of several
+    tables and empty transactions. Every change appears exactly once, and the committing fragment comes last.
+    """
     c = converter(max_changes=max_changes, max_bytes=max_bytes)
     out: list[Fragment] = []
     for number, messages in enumerate(transactions, 1):
@@ -106,7 +107,7 @@ def test_p3_every_fragment_has_a_last_position_of_its_own_whatever_the_sizes(
 
 
 def test_a_commit_that_goes_back_is_no_replay_within_one_stream() -> None:
-    """The collector would drop it in silence."""
+    """The collector would drop it silently."""
     c = converter()
     assert len(run(c, BEGIN, insert(1), COMMIT)) == 1
     with pytest.raises(CorruptError, match="go back"):

@@ -1,4 +1,4 @@
-"""Rows of a copy, read and written by columns: equal bytes and equal errors to those read and written one by one."""
+"""Copied rows, decoded and encoded by columns: equal bytes and equal errors to the per-row functions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Written = tuple[dict[tuple[str, int], list[bytes]], list[int], list[str]]
 
 
 def copy(relation: Relation, bursts: Sequence[list[bytes]], partitions: int, least: int) -> Written:
-    """The batches of every lane, the offsets behind them, and what each burst raised."""
+    """Return the batches of every lane, the offsets after them, and the error of each burst."""
 
     async def run() -> Written:
         log = Log()

@@ -188,8 +188,9 @@ async def test_a_cut_off_copy_of_a_table_that_was_unpublished_since_begins_anew(
 async def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, side_topic: bool
 ) -> None:
-    """The stream comes to a row that cannot be written before it comes to the youngest snapshot of the copy, which has
-    later changes as well: up to that row the topic is no state of the table."""
+    """The stream reaches a row that cannot be written before it reaches the newest snapshot of the copy, which contains
+    later changes. Up to that row the topic matches no state of the table.
+    """
     monkeypatch.setattr(copier, "RECORD_S", 0.05)
     async with World(postgres_dsn) as world:
         topic = await cut_off(world)

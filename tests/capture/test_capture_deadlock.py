@@ -1,4 +1,4 @@
-"""The locks of the set-up and the transactions of the application: none of these is ended for them."""
+"""Locks of the set-up and transactions of the application: PostgreSQL aborts none of these because of the set-up."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A database of the encoding SQL_ASCII holds any bytes, and an application may write a logical message of any size:
-neither stops more than one table."""
+"""A database with the encoding SQL_ASCII holds arbitrary bytes, and an application may write a logical message of any
+size. Neither stops more than one table.
+"""
 
 from __future__ import annotations
 

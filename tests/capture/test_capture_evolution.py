@@ -1,4 +1,6 @@
-"""A table's description grows while it flows: what it gains is in its topic, and what rows of before hold is known."""
+"""A table's description grows while it flows: new columns are in its topic, and the values that older rows have in them
+are known.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ def test_ft3_a_fragment_that_does_not_commit_is_refused() -> None:
 def test_ft4_the_last_consumer_to_reach_what_it_was_sent_confirms_the_last_seen() -> None:
     tracker = FlushTracker()
     commit(tracker, 5, "a", "b", ordinal=8)
-    # b still holds its first position, (5 − 1, 0): all before 4 is certain.
+    # b still holds its first position, (5 − 1, 0): everything before 4 is certain.
     assert flush(tracker, "a", at(5, 8)) == 3
     assert flush(tracker, "b", at(5, 8)) == 5
     assert tracker.pending_positions == {}
@@ -72,7 +72,8 @@ def test_ft8_uneven_flushes_are_confirmed_in_order_without_repeats() -> None:
     for lsn in (5, 6, 7):
         commit(tracker, lsn, "a", "b")
     notices = [flush(tracker, c, at(lsn)) for c, lsn in (("a", 6), ("b", 6), ("a", 7), ("b", 7))]
-    # a at 6 frees nothing above b's start (4, 0); b at 6 frees 5; then a is done, b holds 6; then all.
+    # a at 6 frees nothing above b's start (4, 0); b at 6 frees 5; then a is done and b holds 6; then everything is
+    # free.
     assert notices == [3, 5, None, 7]
 
 

@@ -1,4 +1,4 @@
-"""Columns of a parked table that a change left alone: what is remembered of tables, and for how long."""
+"""Columns of a paused table that a change did not touch: the memory of tables, and its lifetime."""
 
 from __future__ import annotations
 

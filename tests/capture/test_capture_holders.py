@@ -1,4 +1,6 @@
-"""The slot: it advances when all flush, it never passes who has not, and the one who holds it is named."""
+"""The slot: it advances when all consumers flush, it never passes one that has not, and the blocking
+consumer is named.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ async def test_slc7_an_unflushed_sink_holds_the_slot_and_is_named_and_its_flush_
             await world.sql("INSERT INTO a VALUES (1)")
             await world.caught_up()
             commit = next(f for f in sink.got if f.changes).commit_lsn
-            # Time passes, heartbeats and keepalives come and go: the commit stays unconfirmed.
+            # Time passes with heartbeats and keepalives: the commit stays unconfirmed.
             await world.bound(commit)
             for _ in range(3):
                 await world.caught_up()

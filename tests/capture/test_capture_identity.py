@@ -1,4 +1,4 @@
-"""Captures that take REPLICA IDENTITY as they find it, and such as alter nothing at all."""
+"""Captures that use the existing REPLICA IDENTITY, and captures that alter nothing at all."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ async def test_f471_a_captured_table_that_gets_such_an_identity_is_parked_before
             if identity != "NOTHING":
                 await world.sql(
                     "UPDATE t SET id = 3"
-                )  # says nothing of the key before: no tombstone of 2 may be missing
+                    # it does not carry the old key: no tombstone of 2 may be missing
+                )
             row = await world.paused("t", "primary key" if identity != "NOTHING" else "")
             assert set(await world.folded("t")) == {'{"id":2}'}
 
@@ -123,7 +124,7 @@ async def test_the_identity_of_a_partition_is_what_counts(postgres_dsn: str) -> 
             "CREATE UNIQUE INDEX high_v ON high (v)",
         )
         async with world.capture(**AS_IS):
-            # Named after the root's identity, filled after the partition's: an old row that only looks whole.
+            # The names follow the root's identity, the values the partition's: such an old row only looks complete.
             await world.sql(
                 "UPDATE t SET id = 0 WHERE id = 1", "UPDATE t SET v = 0 WHERE id = 2", "DELETE FROM t WHERE id = 3"
             )

@@ -32,7 +32,7 @@ PROCESSOR_SHARE = 0.03
 
 
 class Counting(MemoryConsensus):
-    """Remembers which logs were written."""
+    """A consensus that records the logs that were written."""
 
     def __init__(self) -> None:
         super().__init__(SystemClock())
@@ -47,7 +47,7 @@ async def idle(dsn: str) -> dict[str, Any]:
     consensus = Counting()
     async with World(dsn, consensus=consensus) as world:
         await world.sql(*[f"CREATE TABLE t{n} (id int PRIMARY KEY)" for n in range(20)])
-        # Heartbeats, and what the server itself writes to its WAL, are what an idle capture may cost.
+        # The permitted cost of an idle capture: heartbeats, and the WAL that the server itself writes.
         async with world.capture(heartbeat_s=600.0, idle_binding_ms=600_000) as capture:
             await world.sql("INSERT INTO t0 VALUES (1)")
             await world.caught_up()

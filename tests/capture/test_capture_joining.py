@@ -23,7 +23,7 @@ pytestmark = pytest.mark.postgres
 async def test_a_copy_that_is_recorded_flows_though_the_next_one_cannot_be_recorded(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two tables are copied together; the outcome of writing the second one's snapshot is unknown, again and again."""
+    """Two tables are copied together. The outcome of writing the second one's snapshot is unknown, repeatedly."""
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD)
         real, broken = world.catalogue.change_table, True
@@ -75,7 +75,9 @@ async def test_a_copy_that_is_recorded_flows_though_the_next_one_cannot_be_recor
 async def test_a_stream_that_is_told_again_from_before_a_copy_parks_nothing_that_the_copy_holds(
     postgres_dsn: str, changes: tuple[str, ...], words: str
 ) -> None:
-    """A server that crashed may have lost what was confirmed to it last: here its slot is set back to a copy of it."""
+    """A server that crashed may have lost the last confirmed position. Here its slot is replaced by an earlier copy of
+    it.
+    """
     async with World(postgres_dsn) as world:
         slot, early = f"tidemill_{world.name}", f"early_{world.name}"
         copy = "SELECT pg_copy_logical_replication_slot('{}', '{}')"
@@ -214,7 +216,7 @@ async def test_f409_a_copy_behind_a_lock_names_its_holder_and_does_not_keep_the_
                     return by_pid and table.state is StageState.STUCK and query in table.mark.reason
 
                 await until(stuck, "the copy is stuck, and its holder named", 1 + 5)
-                await good_flows(world)  # the others, and the slot is confirmed
+                await good_flows(world)  # the other tables advance, and the slot is confirmed
                 await until(stuck, "it still is")
                 await other.rollback()
             # The table kept flowing in its former state. Its re-snapshot is complete when the stage of the copy

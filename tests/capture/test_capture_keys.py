@@ -28,7 +28,7 @@ SPELLINGS = {
 
 
 def changes(seed: int) -> list[str]:
-    """Rows that come, go and change the spelling of their key, some of it in one transaction."""
+    """Rows that are inserted, deleted and re-spelled in their key, partly in one transaction."""
     rng, out = random.Random(seed), list[str]()
     for number, (kind, spellings) in enumerate(SPELLINGS.items()):
         for _ in range(12):

@@ -58,7 +58,7 @@ async def test_f495_what_doctor_asks_an_administrator_for_is_printed_kept_and_to
         assert 'ALTER TABLE "public"."c" REPLICA IDENTITY NOTHING' in reported.value.message
         assert set(kept) == {"public.a", "public.c"}
 
-        # A manual capture that meets such a table keeps it, too.
+        # A manual capture that meets such a table stores its former identity, too.
         own = f"tidemill_{world.name}"
         statements = reported.value.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
         await world.sql(*[s for s in statements if '"c"' not in s])
@@ -68,7 +68,8 @@ async def test_f495_what_doctor_asks_an_administrator_for_is_printed_kept_and_to
             await world.sql(*[s for s in statements if '"c"' in s])
             await world.flowing("a", "c")
             row_of_a = await world.table("public.a")
-            assert row_of_a is not None and not row_of_a.identities_asked  # it was whole when it was met
+            # it was complete when the capture first saw it
+            assert row_of_a is not None and not row_of_a.identities_asked
         done = await drop_capture(world.config(manual=True), world.catalogue)
         back = [s for s in done.for_administrator if s.startswith("ALTER TABLE")]
         assert back == ['ALTER TABLE "public"."c" REPLICA IDENTITY NOTHING']
@@ -161,7 +162,7 @@ async def test_f498_the_set_up_of_many_tables_is_progress(postgres_dsn: str) -> 
     async with World(postgres_dsn) as world:
         await world.sql(*[f"CREATE TABLE t{n} (id int PRIMARY KEY, v int)" for n in range(tables)])
         async with await psycopg.AsyncConnection.connect(world.dsn) as writer:
-            # The slot waits for it, so the set-up stands before any row is copied.
+            # The slot waits for this transaction, so the set-up pauses before any row is copied.
             await writer.execute("INSERT INTO t0 VALUES (1, 1)")
             async with world.capture(wait=False) as capture:
 

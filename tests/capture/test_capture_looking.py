@@ -1,4 +1,4 @@
-"""The looks at the database's catalogue that are kept: nothing that a whole look would find is missed by one."""
+"""Cached queries of the database's catalogue: they find every change that a full query finds."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ Looks = Callable[[], Awaitable[tuple[Any, Any, Any]]]
 
 @asynccontextmanager
 async def opened_looks(dsn: str) -> AsyncIterator[tuple[Looks, Looks, psycopg.Connection[Any]]]:
-    """All three looks, kept and not."""
+    """Yield all three queries, cached and uncached."""
     wire = await PgConnection.connect(dsn, purpose="test")
     control = ControlConnection(wire, OpenQueries(SystemClock()))
 
@@ -139,7 +139,9 @@ async def test_each_kind_of_change_that_a_whole_look_finds_is_found_by_a_kept_on
 
 
 async def test_changes_are_found_whatever_the_order_in_which_transactions_begin_and_end(postgres_dsn: str) -> None:
-    """The one that began first ends last; one changes in a subtransaction; one is taken back, by whole or in part."""
+    """One transaction begins first and ends last; one changes in a subtransaction; one is rolled back, wholly or in
+    part.
+    """
     async with opened_looks(postgres_dsn) as (kept, whole, connection):
 
         def columns(tables: list[TableInfo]) -> str:

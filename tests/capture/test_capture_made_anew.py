@@ -35,7 +35,7 @@ def failed(world: World) -> Any:
 async def test_f473_a_table_that_is_dropped_while_the_capture_looks_is_not_taken_for_an_unpublished_one(
     postgres_dsn: str,
 ) -> None:
-    """The tables are listed with it, the publication without it."""
+    """The list of tables still contains the table, the publication no longer does."""
     async with world_with_tables(postgres_dsn) as world, world.capture(table_poll_s=600.0) as capture:
         await world.flowing("t", "other")
         first = capture._session
@@ -143,7 +143,7 @@ async def test_a_session_whose_stream_begins_while_the_catalogue_is_asked_goes_o
 async def test_f474_a_table_made_anew_does_not_wait_for_the_pause_of_the_one_before(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy that fails is tried again after a pause, which is that table's, not its name's."""
+    """The pause after a failed copy belongs to that table, not to its name."""
     real, tries = table_adder.copy_tables, []
     async with world_with_tables(postgres_dsn) as world:
 

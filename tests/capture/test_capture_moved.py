@@ -32,7 +32,7 @@ def test_two_histories_are_one_up_to_where_the_first_of_them_left_a_timeline() -
     assert find_fork(first, first) is None and find_fork(promoted, promoted) is None
     assert find_fork(first, promoted) == 500 and find_fork(promoted, first) == 500
     assert find_fork(promoted, again) == 900 and find_fork(first, again) == 500
-    # Two servers that were promoted apart, be it under one number, and two with nothing in common.
+    # Two servers with separate promotions, even to the same number, and two without a common history.
     assert find_fork(((1, 700), (2, 0)), promoted) == 500
     assert find_fork(again, ((1, 500), (3, 0))) == 500
     assert find_fork(((2, 0),), ((3, 0),)) == 0
@@ -70,7 +70,7 @@ def _slots(control: psycopg.Connection[Any], database: str) -> list[Any]:
 
 
 class Moving(World):
-    """A world behind an address that leads to another server by and by."""
+    """A world behind a proxy that later leads to another server."""
 
     def __init__(self, proxy: Proxy, name: str) -> None:
         super().__init__(proxy.dsn, name=name)
@@ -85,10 +85,10 @@ class Moving(World):
         try:
             return await super().slot_dropped()
         except psycopg.OperationalError:
-            return True  # its server is stopped, and the fixture of the first one drops what is left there
+            return True  # its server is stopped, and the fixture of the first one drops the slots there
 
     async def same_as_select(self, *tables: str) -> None:
-        """Each topic, at a binding of everything committed so far, is the table."""
+        """Check that each topic, at a binding of everything committed so far, equals the table."""
         binding = await self.caught_up()
         for table in tables:
             topic = await self.topic_id(table)
@@ -115,7 +115,7 @@ def follower(server: EmbeddedPostgres, directory: Path, **settings: str) -> Iter
 
 
 async def in_step(world: Moving, made: EmbeddedPostgres) -> None:
-    """The standby has replayed all that was captured so far, and has the capture's slot."""
+    """Wait until the standby has replayed everything captured so far, and has the capture's slot."""
     lsn = await world.wal_end()
     slot = f"SELECT count(*) FROM pg_replication_slots WHERE slot_name = 'tidemill_{world.name}' AND NOT temporary"
     async with await psycopg.AsyncConnection.connect(made.dsn, autocommit=True) as there:
@@ -124,7 +124,8 @@ async def in_step(world: Moving, made: EmbeddedPostgres) -> None:
             await there.execute("SELECT 1")
             replayed = await (await there.execute("SELECT pg_last_wal_replay_lsn() - '0/0'")).fetchone()
             synced = await (await there.execute(slot)).fetchone()
-            if synced == (0,):  # what it needs to be synced: WAL that moves, and a snapshot of what runs
+            # its synchronisation needs WAL that advances, and a snapshot of the running transactions
+            if synced == (0,):
                 await world.sql("SELECT pg_log_standby_snapshot()")
             return replayed is not None and replayed[0] >= lsn and synced == (1,)
 
@@ -242,7 +243,7 @@ async def test_f482_a_database_that_is_restored_from_a_backup_is_copied_again(
             await world.caught_up()
         with signalled(backup, "recovery") if recovered else backup:
             await world.lead_to(backup)
-            async with world.capture():  # be it that it is a standby yet
+            async with world.capture():  # possibly while it is still a standby
                 await world.flowing(*TABLES)
                 await world.same_as_select(*TABLES)
                 assert len(await world.folded("a")) == 2
@@ -305,7 +306,7 @@ async def test_idle_wal_is_confirmed_only_once_it_is_bound_so_that_a_slot_beyond
 
             await until(confirmed_all, "idle WAL is confirmed in its turn")
             assert capture.streaming
-        # Killed at any moment: nothing was moved, so nothing is copied.
+        # Killed at a random moment: nothing has moved, so nothing is copied.
         topic = await world.topic_id("t")
         async with world.capture(tables=("t",)):
             await world.caught_up()
@@ -314,7 +315,7 @@ async def test_idle_wal_is_confirmed_only_once_it_is_bound_so_that_a_slot_beyond
 
 @pytest.mark.postgres
 async def test_a_copy_on_a_slot_that_the_capture_made_anew_goes_on_after_its_session_broke(postgres_dsn: str) -> None:
-    """The newest binding is that of the tables before, for as long as the copy takes."""
+    """The newest binding is still that of the earlier tables while the copy runs."""
     async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE a (id int PRIMARY KEY, v int, w text)",
@@ -358,7 +359,8 @@ async def test_a_table_that_is_parked_for_the_operator_stays_so_while_wal_is_con
             await world.sql("ALTER TABLE t DROP COLUMN v", "INSERT INTO t VALUES (2)")
             paused = await world.paused("t", "its description changed")
             await until(lambda: passed(world, paused.paused_lsn), "the WAL up to there is confirmed")
-        for _ in range(2):  # the second one begins where the first one has confirmed WAL that no binding has
+        # the second one begins at WAL that the first one confirmed without a binding
+        for _ in range(2):
             async with world.capture(**settings) as capture:
                 await world.sql("INSERT INTO other VALUES (1)")
                 end = await world.wal_end()
@@ -435,7 +437,7 @@ async def test_f484_a_publication_that_is_altered_and_altered_back_has_the_table
                     assert await world.topic_id("u") == u, "nobody altered what is published of it"
 
 
-# what is checked before ------------------------------------------------------------------------------
+# checks before the start ---------------------------------------------------------------------------
 @pytest.mark.postgres
 async def test_doctor_names_a_standby_that_may_be_behind_what_is_captured_when_it_is_promoted(
     server: EmbeddedPostgres, database: str

@@ -1,4 +1,4 @@
-"""Captures of tables that other publications hold: no statement of the application fails, and no row is left out."""
+"""Captures of tables that other publications contain: no statement of the application fails, and no row is omitted."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ async def test_f490_a_paused_table_names_the_publication_that_blocks_it_now(post
             assert row.state == "parked" and row.again_ms and "other_1" not in f"{row.reason} {row.fix}"
             assert "re-snapshotted automatically" in row.fix and row.reason.count("parked_at=") == 1
 
-            def reported() -> bool:  # after the row, which is stored first
+            def reported() -> bool:  # reported after the row, which is stored first
                 failure = world.tracker.failure(f"table:{world.name}/public.t")
                 return failure is not None and "publication=other_2" in failure.error
 
@@ -163,7 +163,7 @@ async def test_f490_what_came_while_nothing_captured_is_seen_before_a_table_is_l
         await world.sql("CREATE PUBLICATION other FOR TABLE t (id, v)")
         assert await refused_by_postgres(world, "t")
         async with world.capture(**SOON):
-            # NOTHING would not do, with either publication: the default does.
+            # NOTHING fails with either publication; the default identity works.
             await works_again(world, "t")
             await objected(world, "t", "other")
             assert await identity(world, "t") == "d"
@@ -224,7 +224,7 @@ async def test_f491_an_identity_that_another_publication_needs_is_not_given_back
             await world.flowing("t", "split")
             await world.sql("CREATE PUBLICATION other FOR TABLE t WHERE (v > 0), good")
         async with world.capture(tables=("split", "good"), **SOON) as capture:
-            # Left out by the configuration; it keeps the identity while that is needed.
+            # The configuration leaves the table out; it retains the identity while that is needed.
             assert capture._session is not None and capture._session.adder is not None
             watching = capture._session.adder.watcher
             await until(lambda: bool(watching._kept_identities), "its identity was to be given back")
@@ -274,7 +274,7 @@ async def test_f492_a_table_of_which_the_publication_leaves_something_out_is_ref
             await world.flowing("t")
             await world.sql("INSERT INTO t (id, v) VALUES (0, 5), (9, 9)", "DELETE FROM t WHERE id = 2")
             await exact(world, "t")
-            # And again, while it flows: parked, and copied again once it is whole.
+            # The same while it flows: it is paused, and copied again once it is complete.
             await world.transaction(
                 f"ALTER PUBLICATION {own} DROP TABLE t", f"ALTER PUBLICATION {own} ADD TABLE ONLY {NARROWED[what]}"
             )

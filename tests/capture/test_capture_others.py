@@ -16,7 +16,7 @@ from tidemill.capture.postgres.connection import PgConnection
 pytestmark = pytest.mark.postgres
 
 PUBLICATIONS = 40
-"""Chosen by a seed, one or two at a time."""
+"""Number of publications, which a seed chooses one or two at a time."""
 
 
 TABLES = (
@@ -103,7 +103,7 @@ def test_the_catalogue_says_which_identity_makes_update_and_delete_fail(postgres
                     try:
                         connection.execute(statement)
                     except psycopg.Error:
-                        continue  # a list on a root that is not published as one, and the like
+                        continue  # such as a column list on a root that is not published as one
                     statements.append(statement)
                 found = await find_objections(wire, CaptureConfig("none", postgres_dsn))
                 withheld = {oid for each in found.values() for oid in each.relations}

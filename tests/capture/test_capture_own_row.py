@@ -1,4 +1,4 @@
-"""The capture's row belongs to the session that claimed it last: what an earlier one still writes changes nothing."""
+"""The capture's row belongs to the session that claimed it last: writes of an earlier session change nothing."""
 
 from __future__ import annotations
 

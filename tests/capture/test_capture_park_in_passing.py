@@ -1,4 +1,4 @@
-"""A row that cannot be written, in the middle of a fragment: what was written before it is heard of all the same."""
+"""A row that cannot be written, in the middle of a fragment: the rows before it are still acknowledged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tidemill.topics.api import ProduceResult
 
 
 class AtOnce:
-    """A topic room in which everything is durable in the next turn of the loop."""
+    """A topic log in which everything is durable in the next turn of the loop."""
 
     def __init__(self) -> None:
         self.ends: dict[str, int] = {}
@@ -55,7 +55,7 @@ async def test_what_was_written_before_a_row_that_parks_its_table_becomes_a_boun
     writer = TopicWriter("topics", tables, topics, Rand(1), durable, parks)
     for table in tables:
         table.writers[0].start_at(0, 0, None)
-    # Something is on its way already, so that a round is sent in the middle of what follows.
+    # One round is already in flight, so that the next one is sent in the middle of the following fragment.
     await writer.deliver(fragment(1, change(1)), Notices())
     wide = Change(OTHER, "insert", at(2, 2), {"id": "1", "v": "x" * (MAX_ROW_BYTES + 1)})
     await writer.deliver(fragment(2, change(2), wide), Notices())

@@ -1,4 +1,4 @@
-"""Prepared transactions, which have no session: the one in the way is named, with the statement that ends it."""
+"""Prepared transactions, which have no session: the blocking one is named, with the statement that ends it."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_f494_a_prepared_transaction_in_the_way_is_named_with_the_statemen
             await world.sql("COMMIT PREPARED 'it''s open'")
             await until(lambda: capture.streaming, "the capture streams")
             await world.flowing("t")
-            # One that holds a table which comes later.
+            # A prepared transaction that locks a table which is created later.
             await world.sql("CREATE TABLE c (id int PRIMARY KEY, v int)")
             prepare(world.dsn, "other", "INSERT INTO c VALUES (2, 2)")
             row = await world.paused("c", "gid='other'")

@@ -88,7 +88,7 @@ async def test_a_table_left_out_of_a_copy_says_so_while_its_neighbours_are_copie
 
 
 async def pause_a_table(world: World) -> None:
-    """`t`, whose changes are not carried any more, and which is not published."""
+    """Pause `t`, whose changes can no longer be carried, and wait until it is not published."""
     await world.sql("ALTER TABLE t ADD x float DEFAULT random()")
     await world.paused("t", "column 'x' double precision is new")
 
@@ -186,9 +186,8 @@ async def test_a_parked_table_that_is_copied_again_stays_published_while_its_nei
             async def publish(*args: Any, **settings: Any) -> Any:
                 done = await real(*args, **settings)
                 assert capture._session is not None and capture._session.adder is not None
-                await (
-                    capture._session.adder.publication_repair.repair()
-                )  # as each second, while another table's lock is waited for
+                # as in every second while the capture waits for another table's lock
+                await capture._session.adder.publication_repair.repair()
                 looked.set()
                 return done
 
@@ -208,7 +207,7 @@ async def test_a_parked_table_that_is_copied_again_stays_published_while_its_nei
 async def test_a_parked_table_is_not_unpublished_once_its_copy_began(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The copy begins between the look at what is published and the statement that takes it out."""
+    """The copy begins between the check of the publication and the statement that removes the table."""
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
         async with world.capture(table_poll_s=0.1) as capture:

@@ -36,7 +36,7 @@ def saved(world: World) -> MemoryState:
 
 
 async def restore(world: World, state: MemoryState) -> None:
-    """The world on earlier consensus, its capture marked as a restore marks it."""
+    """Reset the world to an earlier consensus, with its capture marked as a restore marks it."""
     await world.topics.aclose()
     await world.metastore.aclose()
     state.leases = {name: lease for name, lease in state.leases.items() if name.startswith("metastore/")}
@@ -82,8 +82,9 @@ async def test_a_slot_that_is_not_ahead_goes_on_without_a_new_snapshot(postgres_
 
 
 async def test_idle_wal_that_is_not_bound_is_not_confirmed_so_that_a_restore_goes_on(postgres_dsn: str) -> None:
-    """WAL without a captured change is bound in its turn, and confirmed after that: however the capture ends, a restore
-    does not find the slot ahead of the bindings, and takes nothing for lost changes."""
+    """WAL without a captured change is bound at intervals, and confirmed only then. However the capture ends, a restore
+    does not find the slot ahead of the bindings, and assumes no lost changes.
+    """
     async with world_with_table(postgres_dsn) as world:
         await world.sql("CREATE TABLE other (id int)", "INSERT INTO a SELECT g, g FROM generate_series(1, 50) g")
         async with world.capture(tables=("a",), idle_binding_ms=600_000) as capture:

@@ -52,8 +52,9 @@ async def test_a_snapshot_beside_running_writers_loses_and_doubles_nothing(postg
 
 
 async def test_appends_of_an_abandoned_session_that_land_late_are_counted_or_refused(postgres_dsn: str) -> None:
-    """Every append to a topic's log takes up to 0.3 s, so each abandoned session leaves work under way, and its
-    successor opens, counts and writes while that work lands."""
+    """Every append to a topic's log takes up to 0.3 s, so each abandoned session leaves appends in flight. Its
+    successor opens, counts and writes while they land.
+    """
     async with World(postgres_dsn) as world:
         rng = random.Random(13)
         append = world.consensus.append
@@ -144,7 +145,7 @@ async def test_st10_a_snapshot_that_was_cut_off_starts_over_on_new_topics(postgr
     async with World(postgres_dsn) as world:
         await world.sql(*TWO_TABLES, "INSERT INTO a SELECT g, g FROM generate_series(1, 30000) g")
         gate = Gate(world.topics)
-        gate.closed = True  # what is copied does not become durable, so the copy does not end
+        gate.closed = True  # copied rows do not become durable, so the copy does not end
         capture = world.new_capture(topics=gate)
         task = asyncio.ensure_future(capture.run())
         await until(lambda: int(capture.facts().get("snapshot_rows", 0)) > 0, "rows are copied")  # type: ignore[call-overload]
@@ -188,7 +189,7 @@ async def test_a_table_added_later_is_copied_and_joins_the_bindings(postgres_dsn
 
 
 async def test_unknown_and_failed_appends_are_sent_again_and_land_once(postgres_dsn: str) -> None:
-    """The store of appends says "unknown" (having done it, or not) and "unavailable" at random."""
+    """The store of appends returns "unknown" (with or without effect) and "unavailable" at random."""
     async with World(postgres_dsn) as world:
         rng = random.Random(3)
         append = world.consensus.append
@@ -290,7 +291,7 @@ async def test_a_table_made_anew_and_a_new_table_are_taken_in_while_running(post
             await world.sql("INSERT INTO b VALUES (1, 1)")
 
             async def taken_in() -> bool:
-                """The old topic goes before the new one is there."""
+                """Return whether the new topic exists; the old one is deleted first."""
                 row = await world.catalogue.get(TopicRow, f"{world.name}.public.a")
                 return row is not None and row.topic_id != old
 
@@ -299,7 +300,7 @@ async def test_a_table_made_anew_and_a_new_table_are_taken_in_while_running(post
             await world.caught_up()
             for table in "abc":
                 assert await world.folded(table) == await table_as_folded(world, table)
-            # A keyless table must not stop what runs.
+            # A keyless table must not stop a running capture.
             await world.sql("CREATE TABLE keyless (id int)", "INSERT INTO b VALUES (2, 2)")
             await asyncio.sleep(0.2)
             await world.caught_up()

@@ -1,4 +1,6 @@
-"""A role that may only read and replicate captures, with what an administrator ran as `tidemill doctor` printed it."""
+"""Captures of a role that may only read and replicate, after an administrator ran the statements of
+`tidemill doctor`.
+"""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ Table = dict[str, str]
 
 
 class Model:
-    """A table whose key is checked at the commit only, and the frames that tell what happens to it."""
+    """A table whose key is checked only at the commit, and the frames of its changes."""
 
     def __init__(self, rand: random.Random) -> None:
         self.rand = rand
@@ -136,7 +136,9 @@ class Model:
 def settled(
     fragments: Sequence[Fragment], now: dict[int, Table], asked: list[int], limit: int = 1 << 20
 ) -> list[Fragment]:
-    """`now`: commit LSN → what the database answers with while that transaction is at hand."""
+    """Resolve rivals. `now` maps a commit LSN to the rows that the database returns while that transaction is
+    processed.
+    """
     at = [0]
 
     async def ask(relation: Relation, rows: Sequence[Row]) -> list[Row | None]:
@@ -207,7 +209,7 @@ class Literal:
 
     @property
     def over(self) -> bool:
-        """A truncate ends a shape."""
+        """Return whether the shape has ended, as a truncate does."""
         return self._shape.has_ended
 
     def held(self) -> Table:
@@ -293,7 +295,7 @@ def test_after_each_transaction_the_last_record_of_a_key_is_the_row_that_the_tab
 @settings(max_examples=300)
 @given(st.integers(0, 1 << 32))
 def test_a_client_that_takes_every_operation_literally_has_the_table_after_each_transaction(seed: int) -> None:
-    """Rows of equal content among them, of which the stream does not say which one left a key."""
+    """Some rows have equal content, and the stream does not show which of them left a key."""
     rand = random.Random(seed)
     model = Model(rand)
     for _ in range(rand.randint(1, 4)):
@@ -387,11 +389,13 @@ async def test_f486_rows_that_exchange_keys_before_their_table_is_dropped_are_in
         )  # fmt: skip
         async with world.capture():
             await world.caught_up()
-        await world.transaction("INSERT INTO d VALUES (9, 'x')", "DELETE FROM d WHERE id = 9")  # asks what stays
+        # deletes of a deferrable key make the capture ask for the remaining row
+        await world.transaction("INSERT INTO d VALUES (9, 'x')", "DELETE FROM d WHERE id = 9")
         await world.sql("UPDATE d SET id = id + 1")
         await world.sql("UPDATE d SET id = CASE id WHEN 3 THEN 4 ELSE 3 END WHERE id IN (3, 4)")
         rows = [json.loads(row) for (row,) in await world.select("SELECT row_to_json(d)::text FROM d")]
-        await world.catalogue.put(PipelineRow("p", {"d": f"capture:{world.name}:public.d"}))  # else its topic goes
+        # a reader retains the topic
+        await world.catalogue.put(PipelineRow("p", {"d": f"capture:{world.name}:public.d"}))
         await world.sql("DROP TABLE d", "INSERT INTO good VALUES (1)")
         async with world.capture():
             await world.paused("d", "was dropped from the database")
@@ -404,7 +408,7 @@ async def test_f486_rows_that_exchange_keys_before_their_table_is_dropped_are_in
 async def test_f486_rows_are_asked_for_under_a_type_that_the_catalogue_describes_otherwise_by_now(
     postgres_dsn: str,
 ) -> None:
-    """Found by the oracle: the type had no name then, and the table was parked."""
+    """Found by the oracle: the type had no name at that time, and the table was paused."""
     async with World(postgres_dsn) as world:
         await world.sql(
             "CREATE TABLE d (id int PRIMARY KEY DEFERRABLE, v varchar(10))", "ALTER TABLE d REPLICA IDENTITY FULL",

@@ -23,7 +23,7 @@ RECORD = Record(b"k", b"v", (), 0)
 
 
 class Topics:
-    """Takes batches; `answer` ends what was taken."""
+    """A topic log that collects batches; `answer` acknowledges them."""
 
     def __init__(self) -> None:
         self.offsets = list(range(10))

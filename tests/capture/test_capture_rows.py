@@ -50,7 +50,7 @@ async def test_f419_a_dropped_table_ends_at_its_drop_and_leaves_nothing_once_no_
 
 
 async def test_a_table_that_is_dropped_while_it_is_parked_says_so_and_not_how_to_mend_it(postgres_dsn: str) -> None:
-    """`capture accept` would answer that it is gone. Found by the oracle's worlds, seeds 23 and 28."""
+    """`capture accept` would only answer that the table is dropped. Found by the oracle's worlds, seeds 23 and 28."""
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD, "CREATE TABLE kept (id int PRIMARY KEY, v int, w int)")
         await world.catalogue.put(PipelineRow("p", {"kept": f"capture:{world.name}:public.kept"}))
@@ -217,7 +217,7 @@ async def test_f422_a_table_taken_out_of_the_publication_by_somebody_is_copied_a
 
 
 async def test_f423_a_table_whose_rows_a_role_may_not_all_see_is_refused_not_copied_in_part(postgres_dsn: str) -> None:
-    """Row-level security leaves rows out without a word, unless one asks for an error."""
+    """Row-level security omits rows silently, unless the session asks for an error."""
     async with World(postgres_dsn) as world:
         role = f"bound_{world.name}"
         await world.sql(

@@ -1,5 +1,6 @@
-"""Rows of docs/internals/capture-scenarios.md that are about PostgreSQL: what a session that ended in the middle leaves
-to the next one."""
+"""The rows of docs/internals/capture-scenarios.md about PostgreSQL: the state that a session interrupted midway leaves
+to its successor.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,9 @@ class DyingSink:
 
 
 class WaitingSink:
-    """Needs nothing; waits for `ripe` while it is handed a fragment that ends with this row and does not commit."""
+    """A sink that stores nothing. It waits for `ripe` while it receives a fragment that ends with this row and does not
+    commit.
+    """
 
     def __init__(self, row: str, ripe: Callable[[], Awaitable[None]]) -> None:
         self.row = row
@@ -137,7 +140,8 @@ async def test_slc10_a_table_that_cannot_be_looked_up_just_now_ends_the_session_
 async def test_slc11_rows_of_a_table_that_is_dropped_before_they_are_read_keep_their_key(postgres_dsn: str) -> None:
     async with World(postgres_dsn) as world:
         await world.sql(TABLE, "CREATE TABLE b (id int PRIMARY KEY)")
-        await world.catalogue.put(PipelineRow("p", {"a": f"capture:{world.name}:public.a"}))  # else its topic goes
+        # a reader retains the topic
+        await world.catalogue.put(PipelineRow("p", {"a": f"capture:{world.name}:public.a"}))
         async with world.capture():
             await world.caught_up()
         await world.sql("INSERT INTO a VALUES (1, 1)", "INSERT INTO a VALUES (2, 2)", "DELETE FROM a WHERE id = 1")
@@ -153,7 +157,9 @@ async def test_slc11_rows_of_a_table_that_is_dropped_before_they_are_read_keep_t
 async def test_slc13_a_description_whose_consequence_was_not_stored_is_seen_again_by_the_next_session(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first session dies between seeing it and parking the table; nothing of that transaction is written before."""
+    """The first session dies after it detects the row and before it pauses the table. Nothing of that transaction was
+    written before.
+    """
     change, died = TableStates.update_row, 0
 
     async def dying(self: TableStates, name: str, *args: Any) -> Any:
@@ -180,7 +186,7 @@ async def test_slc13_a_description_whose_consequence_was_not_stored_is_seen_agai
 async def test_st2_a_commit_after_all_of_a_topics_records_are_durable_moves_the_boundary_and_writes_nothing(
     postgres_dsn: str,
 ) -> None:
-    """The fragment that commits has another table's row; it comes once the rounds of those before it are over."""
+    """The committing fragment has another table's row; it is delivered once the rounds before it have ended."""
     async with World(postgres_dsn) as world:
 
         async def durable() -> bool:

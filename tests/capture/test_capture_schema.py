@@ -1,4 +1,6 @@
-"""A schema difference is never a NULL: the table parks before the first row it cannot carry, the others flow on."""
+"""A schema difference never becomes a NULL: the table pauses before the first row that it cannot carry, and the others
+continue.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,9 @@ async def before(world: World, table: str = "t") -> dict[str, dict[str, Any]]:
 async def test_f410_a_table_whose_description_changes_parks_before_the_first_such_row(
     postgres_dsn: str, change: str
 ) -> None:
-    """Rows up to the DDL are there, none after it, also of the transaction that holds both; it stays so after a
-    restart, and the slot is confirmed beyond."""
+    """Rows up to the DDL are there and none after it, including those of the DDL's own transaction. This holds after a
+    restart too, and the slot is confirmed beyond them.
+    """
     statement, words = CHANGES[change]
     table = "renamed" if "RENAME TO renamed" in statement else "t"
     columns, values = ("id, v", ("8, 8", "9, 9")) if "primary key" in words else ("id", ("8", "9"))
@@ -103,7 +106,7 @@ async def test_f410_a_table_whose_description_changes_parks_before_the_first_suc
 
 @BY_NAME
 async def test_f411_a_difference_is_seen_without_any_row(postgres_dsn: str, change: str) -> None:
-    """An ALTER that rewrites the table, or adds a default, changes rows of which the stream says nothing."""
+    """An ALTER that rewrites the table, or adds a default, changes rows without a message in the stream."""
     statement, words = CHANGES[change]
     async with World(postgres_dsn) as world:
         await world.sql(*GOOD, *T)
@@ -314,7 +317,7 @@ PROGRAM = Path(__file__).parents[1] / "support" / "capture" / "process.py"
 async def test_f416_ddl_under_load_with_kills_ends_in_equal_tables_once_they_are_copied_again(
     postgres_dsn: str, tmp_path: Path
 ) -> None:
-    """SIGKILL at random moments around the DDL, the parking and the copy; the way out is the command line's."""
+    """SIGKILL at random moments around the DDL, the pause and the copy; the remedy is a command of the CLI."""
     name = postgres_dsn.rpartition("/")[2]
     (tmp_path / "tidemill.toml").write_text(
         f'[node]\nname = "n"\ndata = "{tmp_path}"\n'

@@ -56,7 +56,7 @@ __all__ = [
 def postgres_server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[EmbeddedPostgres]:
-    """Instead of the newest: what `new_database` and `postgres_dsn` make databases on."""
+    """The server of `new_database` and `postgres_dsn`, in place of the newest."""
     binaries = INSTALLED / f"postgres-{request.param}" / "native" / "bin"
     if not (binaries / "postgres").exists():
         pytest.skip(f"PostgreSQL {request.param} is not here: tests/clients/install")

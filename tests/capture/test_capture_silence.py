@@ -1,4 +1,4 @@
-"""PostgreSQL that does not answer is never taken for an idle one, and who is in the way is named."""
+"""A PostgreSQL that does not answer is never taken for an idle one, and the blocker is named."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_k
 pytestmark = pytest.mark.postgres
 
 GRACE_S = 5.0
-"""Within this much of the freshness budget the holder has to be named."""
+"""Fraction of the freshness budget within which the blocker has to be named."""
 BUDGET_MS = 3_000
 
 
 async def until_in_time(check: Callable[[], object], otherwise: str, budget_ms: int) -> None:
-    """`until`, and in the time that is promised."""
+    """Like `until`, but fail if it takes longer than promised."""
     began_s = time.monotonic()
     await until(check, otherwise)
     assert time.monotonic() - began_s < (budget_ms / 1000 + GRACE_S) * slowness(), otherwise
@@ -105,7 +105,7 @@ def test_a_stream_is_not_given_up_where_walsenders_have_no_timeout(monkeypatch: 
             asked += 1
 
         async def busy() -> Blocker:
-            """However busy it looks."""
+            """A walsender that always looks busy."""
             return Blocker(1, "", "", "replication streaming", 0, "")
 
         answers = OpenQueries(SystemClock())
@@ -152,7 +152,7 @@ async def test_f431_a_server_behind_a_black_hole_is_stuck_and_named_within_its_b
 async def test_f432_a_walsender_that_is_frozen_is_told_and_heals(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The control connection answers: only the stream is silent. A real process, stopped."""
+    """The control connection answers and only the stream is silent, since its process is stopped."""
     monkeypatch.setattr(server_watch, "ASK_AFTER_S", 1.0)
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
@@ -324,7 +324,7 @@ async def test_f434_a_transaction_that_the_first_copy_waits_for_is_named(
 async def test_a_synchronous_standby_that_is_away_holds_neither_set_up_nor_heartbeats(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Commits of others wait for it, and are in the stream all the same."""
+    """Commits of other sessions wait for the standby, yet the stream contains them."""
     monkeypatch.setattr(control_connection, "ANSWER_DEADLINE_S", 1.0)
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "SET synchronous_commit = local")

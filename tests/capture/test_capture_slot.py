@@ -22,10 +22,10 @@ def test_a_slot_that_grows_says_when_it_is_full() -> None:
     for second in range(0, 200, 10):
         seen.record(float(second), second * 1_000, 1_000_000 - second * 1_000)
         if second < 30:
-            assert seen.grows_bytes_per_s == 0.0  # too soon to say
+            assert seen.grows_bytes_per_s == 0.0  # too early to say
     assert seen.grows_bytes_per_s == 1_000
     assert seen.full_in_s == (1_000_000 - 190_000) // 1_000
-    # A checkpoint gave most of it back: it does not grow, over the window.
+    # A checkpoint recycled most of it: the retained WAL does not grow over the window.
     seen.record(200.0, 0, 1_000_000)
     assert seen.grows_bytes_per_s == 0.0 and seen.full_in_s is None
 

@@ -84,7 +84,7 @@ async def test_every_binding_shows_all_tables_at_one_commit(postgres_dsn: str) -
             for i in range(150):
                 await world.transaction(f"INSERT INTO a VALUES ({i})", f"INSERT INTO b VALUES ({i})")
                 if i % 30 == 0:
-                    await world.caught_up()  # however slow a binding is, it is not the only one
+                    await world.caught_up()  # bindings may be slow, but there are several
             last = await world.caught_up()
             a, b = await world.topic_id("a"), await world.topic_id("b")
             bindings = await world.remap().after(0)

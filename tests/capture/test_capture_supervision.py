@@ -104,7 +104,7 @@ async def test_f428_a_message_that_cannot_be_read_parks_the_capture_and_says_whe
 
 
 async def test_f429_an_unreadable_message_of_one_table_parks_it_and_the_stream_goes_on(postgres_dsn: str) -> None:
-    """A real one: without REPLICA IDENTITY FULL a DELETE comes with its key only."""
+    """A realistic case: without REPLICA IDENTITY FULL, a DELETE carries only its key."""
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)", "CREATE TABLE b (id int PRIMARY KEY)")
         async with world.capture() as capture:
@@ -188,7 +188,7 @@ def test_f430_a_server_that_is_down_is_named_with_host_and_port(tmp_path_factory
 
 
 async def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(postgres_dsn: str) -> None:
-    """No LSN can be confirmed for seconds, while rows are copied or the transaction is written."""
+    """No LSN can be confirmed for seconds, while rows are copied or a transaction is written."""
     async with World(postgres_dsn) as world:
         rows = "g, repeat('x', 50) FROM generate_series({}, {}) g"
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
@@ -219,7 +219,7 @@ async def test_a_large_transaction_and_a_first_copy_are_moving_and_never_stuck(p
 async def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_restarts_keep(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each life makes its own slot, at another LSN, and shows progress: the capture has come nowhere all the same."""
+    """Each process creates its own slot at another LSN and shows progress, yet the capture gets nowhere."""
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
         await world.sql("INSERT INTO a SELECT g, repeat('x', 500) FROM generate_series(1, 3000) g")
@@ -246,7 +246,7 @@ async def test_a_process_that_dies_in_each_first_copy_is_stuck_with_an_age_that_
                 assert mark.restarts == life
                 ages.append(mark.since_ms)
                 last = world.tracker.report("p", world.clock.now_ms())
-            world.tracker = StatusTracker()  # killed: nothing was taken back
+            world.tracker = StatusTracker()  # killed: nothing was cleaned up
             world.tracker.adopt_last_report(last)
             await world.sql(f"INSERT INTO a VALUES ({10_000 + life})")
         assert ages[:RESTARTS_MAX] == sorted(set(ages[:RESTARTS_MAX])), "some restarts in a long copy are no failure"

@@ -105,7 +105,7 @@ async def test_f425_a_tap_that_raises_ends_alone_and_capture_confirms_on(error: 
         assert [f.commit_lsn for f in good.got] == [f.commit_lsn for f in sink.got] == [5]
         assert len(bad.reasons) == 1 and type(error).__name__ in bad.reasons[0]
         assert taps.facts()["tap_failures"] == 1
-        # It starts afresh with the next transaction.
+        # It starts again with the next transaction.
         bad.error = None
         await collector.put(fragment(7, change(7)))
         await settle()
@@ -147,7 +147,7 @@ def test_er3_a_tap_added_in_the_middle_of_a_transaction_joins_the_next_one() -> 
 
 
 async def test_f426_a_tap_removed_while_a_sink_is_awaited_gets_nothing_more() -> None:
-    """K4, ER4: the removal falls into the wait for a sink, in the middle of a transaction."""
+    """K4, ER4: the tap is removed while a sink is awaited, in the middle of a transaction."""
     taps = TapRegistry(ManualClock())
     gone, stays = SeeingTap(), SeeingTap()
     taps.add(gone)

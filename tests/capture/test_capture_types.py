@@ -1,5 +1,6 @@
-"""Every type that a column may have, through capture: what its records say is what SELECT says, and so is what a shard
-makes of them (test_capture_types_shard.py). PostgreSQL's own text and arithmetic are the measure, not `verify`'s."""
+"""Every type that a column may have, through capture: the records equal SELECT, and so does the shard
+(test_capture_types_shard.py). PostgreSQL's own text and arithmetic are the reference, not `verify`'s.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ NO_INPUT = {
 }  # fmt: skip
 """Types for the server's own use: their input functions reject everything."""
 NO_XML = {"xml"}
-"""The server of these tests is built without it."""
+"""Type that the server of these tests is built without."""
 
 
 class Number(str):
-    """A number as its digits stand in JSON."""
+    """A number with the digits that it has in the JSON text."""
 
 
 def said(record: Record) -> dict[str, Any]:

@@ -27,7 +27,7 @@ INFINITE = {"timestamp": 2**63 - 1, "timestamp_ntz": 2**63 - 1, "date": 2**31 - 
 
 
 def expression(column: Column) -> str:
-    """SQL for the number that a shard keeps of a time; else the value itself."""
+    """SQL for the number that a shard stores for a time; for other types the value itself."""
     name = quoted(column.name)
     if column.type in TIMESTAMPS:
         number = f"(extract(epoch FROM {name}) * 1000000)::bigint"
@@ -66,7 +66,7 @@ def kept(array: pa.ChunkedArray, column: Column) -> list[Any]:
 
 
 def same(left: Any, right: Any) -> bool:
-    """NaN is itself, and 0.0 is not -0.0."""
+    """Compare values: NaN equals itself, and 0.0 differs from -0.0."""
     if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
         return math.isnan(right)
     if isinstance(left, float) and isinstance(right, float) and math.copysign(1, left) != math.copysign(1, right):
@@ -75,7 +75,7 @@ def same(left: Any, right: Any) -> bool:
 
 
 def check_columns(rows: pa.Table, schema: Sequence[Column], wanted: dict[str | None, list[str | None]]) -> None:
-    """`wanted`: what SELECT says of each row, by the id's text."""
+    """Compare the columns with `wanted`, the rows of SELECT by the text of their id."""
     ids = [str(i) for i in rows.column("id").to_pylist()]
     for n, column in enumerate(schema):
         for i, value in zip(ids, kept(rows.column(column.name), column), strict=True):
@@ -114,7 +114,7 @@ async def test_every_type_is_in_the_shard_what_postgres_says_it_is(postgres_dsn:
                 if column.type == "bool":
                     text = {"t": "true", "f": "false"}.get(text or "")
                 assert value == text, (column, row[0])
-        # The same again changes nothing: every value is equal to itself.
+        # A second run changes nothing: every value equals itself.
         assert (await stored.step(captured.commands)).num_rows == 0
 
 

@@ -32,7 +32,7 @@ def test_a_malformed_snapshot_is_refused(text: str) -> None:
 
 
 def test_membership_is_compared_after_widening_too() -> None:
-    """The stream says 5, the snapshot 3·2³² + 5: raw membership would call it finished and lose its rows."""
+    """The stream has xid 5, the snapshot 3·2³² + 5: a raw membership test would call it finished and lose its rows."""
     snapshot = PgSnapshot(3 * EPOCH + 2, 3 * EPOCH + 9, frozenset({3 * EPOCH + 5}))
     assert not snapshot.is_visible(5)
     assert snapshot.is_visible(4)

@@ -1,4 +1,6 @@
-"""A slot made while other transactions rewrite tables: PostgreSQL's first picture of the catalogue can lack one."""
+"""A slot that is created while other transactions rewrite tables: PostgreSQL's first catalogue snapshot can lack one of
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ pytestmark = pytest.mark.postgres
 
 
 async def rewritten_while_the_slot_is_made(world: World, during: Callable[[], Awaitable[None]]) -> None:
-    """The schedule of setup.create_slot's docstring. `during`: begins what makes the slot."""
+    """Run the schedule of setup.create_slot's docstring. `during` starts the creation of the slot."""
     async with AsyncExitStack() as stack:
         first, rewriter, writer = [
             await stack.enter_async_context(await psycopg.AsyncConnection.connect(world.dsn)) for _ in range(3)
@@ -43,8 +45,9 @@ async def rewritten_while_the_slot_is_made(world: World, during: Callable[[], Aw
         await waits_for(rewriter)
         await writer.execute("INSERT INTO other VALUES (2)")
         await rewriter.commit()
-        # It has no lock to wait for before the rewriter is gone, and outlasts the set-up of this slot, or the next one
-        # waits for it. It does not last until the stream is there: what that confirms is the operator's to give up.
+        # The writer waits for no lock before the rewriter has ended. It outlasts the creation of this slot, or the next
+        # slot waits for it. It ends before the stream starts: only the operator may give up a slot that has confirmed
+        # something.
         await writer.execute("INSERT INTO a VALUES (7, 70)")
         waits = f"{writer.info.backend_pid} = ANY(pg_blocking_pids(pid))"
         making = "FROM pg_stat_activity WHERE state = 'active' AND query LIKE 'SELECT pg_create_logical%'"

@@ -1,4 +1,4 @@
-"""`tidemill acl`: rules written, listed and deleted, and words that mean nothing."""
+"""`tidemill acl`: rules are written, listed and deleted; unknown words are refused."""
 
 from __future__ import annotations
 

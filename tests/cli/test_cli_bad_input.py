@@ -45,7 +45,7 @@ def tidemill(*arguments: str, cwd: Path, environ: dict[str, str] | None = None) 
 
 
 def refused(done: subprocess.CompletedProcess[str], *named: str) -> str:
-    """The one sentence on stderr; logs before it are structured lines."""
+    """Return the sentence on stderr; log lines before it are structured."""
     last = done.stderr.strip().splitlines()[-1]
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
@@ -151,7 +151,7 @@ def warned(path: Path, *named: str) -> str:
         said = []
         for line in up.stderr:
             said.append(line)
-            if line.startswith("tidemill: node"):  # it says this last, and starts the node
+            if line.startswith("tidemill: node"):  # the last line before the node starts
                 listening(int(line.split("http ")[1].split()[0].rpartition(":")[2]))
                 up.send_signal(signal.SIGINT)
         killing.cancel()

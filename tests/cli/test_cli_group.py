@@ -1,4 +1,4 @@
-"""`tidemill group`: what groups have committed and how far they are behind, with no node up."""
+"""`tidemill group`: committed offsets of groups and their lag, with no node up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tidemill pipeline describe` of what the catalogue and the drivers' reports say, with nothing running."""
+"""`tidemill pipeline describe`: the contents of the catalogue and of the drivers' reports, with nothing running."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restart
         ExitStack() as ending,
     ):
         board, host, clock = StatusBoard(opened.consensus, opened.rand), this_process()[1], opened.clock
-        ending.callback(driver.kill)  # who leaves a Popen waits for it
+        ending.callback(driver.kill)  # leaving a Popen waits for the process
         assert driver.stdout is not None and driver.stdout.readline()
 
         def publish(process: str, pid: int, ago_ms: int = 0) -> None:

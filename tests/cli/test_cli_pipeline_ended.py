@@ -1,4 +1,4 @@
-"""`tidemill pipeline` without a driver that runs: whose end was meant is not missed."""
+"""`tidemill pipeline` without a running driver: a driver that was stopped intentionally is not reported as missing."""
 
 from __future__ import annotations
 

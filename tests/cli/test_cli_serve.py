@@ -1,4 +1,4 @@
-"""The node's process: what it loads, and what it must not load while it serves."""
+"""The modules that the node's process loads, and those that it must not load while it serves."""
 
 from __future__ import annotations
 

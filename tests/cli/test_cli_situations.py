@@ -35,7 +35,7 @@ CHANGING = (
     "schema delete s",
 )  # fmt: skip
 PREPARING = ("topic create clicks", "acl add User:a read topic:t")
-"""Commands that may prepare a cluster before its first start, where a configuration is present."""
+"""Commands that may prepare a cluster before its first start, if a configuration is present."""
 
 
 def entries(directory: Path) -> list[str]:
@@ -123,7 +123,7 @@ def test_doctor_creates_nothing(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cluster with one of each thing that a command can delete."""
+    """A cluster with one resource of each type that a command can delete."""
     directory = tmp_path_factory.mktemp("prepared")
     cluster = Cluster(directory)
     cluster.append([(1, "a", 1)])
@@ -154,5 +154,5 @@ def test_without_a_terminal_nothing_is_destroyed_unless_it_was_confirmed(prepare
         assert done.exit_code == 2 and done.output == "", done
         assert done.errors.startswith("tidemill: nothing was done, because it was not confirmed:"), done.errors
         assert done.errors.endswith("Add --yes.\n")
-    if "reset" not in command:  # a second time there would be nothing to do
+    if "reset" not in command:  # a second run would have nothing to do
         assert run_tidemill(f"{command} --yes", cwd=prepared).exit_code == 0

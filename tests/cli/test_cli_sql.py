@@ -119,7 +119,7 @@ def test_what_a_query_reads_is_held_while_it_runs(cluster: Cluster, monkeypatch:
 
 
 def test_as_a_command_it_imports_no_pandas(cluster: Cluster) -> None:
-    """Half of what a small query costs, where pandas is installed."""
+    """Importing pandas, where it is installed, would take half of the time of a small query."""
     cluster.append([(1, "a", 1)], [(1, "a", -1), (1, "b", 1)])
     arguments = ["tidemill", "sql", "SELECT v FROM orders", "--config", str(cluster.config), "--json"]
     program = f"import sys; sys.argv = {arguments!r}\nfrom tidemill.cli.main import run\n" + (

@@ -1,4 +1,4 @@
-"""`tidemill table` on a cluster with nothing running: what it shows, what it changes, what it refuses."""
+"""`tidemill table` on a cluster with nothing running: its output, its changes, its refusals."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_what_cannot_be_is_refused_with_the_column_and_changes_nothing(
     cluster: Cluster, arguments: tuple[str, ...], said: str | None
 ) -> None:
     cluster.append([(1, "a", 1)])
-    if said is None:  # asked for less than it is: nothing to do
+    if said is None:  # the table has it already: nothing to do
         assert cluster.json("evolve", "orders", *arguments, "--yes")["schema_version"] == 1
         return
     with pytest.raises(InvalidError, match=said):
@@ -120,7 +120,7 @@ def test_an_export_is_one_time_whole_or_not_at_all(
     assert (early["rows"], early["as_of_ms"], early["shard"]) == (300, DAY + 1000, "orders") and early["files"] > 3
     assert "200 rows" in cluster.command("export", "orders", str(tmp_path / "now"))
     for name, first in (("early", 0), ("now", 100)):
-        found = pq.read_table(tmp_path / name)  # other engines too take what begins with _ for none of the files
+        found = pq.read_table(tmp_path / name)  # like other engines, it skips names that begin with _
         assert sorted(found.column("k").to_pylist()) == list(range(first, 300))
         assert set(found.column("n").to_pylist()) == {7} and found.schema.names == ["k", "v", "n"]
     assert json.loads((tmp_path / "now" / "_tidemill.json").read_text())["rows"] == 200
@@ -194,7 +194,7 @@ def test_a_shard_that_a_derived_table_reads_is_dropped_only_when_told_twice(clus
 
 
 def test_a_drop_that_was_cut_off_is_finished(cluster: Cluster) -> None:
-    """DS1: the shard said that it is gone, and its name was not free yet."""
+    """DS1: the shard was marked as deleted, and its name was not free yet."""
     cluster.append([(1, "a", 1)])
     with open_stores(cluster.config, create=True) as opened:
         shard = opened.shard("orders")

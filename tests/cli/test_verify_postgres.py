@@ -51,7 +51,7 @@ class StreamRemap:
 
     def __init__(self, dsn: str, time_ms: int = 10) -> None:
         self._time_ms = time_ms
-        # The slot is temporary: it goes with its session, which the garbage collector ends.
+        # The slot is temporary: it is dropped with its session, which the garbage collector ends.
         self._connection = psycopg.connect(dsn, autocommit=True)
         self._connection.execute("CREATE PUBLICATION p FOR ALL TABLES")
         self._slot = f"v_{self._connection.info.dbname}_{self._connection.info.backend_pid}"
@@ -95,7 +95,7 @@ def created(dsn: str) -> None:
 
 
 async def captured(dsn: str, table: str = "kinds", drop: int = 0, change: dict[str, Any] | None = None) -> LogShard:
-    """The shard that capture and the pipeline would make of the table: parsed from the output text."""
+    """The shard that capture and the pipeline would make of the table, parsed from the output text."""
     options = " ".join(f"-c {k}={v.replace(' ', chr(92) + ' ')}" for k, v in DISPLAY_SETTINGS.items())
     with psycopg.connect(dsn, options=options) as connection:
         described = connection.execute(
@@ -137,7 +137,7 @@ def test_every_type_equals_at_the_marked_commit(postgres_dsn: str) -> None:
 
 
 def test_rows_that_are_dead_letters_are_poisoned_not_missing_and_never_equal(postgres_dsn: str) -> None:
-    """And the last days that PostgreSQL has are read, though no shard holds them."""
+    """The last days of PostgreSQL's range are read too, although no shard can hold them."""
     created(postgres_dsn)
     shard = run(captured(postgres_dsn))
     with psycopg.connect(postgres_dsn, autocommit=True) as connection:
@@ -184,7 +184,7 @@ def test_writers_that_go_on_meanwhile_do_not_show(postgres_dsn: str) -> None:
         stop = asyncio.Event()
 
         async def write() -> int:
-            """Holds the locks that verify waits for; every write after the point must not be seen."""
+            """Hold the locks that verify waits for. Every write after the point must be invisible."""
             done = 0
             async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as connection:
                 while not stop.is_set():

@@ -75,7 +75,7 @@ async def test_f510_a_file_locked_by_another_process_names_it_within_two_seconds
         started_s = asyncio.get_running_loop().time()
         with pytest.raises(UnavailableError, match=f"holder_pid={other.pid} holder_command='.*python"):
             await open_consensus(url, SystemClock(), Rand())
-        # beyond the two seconds: opening itself, which takes longer on a busy machine
+        # the open itself adds to the two seconds, more so on a busy machine
         assert asyncio.get_running_loop().time() - started_s < 2.5 + 4 * plain_s
         said: list[str] = []
         opening = asyncio.ensure_future(
@@ -103,7 +103,7 @@ async def test_f510_a_running_client_says_who_locks_writes_out_and_goes_on_after
 
 
 def all_stopped(pid: int) -> bool:
-    """A signal takes a moment to reach the thread that serves."""
+    """Return whether the signal has reached every thread of the process."""
     stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
 
@@ -184,7 +184,7 @@ async def test_f512_a_disk_that_goes_read_only_is_told_and_waited_for(small: Pat
     url = f"sqlite://{small}/consensus.db"
     consensus = await open_consensus(url, SystemClock(), Rand())
     await consensus.cas("k", 0, b"v", "n")
-    # Open files keep a tmpfs from going read-only, as they do any file system that is not failing: so by restart.
+    # A file system with open files cannot be remounted read-only, unless it fails. So the client restarts.
     await consensus.aclose()
     remount("ro")
     with pytest.raises(UnavailableError):

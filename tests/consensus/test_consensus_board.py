@@ -78,7 +78,7 @@ async def test_a_process_that_was_forgotten_while_it_slept_shows_all_of_its_repo
     now_ms = 1 + DROP_SILENT_AFTER_MS + CLEANUP_INTERVAL_MS
     await other.publish(report("two", now_ms))
     assert [found.process for found in await other.reports()] == ["two"]
-    again = msgspec.structs.replace(report("one", 1), at_ms=now_ms)  # the very marks of before
+    again = msgspec.structs.replace(report("one", 1), at_ms=now_ms)  # the same statuses as before
     await sleeper.publish(again)
     assert again in await other.reports()
 
@@ -164,7 +164,7 @@ async def test_f514_twenty_thousand_marks_are_published_in_bounded_registers_and
     await board.publish(StatusReport("node", 2, tuple(all_marks), {"rates": 1}))
     assert consensus.written == ["board/node"]
     assert (await reader.reports())[0].at_ms == 2
-    # One mark changed: its page and the head.
+    # One status changed: its page and the head are written.
     consensus.written.clear()
     all_marks[777] = StageStatus(all_marks[777].name, 5, 9)
     await board.publish(StatusReport("node", 3, tuple(all_marks), {"rates": 1}))
@@ -226,7 +226,7 @@ def test_cutting_a_report_of_many_marks_does_not_hold_the_loop_up() -> None:
 
 
 class Action(NamedTuple):
-    """One publish: how many marks of which size, and what becomes of its writes."""
+    """One publish: the number of statuses, their size, and the fate of its writes."""
 
     marks: int
     size: int

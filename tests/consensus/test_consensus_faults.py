@@ -82,7 +82,7 @@ async def test_a_lost_acknowledgement_of_an_append_is_unknown_and_resolves_to_th
         landed = await resolve_append(behind, "log", 1, "n1")
         assert landed == (how == "after")
         assert (await other.log_head("log")).next == (2 if landed else 1)
-        # The client works on.
+        # The client still works.
         await behind.append("log", 0, 2 if landed else 1, [b"next"], "n2")
 
 

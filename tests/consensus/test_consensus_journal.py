@@ -13,7 +13,7 @@ NAMES = st.sampled_from(["a/1", "a/2", "a/:3", "a/é", "b/1", "b/2"])
 
 
 class Engine:
-    """A journal over heads in memory; `restart` forgets the journal and keeps the heads."""
+    """A journal over heads in memory; `restart` discards the journal and retains the heads."""
 
     def __init__(self, remembered: int, page: int) -> None:
         self.heads: dict[str, LogHead] = {}

@@ -49,7 +49,7 @@ async def test_f518_a_failover_that_lost_commits_ends_every_client_that_had_seen
     pair.caught_up()
     pair.cut_off()
     await writer.append("log/a", 1, 2, [b"lost"], "lost")
-    await reader.read("log/a", 0)  # it reads what is lost, and wrote none of it
+    await reader.read("log/a", 0)  # it reads the records that will be lost, and wrote none of them
     pair.fail_over()
 
     # A client that never saw the lost commits continues, and writes past the positions that the others saw.
@@ -170,7 +170,7 @@ async def test_an_older_copy_of_the_sqlite_file_ends_the_client(tmp_path: Path) 
     copies = {path: path.read_bytes() for path in file.parent.glob("consensus.db*") if path.suffix != ".lock"}
     client = await opened(url)
     await client.append("log", 1, 1, [b"lost"], "lost")
-    # The host ends, an older copy is put there, and another process serves it.
+    # The host ends, an older copy replaces the database, and another process serves it.
     client._seat.stop()  # type: ignore[attr-defined]
     for path in file.parent.glob("consensus.db-*"):
         path.unlink()

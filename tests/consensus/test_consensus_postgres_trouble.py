@@ -1,4 +1,4 @@
-"""Words for the state of a consensus server, by what its connections met and when. No server is asked."""
+"""Descriptions of a consensus server's state, derived from the events of its connections. No server is contacted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LOST = "the connection to PostgreSQL was lost."
         (90.0, 99.0, 99.0, LOST),
         # a recent error is more precise than the silence before it
         (90.0, 99.0, 92.0, LOST),
-        (90.0, 94.0, 94.0, "does not answer"),  # the session was lost, and nothing is heard of the next one
+        (90.0, 94.0, 94.0, "does not answer"),  # the session was lost, and the next one has no answer yet
         (95.0, 0.0, 96.0, "does not answer"),
         (99.5, 99.0, None, ""),
     ],

@@ -15,7 +15,7 @@ from tidemill.consensus.sqlite.engine import SqliteEngine
 
 
 def filled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two logs whose records are settled, but for the newest commit, and two registers."""
+    """Two logs whose records are settled, except for the newest commit, and two registers."""
     monkeypatch.setattr(record_storage, "RECENT_BYTES", 0)
     engine = SqliteEngine(path, SystemClock())
     for position in range(3):
@@ -27,7 +27,7 @@ def filled(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def damage(path: Path, table: str, column: str, what: bytes) -> None:
-    """Flip one bit where `what` stands; SQLite sees nothing wrong."""
+    """Flip one bit of `what`; SQLite finds nothing wrong."""
     connection = apsw.Connection(str(path))
     for row, stored in connection.execute(f"SELECT rowid, {column} FROM {table}").fetchall():
         at = bytes(stored).find(what)

@@ -1,4 +1,4 @@
-"""The SQLite database gives the room of what was truncated back to the disk."""
+"""The SQLite database returns the space of truncated records to the file system."""
 
 from __future__ import annotations
 

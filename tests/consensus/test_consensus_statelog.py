@@ -509,7 +509,9 @@ async def test_f515_a_fault_of_any_type_in_an_append_fails_that_append_and_the_l
 
 
 class Step(NamedTuple):
-    """One proposal: of which kind, cancelled after how many turns of the loop (−1: never), lost how."""
+    """One proposal: its kind, the turns of the loop after which it is cancelled (−1: never), and how its answer is
+    lost.
+    """
 
     kind: str
     cancel_after: int

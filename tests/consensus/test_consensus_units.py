@@ -45,7 +45,7 @@ async def test_f501_a_foreign_notify_is_ignored_and_wake_ups_go_on(
 ) -> None:
     from tidemill.consensus.postgres import notifications
 
-    monkeypatch.setattr(notifications, "POLL_INTERVAL_S", 600.0)  # only a notification can wake
+    monkeypatch.setattr(notifications, "POLL_INTERVAL_S", 600.0)  # so that only notifications wake waiters
     one = await open_consensus(postgres_dsn, SystemClock(), Rand())
     two = await open_consensus(postgres_dsn, SystemClock(), Rand())
     async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as foreign:
@@ -116,7 +116,7 @@ async def test_f502_a_fault_of_one_group_fails_that_group_and_the_client_goes_on
     with pytest.raises(UnknownOutcomeError):
         await one.append("log", 0, 0, [b"x"], "n0")
     assert "ZeroDivisionError" in one.trouble()
-    assert await one.head("key") is None  # the other lanes work
+    assert await one.head("key") is None  # other lanes still work
     broken[0] = False
     await one.append("log", 0, 0, [b"x"], "n1")
     assert one.trouble() == ""
@@ -124,7 +124,7 @@ async def test_f502_a_fault_of_one_group_fails_that_group_and_the_client_goes_on
 
 
 class FakeSequencer:
-    """Greets as the real one does, then answers every request with `garbage(request id)`."""
+    """A sequencer that greets as the real one does, then answers every request with `garbage(request id)`."""
 
     def __init__(self, path: str, garbage: Any) -> None:
         self.path, self.garbage, self.connections = path, garbage, 0
@@ -218,7 +218,7 @@ async def test_f503_a_silent_sequencer_ends_a_read_at_its_deadline_and_says_so_b
         assert real is not None
         real.abort()
         reading = asyncio.ensure_future(one.head("key"))
-        # Only then are the limits short: a slow machine needs its time to open the file and to connect.
+        # The limits are shortened only now: a slow machine needs its time to open the file and to connect.
         await until(lambda: one._link not in (None, real) and any(p.sent for p in one._pending.values()))
         with monkeypatch.context() as patience:
             patience.setattr(client, "ANSWER_TIMEOUT_S", 2.0)
@@ -331,7 +331,7 @@ async def test_f505_the_sequencer_survives_a_process_without_descriptors_and_tak
             os.open(os.devnull, os.O_RDONLY)
         for position in range(1, 200):
             await one.append("log", 0, position, [b"x"], f"n{position}")
-        # Another process connects, and is served, while this one has nothing left.
+        # Another process connects and is served while this one has no free descriptor.
         await until(lambda: outside.poll() is not None)
         assert outside.returncode == 0
     assert await one.head("from-outside") is not None
@@ -361,7 +361,7 @@ async def test_f505_a_database_is_opened_again_from_the_reserve(
             await one.append("log", 0, 1, [b"y"], "n1")
 
         async def again() -> LogHead:
-            await one.log_head("log")  # a write on the old connection would be lost with it: Unknown
+            await one.log_head("log")  # a write on the old connection would be lost with it, with an unknown outcome
             return await one.append("log", 0, 1, [b"z"], "n2")
 
         waiting = asyncio.ensure_future(again())
@@ -533,7 +533,9 @@ def test_f504_whatever_a_local_peer_sends_ends_its_own_connection_and_nothing_el
 async def test_a_process_that_is_frozen_while_it_sends_a_group_keeps_no_log_or_register_from_the_others(
     postgres_dsn: str,
 ) -> None:
-    """Two statements of one transaction left the locks of the first to a process that was stopped before the second."""
+    """Sent as two statements of one transaction, the group left the locks of the first one to a process that was
+    stopped before the second.
+    """
     from urllib.parse import urlsplit
 
     from support.consensus.cutting_proxy import CuttingProxy
@@ -545,14 +547,14 @@ async def test_a_process_that_is_frozen_while_it_sends_a_group_keeps_no_log_or_r
     other = await open_consensus(postgres_dsn, SystemClock(), Rand())
     await frozen.append("log", 0, 0, [b"first"], "n0")
     made = await frozen.cas("key", 0, b"first", "n0")
-    proxy.how = "after"  # nothing that comes after the chunk with the mark is passed on
+    proxy.how = "after"  # nothing after the marked chunk is forwarded
     work = [
         asyncio.ensure_future(frozen.append("log", 0, 1, [bytes(LARGE) + proxy.MARK], "n1")),
         asyncio.ensure_future(frozen.cas("key", made.seq, bytes(LARGE), "n1")),
     ]
     await asyncio.wait_for(proxy.late_delivered.wait(), DEADLINE_S)
     async with asyncio.timeout(DEADLINE_S):
-        for number in range(3):  # the frozen one's write may land in between, once
+        for number in range(3):  # the frozen client's write may land in between, once
             try:
                 await other.append("log", 0, (await other.log_head("log")).next, [b"third"], f"a{number}")
                 break

@@ -67,9 +67,59 @@ def test_why_is_the_verdict_of_the_command_line(served: Console) -> None:
     assert refusal(served, "/api/why?name=nothing")[0] == 404
 
 
+def test_why_of_a_captured_table_that_no_pipeline_maintains_has_the_note_of_the_command_line(served: Console) -> None:
+    found = read(served, "/api/why?name=note")
+    assert [stage["name"] for stage in found["chain"]] == ["capture:shop/topics", "capture:shop"]
+    assert found["note"] == (
+        "public.note is captured by shop into topic shop.public.note; no pipeline maintains it. To maintain it as a"
+        ' table, add to a pipeline: p.table("note", p.capture("shop").table("public.note"))'
+    )
+    found = read(served, "/api/why?name=public.orders")
+    assert found["chain"][0]["name"] == "shard:orders"
+    assert found["note"] == "public.orders is maintained as table orders by pipeline shop."
+    status, message = refusal(served, "/api/why?name=audit")
+    assert (status, message) == (
+        404,
+        "the table is refused: capture=shop table=public.audit reason: The table has no primary key."
+        " Add one, or exclude it from capture.shop.tables.",
+    )
+
+
+def test_a_place_has_each_part_of_the_view_of_a_table_and_is_never_missing(served: Console) -> None:
+    def parts(name: str) -> tuple[bool, bool, bool, int, list[str]]:
+        found = read(served, f"/api/place?name={name}")
+        place, table, why = (found[part] is not None for part in ("place", "table", "why"))
+        return place, table, why, len(found["captured"]), found["maintained_as"]
+
+    assert parts("orders") == (True, True, True, 1, ["orders"])
+    assert parts("payment") == (True, False, True, 1, ["payment"])  # declared, and not created yet
+    assert parts("public.orders") == (False, False, True, 1, ["orders"])
+    assert parts("public.note") == (False, False, True, 1, [])
+    assert parts("nothing") == (False, False, False, 0, [])
+    assert read(served, "/api/place?name=note")["note"] == read(served, "/api/why?name=note")["note"]
+    table = read(served, "/api/place?name=orders")["table"]
+    assert table.keys() == read(served, "/api/tables/orders").keys()
+
+
+def test_a_topic_without_a_record_is_empty_until_its_first_one() -> None:
+    def state(served: Console) -> str:
+        columns = read(served, "/api/overview")["flow"]["columns"]
+        return str(next(node["state"] for node in columns[1]["nodes"] if node["name"] == "topic:returns"))
+
+    async def write(served: Console) -> None:
+        consensus = served.node.stores.consensus
+        await consensus.fence("topic/t3/0", 1)
+        await consensus.append("topic/t3/0", 1, 0, [b"a batch"], "n1")
+
+    with console() as served:
+        assert state(served) == "empty"
+        served.call(write(served))
+        eventually(lambda: state(served) == "unused", "the topic has a record", pause_s=0.2)
+
+
 def test_lists_have_pages_and_the_number_of_all_rows(served: Console) -> None:
     status, headers, body = get(served, "/api/captures?capture=shop&limit=2&offset=7")
-    assert (status, headers["x-total-count"]) == (200, "9")
+    assert (status, headers["x-total-count"]) == (200, "10")
     assert [row["table"] for row in json.loads(body)] == ["public.history", "public.audit"]
     assert read(served, "/api/captures?capture=other") == []
     assert [row["shard"] for row in read(served, "/api/tables")] == ["orders", "shop.dead_letters"]

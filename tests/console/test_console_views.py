@@ -12,7 +12,15 @@ from support.console.reports import by_name, captured_tables, large, large_rows,
 from tidemill.base.status.status import DerivedStatus, StageStatus, StatusReport, derive_status, derive_statuses
 from tidemill.console.views.captures import capture_rows
 from tidemill.console.views.dead_letters import ReasonCounts, newest_letters
-from tidemill.console.views.flow import COLUMN_MAX, Catalogued, behind_ms, flow_graph, table_places
+from tidemill.console.views.events import restart_rows
+from tidemill.console.views.flow import (
+    COLUMN_MAX,
+    Catalogued,
+    behind_ms,
+    flow_graph,
+    table_places,
+    unreported_topics,
+)
 from tidemill.console.views.overview import overview
 from tidemill.console.views.problems import PROBLEMS_MAX, problem_rows
 from tidemill.console.views.sentences import describe_name, describe_state
@@ -136,6 +144,34 @@ def test_the_flow_leads_from_databases_and_producers_to_tables_and_clients() -> 
     assert ("capture:shop/topics", "clients") in edges
 
 
+def test_a_topic_that_no_process_reports_has_no_records_or_is_not_in_use() -> None:
+    reports = shop(NOW_MS)
+    found = Catalogued({"clicks": 4, "returns": 1, "old": 1}, unwritten=["returns"], unused=["old"])
+    [_, topics, *_] = flow_graph(derive_statuses(reports, NOW_MS), found, reports)["columns"]
+    states = {node["title"]: (node["state"], node["sentence"]) for node in topics["nodes"]}
+    assert states["clicks"][0] == "idle"
+    assert states["returns"] == ("empty", "The topic has no records yet.")
+    assert states["old"][0] == "unused"
+
+
+def test_a_topic_is_without_records_only_where_a_live_node_could_report_it() -> None:
+    topics = ["clicks", "returns"]
+    assert unreported_topics(derive_statuses(shop(NOW_MS), NOW_MS), topics) == ["returns"]
+    assert unreported_topics(derive_statuses(shop(NOW_MS), NOW_MS + 60_000), topics) == []
+    shared = StatusReport("node:n2", NOW_MS, (StageStatus("topics", 1, 1),))
+    assert unreported_topics(derive_statuses([*shop(NOW_MS), shared], NOW_MS), topics) == []
+
+
+def test_a_driver_that_was_killed_and_is_back_is_an_event() -> None:
+    [back] = restart_rows(shop(NOW_MS, restarted_s=4), NOW_MS)
+    assert (back["name"], back["reason"], back["ended_ms"], back["is_back"]) == (
+        "the driver of pipeline shop", "pipeline-shop killed by SIGKILL.", 4_000, True
+    )  # fmt: skip
+    [away] = restart_rows(shop(NOW_MS, restarted_s=4, killed_s=5), NOW_MS)
+    assert not away["is_back"]
+    assert restart_rows(shop(NOW_MS), NOW_MS) == []
+
+
 def test_a_flow_of_many_tables_shows_the_worst_and_one_box_for_the_others() -> None:
     reports, (rows, topics) = large(NOW_MS), large_rows()
     flow = flow_graph(derive_statuses(reports, NOW_MS), Catalogued({t.name: 10 for t in topics}, {}, rows), reports)
@@ -169,8 +205,8 @@ def test_every_table_has_its_place_also_one_that_no_process_reports() -> None:
 def test_a_capture_has_its_slot_its_tables_by_state_and_its_copies() -> None:
     reports = shop(NOW_MS)
     [found] = capture_rows(captured_tables(), derive_statuses(reports, NOW_MS), reports)
-    assert found["tables"] == {"captured": 7, "copying": 1, "refused": 1}
-    assert found["slot"]["slot_retained_bytes"] == 48_000_000
+    assert found["tables"] == {"captured": 8, "copying": 1, "refused": 1}
+    assert (found["slot"]["slot"], found["slot"]["slot_retained_bytes"]) == ("tidemill_shop", 48_000_000)
     [copy] = found["copies"]
     assert (copy["rows"], copy["rows_expected"], copy["chunks_done"], copy["chunks"]) == (7_100_000, 9_600_000, 71, 96)
     [troubled] = found["troubled"]

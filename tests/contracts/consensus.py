@@ -1,7 +1,7 @@
-"""The one contract suite of `consensus`: what every backend must do, through its public methods only.
+"""The contract suite of `consensus` for every backend, through its public methods only.
 
-A backend's test module subclasses `ConsensusContract` and provides the fixture `open_client`: each call of it
-opens one more client of one and the same engine. Names are unique per test, so engines may be shared.
+A backend's test module subclasses `ConsensusContract` and provides the fixture `open_client`: each call of it opens one
+more client of the same engine. Names are unique per test, so engines may be shared.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class ObjectsContract:
             await store.delete("d/1")
             await store.delete("d/1")
             await store.delete("never/was")
-            await store.delete("d")  # part of other keys, but no object
+            await store.delete("d")  # a prefix of other keys, but no object
             assert await keys(store, "") == ["d/2"]
             assert await store.head("d/1") is None
             assert await store.get("d/2") == b"y"

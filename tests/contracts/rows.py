@@ -16,7 +16,7 @@ from tidemill.metastore.api import DomainRows
 
 OpenProcess = Callable[[], Awaitable[DomainRows]]
 OpenDomain = Callable[[], AbstractAsyncContextManager[OpenProcess]]
-"""A fresh domain; what it gives opens one more process of it. All are closed at the end."""
+"""A fresh domain. The yielded function opens one more process of it. All are closed at the end."""
 
 A, B, C = b"\x01\x00\x01a\x00\x01", b"\x01\x00\x01b\x00\x01", b"\x02\x00\x01c\x00\x01"
 

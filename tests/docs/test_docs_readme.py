@@ -14,6 +14,9 @@ from packaging.specifiers import SpecifierSet
 from typer.testing import CliRunner
 
 from support.docs.examples import blocks, section
+from tidemill.base.config.config import parse
+from tidemill.base.status.status import StageStatus, StatusReport
+from tidemill.cli.cluster.ready_block import ready_block
 from tidemill.cli.main import app
 from tidemill.kafka.handlers import APIS
 
@@ -35,6 +38,15 @@ def test_its_pipeline_is_valid(tmp_path: Path) -> None:
     (tmp_path / "pipeline.py").write_text(code)
     done = CliRunner().invoke(app, ["pipeline", "check", str(tmp_path / "pipeline.py")])
     assert done.exit_code == 0, done.output
+
+
+def test_what_it_says_that_up_prints_is_what_up_prints() -> None:
+    ((_, shown),) = [b for b in blocks(section(README, "Your database in ten minutes")) if b[0] == "text"]
+    marks = (StageStatus("node:node-1", 0, 0), StageStatus("shard:orders", 7, 9))
+    report = StatusReport("node:node-1", 1_800_000_000_000, marks, {}, pid=1, host="h")
+    config = parse({"pipeline": {"shop": {"file": "pipeline.py"}}}, origin="/shop/tidemill.toml")
+    printed = ready_block(config, "", [report], 1_800_000_000_000, 31.0)
+    assert shown.splitlines() == printed.splitlines()
 
 
 def test_its_versions_are_those_of_the_code() -> None:

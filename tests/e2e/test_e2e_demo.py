@@ -18,6 +18,7 @@ from typing import Any
 import psycopg
 import pytest
 
+from support.console.browser import NARROW, WIDE, chromium, watched
 from support.e2e.demo import TABLES, ports, wait_until_ready
 from support.postgres import EmbeddedPostgres
 from support.waiting import DEADLINE_S, slowness
@@ -28,6 +29,21 @@ ROOT = Path(__file__).parents[2]
 LIGHT = ["--rate", "40", "--clicks", "200"]
 STUCK_AFTER_S = 30.0
 """Seconds for which a stage may be stuck on an idle machine. One that stays stuck never drains, which fails as well."""
+
+VIEWS = {
+    "": "Where the time goes",
+    "tables": "conversion_by_product",
+    "tables/orders": "of public.orders",
+    "tables/orders/live": "Following.",
+    "tables/orders/schema": "key 1",
+    "tables/orders/latency": "From the commit to this table",
+    "tables/orders/use": "PySpark",
+    "tables/public.orders": "Maintained as orders",
+    "captures": "WAL kept by the slot",
+    "captures/shop": "Its tables",
+    "dead-letters/shop.dead_letters": "Reasons",
+    "processes": "pipeline:shop",
+}
 
 
 @contextmanager
@@ -78,19 +94,17 @@ def check(report: dict[str, Any]) -> None:
 def test_killing_node_and_driver_in_turn_changes_nothing_and_a_second_run_resumes_with_a_page_that_follows_both_shapes(
     tmp_path: Path,
 ) -> None:
-    """The money is equal in all three places: in PostgreSQL, in its shard and in the page."""
-    chromium = next((p for p in ("/usr/bin/chromium", "/usr/bin/chromium-browser") if Path(p).exists()), None)
-    if chromium is None:
-        pytest.skip("Chromium is not installed: apt-get install chromium")
+    """The money is equal in all three places: PostgreSQL, its shard and the page."""
     directory = tmp_path / "demo"
     with demo(directory, "--for", "60", "--crash") as (process, _):
         first = report_of(process, directory)
     check(first)
     assert first["crashes"] >= 4
-    # until the page was seen whole: Ctrl-C ends the load, and the demo drains and verifies all the same
-    with demo(directory, "--for", "400") as (process, http):
+    # Ctrl-C comes once the whole page was seen: the load ends, and the demo still drains and verifies.
+    with demo(directory, "--for", "400") as (process, http), chromium() as browser:
         wait_until_ready(http)
-        look_at_the_page(chromium, http, tmp_path / "page.png")
+        look_at_the_page(browser, http, tmp_path / "page.png")
+        look_at_the_console(browser, http)
         process.send_signal(signal.SIGINT)
         second = report_of(process, directory)
     check(second)
@@ -98,28 +112,35 @@ def test_killing_node_and_driver_in_turn_changes_nothing_and_a_second_run_resume
     assert second["verify"]["payment"]["rows"] > first["verify"]["payment"]["rows"]
 
 
-def look_at_the_page(chromium: str, http: str, screenshot: Path) -> None:
-    from playwright.sync_api import expect, sync_playwright
+def look_at_the_page(browser: Any, http: str, screenshot: Path) -> None:
+    from playwright.sync_api import expect
 
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=chromium,
-            args=["--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-component-update"],
-        )
-        page = browser.new_page()
-        errors: list[str] = []
-        page.on("pageerror", lambda error: errors.append(str(error)))
-        page.goto(f"http://{http}/demo/")
-        expect(page.locator("#orders tr").first).to_be_visible(timeout=60_000)
-        expect(page.locator("#conversion tr").first).to_be_visible(timeout=300_000)
-        expect(page.locator("#strip")).to_have_class("strip equal", timeout=60_000)
-        read = "() => ['postgres', 'shard', 'browser'].map(p => document.getElementById('money-' + p).textContent)"
-        money = page.evaluate(read)
-        assert len(set(money)) == 1 and float(money[0]) > 0
-        expect(page.locator("#marks tr", has_text="capture:shop").first).to_be_visible()
-        page.screenshot(path=str(screenshot))
-        assert errors == []
-        browser.close()
+    page = browser.new_page()
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.goto(f"http://{http}/demo/")
+    expect(page.locator("#orders tr").first).to_be_visible(timeout=60_000)
+    expect(page.locator("#conversion tr").first).to_be_visible(timeout=300_000)
+    expect(page.locator("#strip")).to_have_class("strip equal", timeout=60_000)
+    read = "() => ['postgres', 'shard', 'browser'].map(p => document.getElementById('money-' + p).textContent)"
+    money = page.evaluate(read)
+    assert len(set(money)) == 1 and float(money[0]) > 0
+    expect(page.locator("#marks tr", has_text="capture:shop").first).to_be_visible()
+    page.screenshot(path=str(screenshot))
+    assert errors == []
+    page.close()
+
+
+def look_at_the_console(browser: Any, http: str) -> None:
+    """Open every view of the page of the demo's cluster."""
+    from playwright.sync_api import expect
+
+    for size, scheme in ((WIDE, "dark"), (NARROW, "light")):
+        with watched(browser, f"http://{http}", size, scheme) as seen:
+            for view, text in VIEWS.items():
+                seen.open(view)
+                expect(seen.page.locator("main")).to_contain_text(text)
+                seen.check()
 
 
 @pytest.mark.extended

@@ -41,11 +41,11 @@ SETTINGS = {
 
 
 LOOK_AGAIN_S = 1.0
-"""Each look reads the whole cluster, with the processor that the pipeline needs to get there."""
+"""Seconds between checks. Each check reads the whole cluster, and competes with the pipeline for CPU time."""
 
 
 class Shop:
-    """Harbour Shop's world, whose processes this test starts and kills one by one."""
+    """The environment of Harbour Shop, whose processes this test starts and kills individually."""
 
     def __init__(self, directory: Path) -> None:
         self.http, self.kafka = ports(1)
@@ -75,7 +75,7 @@ class Shop:
             self.kill_everything()
 
     def kill_everything(self) -> None:
-        """SIGKILL to the supervisor and all that it started, parents first, so that nothing ends in order."""
+        """SIGKILL to the supervisor and all of its descendants, parents first, so that nothing shuts down cleanly."""
         if self.running is None:
             return
         family = [self.running.pid]
@@ -149,11 +149,11 @@ class Shop:
             path.unlink()
 
     def restore(self) -> Any:
-        """Right after a kill: the bucket is watched for a new sign of life, and none comes."""
+        """Restore immediately after a kill. The command watches the bucket for a sign of life, and none comes."""
         return self.answer("restore", "--from", self.environment.config.objects_url)
 
     def verify(self) -> None:
-        """Every table equals its source, which takes as long as capture and pipelines need to get there."""
+        """Wait until every table equals its source, as long as capture and pipelines need for it."""
 
         def clean() -> bool:
             done = self.command("verify", "--json")
@@ -220,7 +220,7 @@ def test_harbour_shop_comes_back_from_its_bucket_alone(shop: Shop) -> None:
     cluster = persisted["cluster"]["uuid"]
     assert persisted["totals"]["records"] >= counts["produced"]
 
-    # Nothing was lost with consensus that the bucket does not have: the dry run reads it all, and changes nothing.
+    # The bucket has everything that was lost with consensus: the dry run reads all of it, and changes nothing.
     shop.lose_consensus()
     planned = shop.answer("restore", "--dry-run")
     assert planned["cluster"]["uuid"] == cluster and planned["checkpoint_age_ms"] > 0
@@ -240,7 +240,7 @@ def test_harbour_shop_comes_back_from_its_bucket_alone(shop: Shop) -> None:
         checked = shop.answer("doctor", "--deep")
         assert checked["clean"] and checked["incarnation"] == 2
 
-        # A second disaster, with work that reached no manifest: what Postgres holds is captured again.
+        # A second disaster with work that reached no manifest: rows that Postgres has are captured again.
         before = shop.until_persisted()
         shop.load(4)
         shop.until_persisted()

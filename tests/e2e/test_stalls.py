@@ -84,17 +84,20 @@ class Stalls:
             time.sleep(0.2)
         raise AssertionError(f"{what} is not named: {reported}")
 
-    def problems(self) -> list[dict[str, Any]]:
+    def overview(self, part: str) -> list[dict[str, Any]]:
+        """Return a list that the page shows, or the error of the node as its only element."""
         status, body = self.made.get("/api/overview")
-        return json.loads(body)["problems"] if status == 200 else [{"error": body}]
+        return json.loads(body)[part] if status == 200 else [{"error": body}]
 
-    def shown(self, what: str, expected: Callable[[dict[str, Any]], bool]) -> None:
-        """Wait until the page of the node has a problem as expected. Fails after PAGE_S, with what it has instead."""
+    def shown(self, what: str, expected: Callable[[dict[str, Any]], bool], part: str = "problems") -> None:
+        """Wait until the page of the node shows the expected problem. Fails after PAGE_S with the problem that it shows
+        instead.
+        """
 
         def is_shown() -> bool:
-            return any("error" not in problem and expected(problem) for problem in self.problems())
+            return any("error" not in row and expected(row) for row in self.overview(part))
 
-        seconds = until(is_shown, self.problems, PAGE_S * slowness())
+        seconds = until(is_shown, lambda: self.overview(part), PAGE_S * slowness())
         print(f"| {what}, on the page | {seconds:.1f} s | |")
 
     asking_s = 2.0
@@ -141,7 +144,7 @@ def stalls(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stalls]:
 
 def test_f604_an_open_transaction_at_set_up_is_named(stalls: Stalls) -> None:
     pid = stalls.blocker.info.backend_pid  # type: ignore[attr-defined]
-    # there is no table yet: its capture is what stands
+    # there is no table yet: its capture is the stalled stage
     stalls.named("open transaction at set-up", lambda reported: str(pid) in str(reported), "capture:shop")
     stalls.blocker.close()  # type: ignore[attr-defined]
     stalls.insert()
@@ -149,7 +152,7 @@ def test_f604_an_open_transaction_at_set_up_is_named(stalls: Stalls) -> None:
 
 
 def test_the_lines_of_the_readme_show_what_it_promises(stalls: Stalls) -> None:
-    """Not a stall: this cluster has the table that the lines read."""
+    """The cluster of the stalls serves here because it has the table that the lines read."""
     while stalls.rows < 7:
         stalls.insert()
     stalls.fresh()
@@ -183,8 +186,10 @@ def test_a_killed_driver_is_a_problem_on_the_page_until_its_successor_works(stal
     stalls.made.signal("pipeline", signal.SIGKILL)
     stalls.insert()
     stalls.shown("driver killed", lambda problem: "pipeline" in problem["name"] + problem["process"])
+    stalls.shown("killed driver", lambda row: "SIGKILL" in row["reason"] and row["process"] == "pipeline:p", "restarts")
     stalls.fresh()
-    until(lambda: stalls.problems() == [], stalls.problems)
+    until(lambda: stalls.overview("problems") == [], lambda: stalls.overview("problems"))
+    until(lambda: stalls.overview("restarts")[0]["is_back"], lambda: stalls.overview("restarts"))
 
 
 def test_f606_a_stopped_node_is_named(stalls: Stalls) -> None:

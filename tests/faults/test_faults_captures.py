@@ -1,5 +1,6 @@
-"""Rows F613 and F614 of the table of faults: captures over several nodes, with real processes. They are spread, move
-when a node is frozen, is killed or cannot capture, and each row is there once."""
+"""Rows F613 and F614 of the table of faults: captures over several nodes, with real processes. They are spread over the
+nodes, and move when a node is frozen, is killed or cannot capture. Each row is there once.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from tidemill.consensus.factory import open_consensus
 pytestmark = pytest.mark.postgres
 
 CAPTURES = 4
-"""The lease, a look that finds it free, the session before ended, the next one set up; of a busy machine."""
+"""Number of captures, each with a separate database."""
 
 
 class Database:
@@ -138,7 +139,8 @@ def test_f613_captures_are_spread_move_from_a_frozen_and_a_killed_node_and_have_
         for database in databases:
             database.confirmed()
         before = {d.name: len(records(nodes["n2"].kafka, d)) for d in databases}
-        # It wakes with what it had received and not written: nothing of it may be written or confirmed now.
+        # The node resumes with changes that it had received and not written: none of them may be written or confirmed
+        # now.
         nodes["n1"].signal("node", signal.SIGCONT)
         nodes["n1"].ready()
         after = {d.name: d.confirmed() for d in databases}

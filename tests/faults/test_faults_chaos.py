@@ -1,4 +1,4 @@
-"""`./dev bench chaos` in short, and that its judge would see what it looks for."""
+"""A short `./dev bench chaos`, and proof that its checker finds lost, repeated and reordered records."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def stored(*values: str) -> list[Stored]:
 
 
 def acked(*offsets: int) -> list[Acked]:
-    """The first numbers, at these offsets."""
+    """Acknowledgements of the first numbers, at these offsets."""
     return [Acked(0.0, number, offset) for number, offset in enumerate(offsets)]
 
 

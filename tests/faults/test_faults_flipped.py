@@ -1,4 +1,6 @@
-"""An S3 server that flips bits of what is read, under a node that was just started: its consumers and its operator."""
+"""An S3 server that flips bits of the objects read by a node that just started: the effect on consumers and the
+operator.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,7 @@ def test_f620_a_store_that_flips_bits_is_named_everywhere_and_a_single_flip_reac
                 for value in WRITTEN:
                     producer.produce("kept", value)
                 assert producer.flush(60) == 0
-            served = node(tmp_path, s3)  # nothing of what was written is in its memory
+            served = node(tmp_path, s3)  # no written record is in its memory
             with running(served, world):
                 world.call(lambda: s3.switch(fault))
                 if fault == "flip-once":

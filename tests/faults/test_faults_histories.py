@@ -1,4 +1,6 @@
-"""Stores that go back, or belong to another cluster: real nodes over a real failover, a freeze, and a race to begin."""
+"""Stores that return to an earlier state, or belong to another cluster: real nodes over a real failover, a freeze, and
+a race to start first.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def started(directory: Path, toml: str, name: str = "n1") -> Iterator[Cluster]:
 
 
 def freeze(cluster: Cluster, number: int) -> None:
-    """SIGSTOP or SIGCONT to `up` and everything under it: what a paused machine does."""
+    """Send SIGSTOP or SIGCONT to `up` and all its descendants, as a paused machine would."""
     assert cluster._process is not None
     listed = subprocess.run(["ps", "-eo", "pid=,ppid="], capture_output=True, text=True).stdout.split()
     parents = dict(zip(map(int, listed[::2]), map(int, listed[1::2]), strict=True))

@@ -64,7 +64,7 @@ http {{
 
 @contextmanager
 def nginx(home: Path, upstream: str) -> Iterator[str]:
-    """Serves the page, and caches the node; gives the address."""
+    """Serve the page and cache the node's answers; yield the address."""
     binary = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
     if binary is None or not CLIENT.is_file():
         pytest.skip("needs nginx, and the packages of tests/clients: tests/clients/install")
@@ -73,7 +73,7 @@ def nginx(home: Path, upstream: str) -> Iterator[str]:
     (home / "pages/client.mjs").write_bytes(CLIENT.read_bytes())
     home.chmod(0o755)
     port, config = free_port(), home / "nginx.conf"
-    user = "user root;\n"  # pages lie where only this user may look
+    user = "user root;\n"  # only this user may read the folder of the pages
     config.write_text(user + NGINX.format(home=home, port=port, upstream=upstream))
     process = subprocess.Popen([binary, "-p", str(home), "-c", str(config)])
     try:

@@ -27,7 +27,7 @@ def fake_broker() -> Iterator[FakeBroker]:
 
 @pytest.fixture(params=["memory", "local"])
 def broker(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RealBroker]:
-    """The endpoint over the real topics room, once in memory and once on a directory with SQLite."""
+    """The endpoint over the real topics, once in memory and once on a directory with SQLite."""
     if request.param == "memory":
         broker = RealBroker()
     else:

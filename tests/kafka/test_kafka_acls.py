@@ -36,7 +36,7 @@ from tidemill.security.acls import CLUSTER_NAME, AclRule, Operation, Pattern, Pe
 
 DENIALS = {29, 30, 31, 53}
 LISTS = {16, 66}
-"""Answered, with what may be seen alone."""
+"""APIs that are always answered, limited to the visible resources."""
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_a_transactional_producer_needs_its_id_its_topics_and_its_groups() -> No
         errors_reported: list[Any] = []
 
         def attempt() -> int:
-            """The code of what it is refused with, or 0."""
+            """Return the error code of the transaction, or 0."""
             client.begin_transaction()
             try:
                 client.produce("t", b"v", partition=0, on_delivery=lambda error, _: errors_reported.append(error))

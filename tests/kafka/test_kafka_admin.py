@@ -1,4 +1,6 @@
-"""The rest of the admin APIs, by hand and by clients: pages of partitions, log directories, deletions, refusals."""
+"""The remaining admin APIs, by raw requests and by clients: pages of partitions, log directories,
+deletions, refusals.
+"""
 
 from __future__ import annotations
 

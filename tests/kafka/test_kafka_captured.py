@@ -1,4 +1,4 @@
-"""Topics of captured tables as Kafka clients see them: Debezium's envelope, and what compaction leaves of a table."""
+"""Topics of captured tables as Kafka clients see them: Debezium's envelope, and the contents after compaction."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_t8_a_new_consumer_of_a_compacted_topic_ends_with_exactly_the_table(
     shop.sql.execute(TABLE)
     shop.sql.execute("INSERT INTO items SELECT n, 'x', 1 FROM generate_series(1, 50) n")
     with shop.running():
-        shop.caught_up()  # the first binding is of the copy alone
+        shop.caught_up()  # the first binding covers only the copy
         shop.sql.execute("UPDATE items SET name = 'y'")
         shop.sql.execute("TRUNCATE items")
         shop.sql.execute("INSERT INTO items SELECT n, 'x', 1 FROM generate_series(40, 90) n")
@@ -161,7 +161,7 @@ def test_t8_a_new_consumer_of_a_compacted_topic_ends_with_exactly_the_table(
         else:
             rows[record.key] = row
     assert {row["id"]: (row["id"], row["name"], row["price"]) for row in rows.values()} == shop.table()
-    with shop.running():  # the tail is found where compaction has been
+    with shop.running():  # the tail is found after compaction, too
         shop.sql.execute("INSERT INTO items VALUES (5000)")
         shop.caught_up()
     assert json.loads(by_confluent(broker)[-1].key()) == {"id": 5000}

@@ -42,7 +42,7 @@ class Shop:
         self.captured.schemas = LocalSchemaRegistrar(self.registry)
 
     def read(self) -> list[tuple[Any, Any]]:
-        """(key, event) of every record, as a new consumer has them."""
+        """Return (key, event) of every record, as a new consumer reads them."""
         with SchemaRegistryClient({"url": f"http://127.0.0.1:{self._http.port}"}) as client:
             deserialize = AvroDeserializer(client)
             key, value = (SerializationContext(TOPIC, field) for field in (MessageField.KEY, MessageField.VALUE))

@@ -51,7 +51,7 @@ def test_every_node_tells_clients_the_same(cluster: Cluster) -> None:
 
 
 def test_the_controller_is_the_node_that_answers_and_so_no_dead_one(cluster: Cluster) -> None:
-    """A client that goes to the controller for a producer id or a topic is never sent to a node that just left."""
+    """A client that sends InitProducerId or CreateTopics to the controller never reaches a node that just left."""
     for node in cluster.nodes:
         with RawClient(node.port) as client:
             found = client.ask(3, 1, b"\xff\xff\xff\xff")

@@ -1,4 +1,4 @@
-"""AlterConfigs, IncrementalAlterConfigs and DescribeConfigs, by hand and by clients."""
+"""AlterConfigs, IncrementalAlterConfigs and DescribeConfigs, by raw requests and by clients."""
 
 from __future__ import annotations
 

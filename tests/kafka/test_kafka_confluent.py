@@ -182,7 +182,7 @@ def test_the_admin_client_creates_describes_and_deletes(broker: RealBroker) -> N
 
 
 def test_a_topic_made_anew_elsewhere_takes_the_next_record(broker: RealBroker) -> None:
-    """Deleted and re-created behind the endpoint's back: its cached row names an id that is gone."""
+    """The endpoint does not notice the deletion and re-creation: its cached row has the id of the deleted topic."""
     from tidemill.metastore.catalogue import TopicRow
 
     broker.create_topic("again", 1)

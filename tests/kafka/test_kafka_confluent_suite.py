@@ -71,7 +71,7 @@ HEADERS = [("same", "one"), ("same", "two"), ("Jämtland", "Härjedalen"), ("non
 
 
 class Suite:
-    """A broker that authorizes, as theirs does, and clients of `root`, who may do everything."""
+    """A broker with authorization, as in the original suite, and clients of `root`, who has all rights."""
 
     def __init__(self) -> None:
         self.broker = RealBroker(settings=SETTINGS, gate=gate(), super_users=("User:root",))
@@ -127,7 +127,7 @@ def read(consumer: Consumer, count: int) -> list[Message]:
 
 
 def all_of(consumer: Consumer) -> int:
-    """Records up to the end of every partition that it has."""
+    """Read records up to the end of every partition of the topic."""
     count, ended = 0, set()
     while not ended or len(ended) < len(consumer.assignment()):
         message = consumer.poll(WAIT_S)
@@ -235,7 +235,7 @@ def test_delete_records(suite: Suite) -> None:
     suite.seed(topic, [b"1", b"2", b"3"])
     earliest = {TopicPartition(topic, 0): OffsetSpec.earliest()}
     assert [each.offset for each in done(suite.admin.list_offsets(earliest))] == [0]
-    # Both are asked for before either is answered.
+    # Both requests are sent before either is answered.
     deleting = suite.admin.delete_records([TopicPartition(topic, 0, 2)])
     listing = suite.admin.list_offsets(earliest)
     (deleted,) = done(deleting)
@@ -445,7 +445,7 @@ def test_consumer_memberid(suite: Suite, protocol: str) -> None:
 
 @pytest.mark.parametrize("assignor", ["roundrobin", "range", "cooperative-sticky"])
 def test_consumer_upgrade_downgrade(suite: Suite, assignor: str) -> None:
-    """A consumer of the other protocol joins, and leaves again: the group changes its protocol each time."""
+    """A consumer of the other protocol joins and leaves: the group changes its protocol each time."""
     topic, partitions = suite.topic("upgraded", 10), 10
     config = {"group.id": topic, "heartbeat.interval.ms": 500}
     often = ConfigEntry("consumer.heartbeat.interval.ms", "500", incremental_operation=AlterConfigOpType.SET)
@@ -520,7 +520,7 @@ def test_cooperative_rebalance_1(suite: Suite) -> None:
           for what in ("assign", "revoke", "lost")}  # fmt: skip
     consumer = suite.consumer(**COOPERATIVE)
     suite.seed(one, [b"a"])
-    suite.seed(two, [b"b"])  # before the first poll: what comes between two of them may take long
+    suite.seed(two, [b"b"])  # before the first poll: a message between two polls may take long
     consumer.subscribe([one], **by)
     assert polled(consumer).value() == b"a"
     consumer.subscribe([one, two], **by)

@@ -99,7 +99,7 @@ def test_each_record_is_taken_over_once_whoever_comes_goes_or_dies(
     first.kill()
     third = workers(client)
     until(lambda: second.did and third.did)
-    # Coordinators move: of the group, or of an id, or both.
+    # Coordinators move: that of the group, that of an id, or both.
     did = second.did, third.did
     cluster.stop(cluster.nodes[0])
     until(lambda: second.did > did[0] and third.did > did[1])

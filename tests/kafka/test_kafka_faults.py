@@ -58,7 +58,7 @@ def produce(address: str, topic: str, count: int, *, pause_s: float = 0.0, **con
 
 
 def stored(address: str, topic: str, expected: int) -> dict[int, list[bytes]]:
-    """Everything in the topic, up to the high watermark seen now."""
+    """Read everything in the topic, up to the present high watermark."""
     reader = ck.Consumer(
         {"bootstrap.servers": address, "group.id": "check", "enable.auto.commit": False, "log_level": 0}
     )
@@ -108,7 +108,7 @@ def test_a_retriable_error_leaves_every_record_stored_once(fake_broker: FakeBrok
 
 
 class Faulty:
-    """The real topics room behind a wire that loses some answers and refuses some batches."""
+    """The real topics behind a wire that loses some answers and refuses some batches."""
 
     def __init__(self, inner: TopicLog) -> None:
         self._inner = inner

@@ -1,4 +1,6 @@
-"""Configs of groups (resource type GROUP): what they may be, who sees them, when members live by them."""
+"""Configs of groups (resource type GROUP): permitted values, visibility, and the time from which members
+follow them.
+"""
 
 from __future__ import annotations
 

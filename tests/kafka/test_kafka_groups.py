@@ -1,4 +1,4 @@
-"""Consumer groups with real clients in processes of their own: they join, leave, die, and what they read is whole."""
+"""Consumer groups with real clients in separate processes: they join, leave and die, and together read every record."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_a_coordinator_that_dies_costs_no_rebalance(members: list[Member], strat
     cluster = Cluster("n1", "n2", settings=PATIENT)
     try:
         cluster.portal.call(cluster.nodes[0].catalogue.create_topic("t", PARTITIONS))
-        # A group that is coordinated by the first node.
+        # A group whose coordinator is the first node.
         group = next(
             name
             for name in map("g{}".format, range(100))
@@ -123,7 +123,7 @@ def test_a_static_member_that_comes_back_in_time_causes_no_rebalance(members: li
         eventually(lambda: shared(*members))
         held, kept, generation = members[0].assigned, members[1].assigned, _generation(node, "g")
         if strategy == "consumer":
-            # it says that it will be back; without a word its instance is not free before its time
+            # ^it announces its return; otherwise its instance stays taken until the session expires
             members[0].leave()
         else:
             members[0].kill()

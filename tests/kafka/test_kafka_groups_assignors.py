@@ -1,4 +1,6 @@
-"""Server-side assignors of the consumer protocol: everything once, level, and no needless move."""
+"""Server-side assignors of the consumer protocol: every partition is assigned once, evenly, and without
+needless moves.
+"""
 
 from __future__ import annotations
 

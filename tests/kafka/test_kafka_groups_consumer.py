@@ -1,4 +1,4 @@
-"""The consumer protocol over the wire: what admins see, what is refused, two protocols in one group after another."""
+"""The consumer protocol over the wire: admin APIs, refusals, and two protocols in one group in succession."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ TOPICS = {"a": Topic("ta", 5), "b": Topic("tb", 3)}
 
 
 class World:
-    """A group and the rows that are durable of it."""
+    """A group and its durable rows."""
 
     def __init__(self, limits: GroupLimits = LIMITS) -> None:
         self.now = 0
@@ -41,7 +41,7 @@ class World:
         self.store()
 
     def ask(self, member_id: str, epoch: int, **more: Any) -> HeartbeatAnswer:
-        """Answered as if every write were quick."""
+        """Send a heartbeat and complete its write immediately."""
         values: dict[str, Any] = {"client_id": "c", "client_host": "/h", **more}
         said = consumer.heartbeat(self.group, self.now, HeartbeatRequest(member_id, epoch, **values), self.seen)
         self.store()
@@ -294,7 +294,9 @@ class Client:
 
 
 class Groups(RuleBasedStateMachine):
-    """Members ask, wait, lose answers, leave and die; writes take their time, and coordinators die before them."""
+    """Members send requests, wait, lose answers, leave and die; writes take their time, and coordinators die before
+    them.
+    """
 
     clients = Bundle("clients")
 
@@ -350,7 +352,7 @@ class Groups(RuleBasedStateMachine):
             client.reported = said.assignment
 
     def _must_be_durable(self, client: Client, said: HeartbeatAnswer) -> None:
-        """CG2: with the write under way not counted."""
+        """CG2: the answer relies only on durable rows, without the write in progress."""
         rows = self.world.before if self.writing else self.world.rows
         key = GROUP_MEMBERS.key("g", client.name)
         if client.name in self.world.group.members:

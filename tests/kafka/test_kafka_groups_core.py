@@ -1,4 +1,6 @@
-"""The classic protocol without clock, network or store: one rule a test, and any order of what members may do."""
+"""The classic protocol without clock, network or store: one rule per test, and random orders of the
+members' requests.
+"""
 
 from __future__ import annotations
 

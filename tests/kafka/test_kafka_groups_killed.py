@@ -1,4 +1,4 @@
-"""SIGKILL of the node that coordinates groups of both protocols, under clients that read and commit."""
+"""SIGKILL of the node that coordinates groups of both protocols, while clients read and commit."""
 
 from __future__ import annotations
 

@@ -280,7 +280,7 @@ def test_f235_a_classic_member_that_does_not_do_as_it_is_told_in_time_is_fenced(
 
 
 def test_f235_a_fenced_member_that_joins_again_with_partitions_is_unknown_until_it_has_dropped_them() -> None:
-    """Regression: it became a member again, and could commit offsets of partitions that another member had."""
+    """Regression: the member joined again, and could commit offsets of partitions that another member had."""
     world = World()
     old, new = ClassicMember(world, "c", COOPERATIVE), ModernMember(world, "m")
     settled(world, [old], 8)
@@ -333,7 +333,9 @@ def test_whatever_is_no_subscription_or_assignment_is_a_bad_frame(data: bytes) -
 
 # anything in any order -----------------------------------------------------------------------------------------------
 class Groups(RuleBasedStateMachine):
-    """Members of both protocols ask, wait, lose answers, leave and die; writes take their time, coordinators die."""
+    """Members of both protocols send requests, wait, lose answers, leave and die; writes take their time, coordinators
+    die.
+    """
 
     members = Bundle("members")
 
@@ -401,7 +403,7 @@ class Groups(RuleBasedStateMachine):
 
     @rule(member=members, politely=st.booleans())
     def change_the_protocol(self, member: int, politely: bool) -> None:
-        """A rolling upgrade or downgrade, of this one; a static member keeps its instance."""
+        """Upgrade or downgrade one member, as in a rolling restart; a static member keeps its instance id."""
         old = self.made[member]
         assert isinstance(old, ClassicMember | ModernMember)
         if politely:
@@ -470,7 +472,9 @@ class Groups(RuleBasedStateMachine):
 def test_what_a_cooperative_member_has_not_let_go_of_yet_is_given_to_nobody_when_the_group_changes_its_protocol() -> (
     None
 ):
-    """MI3. Found by the model above: its answer is on the way, and until then it uses what it had."""
+    """MI3, found by the model above: the answer is in flight, and until it arrives the member uses its old
+    partitions.
+    """
     groups = Groups()
     groups.begin(kinds=[(False, True), (False, False), (True, False)], protocol=COOPERATIVE, rounds=8)
     classic, _, modern = groups.made

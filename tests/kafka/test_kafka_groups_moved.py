@@ -1,4 +1,6 @@
-"""Groups between coordinators: what a replaced one still tries, what the next one finds, what is carried over."""
+"""Groups between coordinators: late writes of a replaced coordinator, the state that its successor finds, and the state
+that is carried over.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,7 @@ def committed(offset: int) -> list[tuple[bytes, bytes]]:
 
 
 async def nothing() -> None:
-    """No transaction holds offsets."""
+    """Stand in for a check that finds no offsets held by transactions."""
 
 
 async def test_the_next_coordinator_finds_the_generation_its_members_and_their_assignment() -> None:

@@ -47,7 +47,7 @@ class Group:
         self._count += AT_ONCE
 
     def rests(self, kind: ConsumerGroupType) -> None:
-        """Everybody has a part, everything is committed, and the group is what it should be."""
+        """Wait until every member has partitions, everything is committed, and the group has the expected type."""
         end = [self._count // PARTITIONS] * PARTITIONS
         eventually(lambda: shared(*self.live))
         eventually(lambda: committed(self._addresses, "g", "t") == end)

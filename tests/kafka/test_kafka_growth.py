@@ -1,4 +1,4 @@
-"""CreatePartitions: what is refused, and that a topic which grew is seen by every node, client and pipeline."""
+"""CreatePartitions: refusals, and the visibility of new partitions to every node, client and pipeline."""
 
 from __future__ import annotations
 

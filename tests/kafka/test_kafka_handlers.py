@@ -1,4 +1,4 @@
-"""Every handler at every version, asked by hand over a socket, answered so that kio can read it."""
+"""Every handler at every version: raw requests over a socket, whose answers kio can read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ALL_TOPICS = b"\xff\xff\xff\xff"
 
 
 def strict(key: int, version: int, body: dict[str, Any]) -> bytearray:
-    """encode_response that also refuses a field which no version of the schema has."""
+    """Call encode_response, and refuse fields that no version of the schema has."""
     api = APIS[key]
     trees = [codec_compiler.response_fields(key, v) for v in range(api.min_version, api.max_version + 1)]
 
@@ -61,7 +61,7 @@ def strict(key: int, version: int, body: dict[str, Any]) -> bytearray:
 
 
 UNION_EXTRAS = {10: ("key",), 9: ("group_id", "topic_id")}
-"""Fields that one builder makes for both shapes of a response."""
+"""Fields that a builder sets for both shapes of a response."""
 
 
 SASL = (17, 36)
@@ -417,7 +417,7 @@ def test_offset_commits_of_members_are_refused_and_simple_ones_kept(fake_broker:
 def test_offsets_of_what_cannot_be_looked_up_are_asked_for_again_and_not_called_none(
     fake_broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """−1 without an error would make a consumer begin where auto.offset.reset says."""
+    """An offset of −1 without an error would make a consumer start at auto.offset.reset."""
     monkeypatch.setattr("tidemill.kafka.metadata.topic_cache.SETTLE_S", 0.05)
     whole = fake_broker.catalogue.list
 
@@ -637,7 +637,9 @@ async def test_a_reading_of_the_catalogue_that_failed_fails_all_who_shared_it() 
 async def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_wait_and_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Once ValueError, so UNKNOWN_SERVER_ERROR: the refresh under way had taken the waiting futures away."""
+    """The error was once ValueError, and so UNKNOWN_SERVER_ERROR: the running refresh had removed the
+    waiting futures.
+    """
     monkeypatch.setattr("tidemill.kafka.metadata.topic_cache.SETTLE_S", 0.05)
 
     class Slow:
@@ -659,7 +661,7 @@ async def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends
     assert cache.resolve("orders", is_id=False) == error_codes.NOT_LEADER_OR_FOLLOWER, "nobody has looked yet"
     left = asyncio.create_task(cache.await_refresh())
     await asyncio.sleep(0)
-    left.cancel()  # its client is gone
+    left.cancel()  # its client has disconnected
     catalogue.error = UnavailableError("away.")
     catalogue.answer.set()
     await asyncio.sleep(0.1)

@@ -39,7 +39,7 @@ def states(broker: RealBroker, topic_id: str) -> list[tuple[int, int]]:
 
 
 def moved(broker: RealBroker, topic: TopicRow) -> None:
-    """Checkpoints until all of it is in L1; then what no log names is collected."""
+    """Run checkpoints until everything is in L1, then collect the objects that no log names."""
 
     async def checkpoint() -> None:
         stage = PartitionsStage(broker.consensus, broker.objects, broker.metastore, broker.clock)
@@ -130,7 +130,8 @@ def test_what_was_aborted_stays_aborted_in_l1(moving: RealBroker) -> None:
             found = read_all(reader, "settled", PARTITIONS, sum(map(len, wanted)))
             assert [[m.value() for m in found[p]] for p in range(PARTITIONS)] == wanted
             reader.close()
-        # From the middle of an aborted one, too: what was aborted is known wherever one begins to read.
+        # The same from the middle of an aborted transaction: the list of aborted ones does not depend on where a read
+        # begins.
         reader = consumer(moving, **{"isolation.level": "read_committed"})
         reader.assign([ck.TopicPartition("settled", 0, 100)])
         assert eventually(partial(reader.poll, 1)).value() == kept[0][60]

@@ -1,4 +1,4 @@
-"""Partitions of Metadata that are kept encoded: the very bytes that would be written, within their bound."""
+"""Cached encodings of partitions in Metadata: they equal a fresh encoding, within their limit of memory."""
 
 from __future__ import annotations
 

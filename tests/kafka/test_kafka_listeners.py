@@ -30,7 +30,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def reported(port: int) -> tuple[set[tuple[str, int]], list[int]]:
-    """(the brokers' addresses, leader of each partition) that Metadata names to who comes by this port."""
+    """Return (the brokers' addresses, leader of each partition) in the Metadata for clients of this port."""
     with RawClient(port) as client:
         answer = client.ask(3, 5, ALL_TOPICS + b"\x00")
         brokers = {(b.host, int(b.port)) for b in answer.brokers}

@@ -1,4 +1,4 @@
-"""Answers that a client takes by the letter: topics that were deleted and created again, ids, defaults, refusals."""
+"""Answers that clients take literally: topics that were deleted and re-created, ids, defaults, refusals."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_every_refusal_has_a_text() -> None:
         api = module.API
         for version in range(api.min_version, api.max_version + 1):
             if api.key in (17, 36):
-                continue  # their texts are those of the mechanism
+                continue  # the mechanism defines their texts
             request = memoryview(example(api.key, version, "t", uuid.UUID(int=7)))
             refused = module.error_answer(decode_request(api.key, version, request, 0), error_codes.POLICY_VIOLATION)
             answer = decode_body(api.key, version, bytes(encode_response(api.key, version, refused)))
@@ -231,7 +231,7 @@ def count_texts(entity: Any, where: str) -> int:
 
 
 def test_scram_credentials_that_cannot_be_read_are_refused_with_a_text(raw: RawClient, shared: RealBroker) -> None:
-    """librdkafka's DescribeUserScramCredentials crashed at the null of this one."""
+    """librdkafka's DescribeUserScramCredentials crashed when this text was null."""
     request = encode(fields(load_request_schema(50, 0), users=(nested(load_request_schema(50, 0), "users")(name="x"),)))
     found = raw.ask(50, 0, request)
     assert found.results[0].error_message

@@ -1,5 +1,6 @@
-"""Order without a producer id, per connection and partition as every Kafka broker keeps it: real clients at full rate,
-their defaults, a real broker process."""
+"""Order without a producer id, per connection and partition, as every Kafka broker guarantees it: real clients with
+default settings at full rate, and a real broker process.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ def expected(count: int) -> dict[int, list[int]]:
 
 @pytest.mark.parametrize("batch", [None, 50], ids=["its own batches", "small batches"])
 def test_librdkafka_at_its_defaults_keeps_its_order(process: Process, batch: int | None) -> None:
-    """No idempotence, a million requests in flight, no linger set: what `Producer({"bootstrap.servers": …})` does."""
+    """The defaults of `Producer({"bootstrap.servers": …})`: no idempotence, a million requests in flight, no linger."""
     config: dict[str, object] = {"bootstrap.servers": process.address, "log_level": 0}
     client = ck.Producer(config if batch is None else {**config, "batch.num.messages": batch})
     for number in range(COUNT):

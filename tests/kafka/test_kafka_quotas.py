@@ -105,7 +105,8 @@ def test_of_a_clients_time_every_answer_tells_and_nobody_elses_is_touched() -> N
     assert reported > 100
     limit(broker, Quota(NO_ENTITY, stored_name("other"), REQUEST, 1e-6))
     with RawClient(broker.port) as client:
-        began = time.monotonic()  # before the answer whose silence it is: that may arrive late
+        # taken before the answer that mutes the connection, since that may arrive late
+        began = time.monotonic()
         client.ask(3, 1, b"\xff\xff\xff\xff")
         client.ask(3, 1, b"\xff\xff\xff\xff")
         assert time.monotonic() - began > 0.9, "it was not heard"

@@ -1,4 +1,4 @@
-"""Fetches that are repeated without a session: the answer is always that of a connection that never asked before."""
+"""Repeated fetches without a session: the answer always equals that of a connection without earlier requests."""
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def test_what_is_taken_for_a_repetition_is_one(version: int, data: st.DataObject
             return
         for topic in changes:
             for each in topic.partitions:
-                # Broken bytes may differ where a fetch is the same to us: in an epoch, in a broker's id.
+                # Broken bytes may differ in fields that this broker ignores: an epoch, a broker's id.
                 assert was_broken or known[topic.topic, each.partition] != each
                 known[topic.topic, each.partition] = each
         assert read(body) == known
@@ -258,5 +258,5 @@ def test_what_was_filled_in_is_what_would_be_written_of_all(
         whole = [(topic, [expected[partition] for partition in partitions]) for topic, partitions in topics]
         assert b"".join(map(bytes, blank.fill(found))) == b"".join(map(bytes, schema.encode(whole, version)))
         known |= {p: answer._replace(batches=[], aborted=None) for p, answer in reported.items()}
-        # The kind of reader does not change between the rounds of one kept request.
+        # The isolation level does not change between the rounds of one cached request.
         known |= {p: known[p]._replace(aborted=()) for p, answer in reported.items() if answer.aborted is not None}

@@ -316,7 +316,7 @@ def test_what_is_pipelined_behind_a_proof_waits_for_it(plain: FakeBroker) -> Non
 
 
 def test_f243_nothing_is_served_before_a_proof(plain: FakeBroker) -> None:
-    """Every API but three ends the connection; so do large frames, strange mechanisms, and messages out of order."""
+    """Every API but three ends the connection, as do large frames, unknown mechanisms, and messages out of order."""
     from tidemill.kafka.handlers import APIS
 
     for key in sorted(APIS.keys() - {17, 18, 36}):
@@ -405,7 +405,9 @@ def test_delays_grow_by_address_are_bounded_and_forgotten() -> None:
 
 
 def test_a_session_that_expires_proves_anew_or_ends() -> None:
-    """KIP-368, by hand: the same principal and mechanism, before or after the end; anything else ends it."""
+    """KIP-368 by raw requests: re-authentication as the same principal with the same mechanism, before or after the
+    expiry, succeeds. Anything else ends the session.
+    """
     broker = FakeBroker(gate=gate(session_lifetime_s=1.0))
     add(broker, "alice")
     add(broker, "bob")
@@ -414,7 +416,7 @@ def test_a_session_that_expires_proves_anew_or_ends() -> None:
     code, lifetime_ms = client.authenticate(plainly())
     assert code == 0 and 0 < lifetime_ms <= 1000
     for _ in range(2):
-        time.sleep(1.1)  # the session's life, which the clock of the broker counts
+        time.sleep(1.1)  # the lifetime of the session, by the broker's clock
         assert client.handshake("PLAIN") == 0
         assert client.authenticate(plainly())[0] == 0
         assert client.asks()

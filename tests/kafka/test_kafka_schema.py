@@ -1,4 +1,4 @@
-"""Our codecs against kio's on the same bytes, for every version we serve."""
+"""Tidemill's codecs against kio's on the same bytes, for every supported version."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ few = settings(max_examples=5, deadline=None, suppress_health_check=list(HealthC
 
 
 def without_absent_tags(schema: Any, ours: Any, theirs: Any) -> Any:
-    """Our reader leaves absent tagged fields out; kio fills in their defaults."""
+    """Tidemill's reader omits absent tagged fields; kio fills in their defaults."""
     if isinstance(theirs, dict):
         return {k: without_absent_tags(schema, ours[k], v) for k, v in theirs.items() if k in ours}
     if isinstance(theirs, list):
@@ -63,7 +63,7 @@ def test_responses_are_encoded_byte_for_byte_as_kio_does(key: int, version: int,
 
 
 def with_texts(entity: Any) -> Any:
-    """The response with a text in each refusal that has none."""
+    """Return the response with a text added to each refusal that has none."""
     if isinstance(entity, tuple):
         return tuple(with_texts(each) for each in entity)
     if not dataclasses.is_dataclass(entity) or isinstance(entity, type):

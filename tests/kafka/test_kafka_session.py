@@ -1,4 +1,4 @@
-"""One connection on the wire: order, concurrency, back-pressure, bad input. The client speaks by hand."""
+"""One connection on the wire, with raw requests: order, concurrency, back-pressure, bad input."""
 
 from __future__ import annotations
 
@@ -64,7 +64,9 @@ def test_requests_of_one_connection_are_worked_on_concurrently(fake_broker: Fake
 
 @pytest.mark.parametrize(("connection_bytes_max", "together"), [(64 << 10, 4), (47 << 10, 2), (8 << 10, 1)])
 def test_reads_that_run_together_have_room_together(connection_bytes_max: int, together: int) -> None:
-    """S6: by the largest answers that they may get, not by what earlier ones, or other APIs, were answered with."""
+    """S6: the budget counts the largest possible answers, not the sizes of earlier answers or of those of
+    other APIs.
+    """
     broker = FakeBroker(KafkaSettings(connection_bytes_max=connection_bytes_max, fetch_bytes_max=16 << 10))
     try:
         broker.create_topic("t", 1)
@@ -109,7 +111,7 @@ def test_pipelined_produces_are_reserved_in_request_order(fake_broker: FakeBroke
 
 
 def test_nothing_overtakes_a_produce_whose_topic_must_be_looked_up(fake_broker: FakeBroker) -> None:
-    """Seed 000 by another door: refusing the first for a moment would let the pipelined rest be taken before it."""
+    """A temporary refusal of the first request would let the pipelined ones overtake it."""
     row = fake_broker.create_topic("t", 1)
     with RawClient(fake_broker.port) as client:
         frames = [request_frame(0, 3, i, produce_body("t", [(0, sequence(i))])) for i in range(5)]
@@ -218,7 +220,7 @@ def test_an_unknown_version_of_api_versions_is_answered_in_version_0_with_the_ra
 
 
 class Gated(FakeTopicLog):
-    """Futures end when the gate opens; the batch is read only then, as an upload would."""
+    """A topic log whose futures complete when the gate opens. It reads the batch only then, as an upload would."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -420,7 +422,9 @@ def test_many_half_open_connections_do_not_disturb_a_client(fake_broker: FakeBro
 
 
 def test_unfinished_frames_of_many_connections_stay_within_their_half() -> None:
-    """Each announces a megabyte and sends 30 kB of it: first buffers alone would be six times the limit."""
+    """Each connection announces a megabyte and sends 30 kB of it: full-size buffers alone would be six
+    times the limit.
+    """
     broker = FakeBroker(KafkaSettings(process_bytes_max=4 << 20))
     assert broker.server is not None
     budget = broker.server._shared.budget
@@ -446,7 +450,9 @@ SASL = (17, 36)
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_no_mutation_of_a_request_breaks_the_broker(shared_broker: FakeBroker, data: st.DataObject) -> None:
-    """A valid request with bytes changed, cut or inserted: answered, or the connection closed; never a fault."""
+    """A valid request with bytes changed, cut or inserted is answered, or its connection is closed; it never causes a
+    fault.
+    """
     key, version = data.draw(
         st.sampled_from(
             [(a.key, v) for a in APIS.values() if a.key not in SASL for v in (a.min_version, a.max_version)]

@@ -1,4 +1,4 @@
-"""The endpoint under TLS: clients that we did not write, certificates of clients, renewal, and what is refused."""
+"""The endpoint under TLS: third-party clients, client certificates, renewal, and refusals."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def test_who_takes_a_partition_over_waits_for_the_offsets_that_a_transaction_may
     def committed(partition: int, within_s: float = 1.0) -> int:
         return int(member.committed([ck.TopicPartition("in", partition)], timeout=within_s)[0].offset)
 
-    client.list_topics("in", timeout=DEADLINE_S)  # the endpoint knows it from here on
+    client.list_topics("in", timeout=DEADLINE_S)  # so that the endpoint knows the topic
     member.commit(offsets=[ck.TopicPartition("in", 1, 4)], asynchronous=False)
     for commit in (True, False):
         client.begin_transaction()
@@ -109,7 +109,7 @@ def test_who_takes_a_partition_over_waits_for_the_offsets_that_a_transaction_may
         client.send_offsets_to_transaction(offsets, member.consumer_group_metadata(), DEADLINE_S)
         pending = broker.portal.call(broker.server._transactions.undecided("workers"))  # type: ignore[union-attr]
         assert len(pending) == 1
-        with pytest.raises(ck.KafkaException) as waiting:  # librdkafka asks again until its time-out
+        with pytest.raises(ck.KafkaException) as waiting:  # librdkafka retries until its time-out
             committed(0)
         assert waiting.value.args[0].code() in (ck.KafkaError._TIMED_OUT, ck.KafkaError.UNSTABLE_OFFSET_COMMIT)
         assert committed(1, DEADLINE_S) == 4
@@ -183,7 +183,7 @@ def test_a_timeout_beyond_the_most_is_refused(broker: RealBroker) -> None:
 
 @pytest.fixture
 def stuck(broker: RealBroker, monkeypatch: pytest.MonkeyPatch) -> RealBroker:
-    """A broker whose partitions take no markers until it is started again."""
+    """A broker whose partitions accept no markers until it is restarted."""
     broker.create_topic("t", 2)
     broker.create_topic("in", 1)
 
@@ -197,7 +197,7 @@ def stuck(broker: RealBroker, monkeypatch: pytest.MonkeyPatch) -> RealBroker:
 
 @pytest.mark.parametrize("commit", [True, False])
 def test_what_was_decided_is_carried_to_its_end_by_the_next_coordinator(stuck: RealBroker, commit: bool) -> None:
-    """The node goes away between prepare and complete."""
+    """The node stops between prepare and complete."""
     client = producer(stuck.address, "tx")
     client.begin_transaction()
     for part in range(2):

@@ -1,4 +1,4 @@
-"""Carrying a transaction to its end: what each node says of the partitions that others lead."""
+"""Completion of a transaction: the answers of nodes for partitions that other nodes lead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidemill.topics.produce.producer_ids import ProducerIds
 
 
 class Led:
-    """Partition 0 is led here, 1 elsewhere; 2 is led here and fails once."""
+    """Partition leaders: this node leads partition 0, another node 1. This node also leads 2, which fails once."""
 
     def __init__(self) -> None:
         self.marked: list[int] = []

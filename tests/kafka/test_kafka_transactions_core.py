@@ -1,4 +1,4 @@
-"""The coordinator's rules alone: any sequence of requests of producers that come, go, are slow and come back."""
+"""The coordinator's rules alone: random sequences of requests from producers that start, stop, are slow and return."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ REFUSALS = {
 
 
 class Coordinated(RuleBasedStateMachine):
-    """Several clients believe to own the id. The model: what the last one that was given an epoch has added, and how
-    each transaction was decided."""
+    """Several clients that believe to own the id. The model holds the additions of the latest owner, and the decision
+    of each transaction.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +54,7 @@ class Coordinated(RuleBasedStateMachine):
             self.stored = decode(encode(decision.next), "id")
             assert self.stored == decision.next
             if before is not None and before.state.prepared:
-                # TX2: nothing but its end happens to it
+                # TX2: only its end may change it
                 assert self.stored.state in (before.state, State(before.state + 2))
                 kept = (before.producer_id, before.epoch) if self.stored.state.prepared else before.identity
                 assert (self.stored.producer_id, self.stored.epoch) == kept
@@ -82,7 +83,7 @@ class Coordinated(RuleBasedStateMachine):
             return
         given = (self.stored.producer_id, self.stored.epoch)
         if before is not None and given == (before.producer_id, before.epoch):
-            assert asks_with  # an answer that was lost, given again
+            assert asks_with  # a lost answer, repeated
         else:
             assert given not in self.owners
         self.owners.append(given)
@@ -142,7 +143,7 @@ class Coordinated(RuleBasedStateMachine):
             return
         assert before is not None and self.stored is not None
         wanted = State.PREPARE_COMMIT if commit else State.PREPARE_ABORT
-        if ending.next is None:  # an answer that was lost, given again
+        if ending.next is None:  # a lost answer, repeated
             assert identity == (before.last_id, before.last_epoch)
             assert self.decided is wanted
         else:

@@ -1,4 +1,4 @@
-"""Offsets of transactions and the groups they are of: who may commit them, and that none comes late."""
+"""Offsets in transactions and their groups: permission to commit them, and no late commits."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def wanting(offset: int) -> Callable[[], Awaitable[Offsets]]:
 
 
 async def test_who_comes_late_with_a_transactions_offsets_puts_nothing_back() -> None:
-    """Two nodes carry one transaction to its end; the slow one reads that it is prepared, and is overtaken."""
+    """Two nodes complete one transaction. The slow one reads the prepared state and is overtaken."""
     async with World() as world:
         slow, fast = (CoordinatedOffsets(world.node(), lambda _: "", world.clock) for _ in range(2))
         asked, go_on = asyncio.Event(), asyncio.Event()
@@ -121,7 +121,7 @@ class Kept:
 
 
 async def test_a_group_that_was_taken_over_and_given_up_unnoticed_takes_offsets_again() -> None:
-    """Two nodes were of two minds about who owns it, and its members have said nothing since but that they live."""
+    """Two nodes disagreed about the owner, and the members have sent nothing but heartbeats since."""
     async with World() as world:
         owns = {"other": True}
         mine, other = world.node(), world.node(lambda _: owns["other"])
@@ -157,7 +157,7 @@ async def test_a_group_forgets_ids_that_do_not_hold_it_in_two_steps() -> None:
         assert await undecided(consensus, "g/ü") == {("t", 0)}
         await forget(0)
         await hold("a")
-        await hold("b", "g/ü")  # named before the first step, held after it
+        await hold("b", "g/ü")  # indexed before the first step, added to the transaction after it
         assert await undecided(consensus, "g/ü") == {("t", 0)}
         await forget(LEAVE_MS)
         assert await undecided(consensus, "g/ü") == {("t", 0)}
@@ -182,7 +182,9 @@ def ask(client: RawClient, key: int, version: int, **values: Any) -> Any:
 
 
 class Producer:
-    """A transactional producer of a new epoch, whose transaction holds the group, and the one member of that."""
+    """A transactional producer with a new epoch whose transaction includes the group, and the only member of that
+    group.
+    """
 
     def __init__(self, client: RawClient) -> None:
         self._client = client

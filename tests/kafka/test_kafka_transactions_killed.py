@@ -1,4 +1,4 @@
-"""SIGKILL of the node between the decision about a transaction and its end."""
+"""SIGKILL of the node between the decision about a transaction and its completion."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def killed_when_prepared(directory: Path, ending: threading.Thread, proces
 
 @pytest.mark.parametrize("commit", [True, False])
 def test_a_node_that_is_killed_after_the_decision_carries_it_out_when_it_is_back(tmp_path: Path, commit: bool) -> None:
-    # Objects wait for more: a marker is on its way for seconds.
+    # Uploads wait for more records, so a marker is in flight for seconds.
     process = Process(tmp_path, "topics.linger_s=3.0", "kafka.default_partitions=2")
     try:
         client = producer(process.address, "tx")

@@ -1,4 +1,6 @@
-"""Transactions of version 2 (KIP-890) by hand, as clients of Kafka 4 speak: an epoch for each, nothing added ahead."""
+"""Transactions of version 2 (KIP-890) by raw requests, as clients of Kafka 4 send them: one epoch per transaction, and
+no partition added in advance.
+"""
 
 from __future__ import annotations
 
@@ -264,7 +266,9 @@ def test_many_partitions_are_added_by_few_writes(topic: RealBroker, client: Clie
 
 
 def test_an_operator_ends_a_transaction_in_one_partition(topic: RealBroker, client: Client) -> None:
-    """WriteTxnMarkers, as `kafka-transactions.sh abort` sends it; an older epoch than the open one's ends nothing."""
+    """WriteTxnMarkers as `kafka-transactions.sh abort` sends it; an epoch older than that of the open transaction ends
+    nothing.
+    """
     with RawClient(topic.port) as raw:
         marker = nested(load_request_schema(27, 1), "markers")
 

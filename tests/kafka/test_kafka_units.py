@@ -39,17 +39,17 @@ def process(tmp_path: Path) -> Iterator[Process]:
 
 
 def topic(client: RawClient, name: str) -> None:
-    """Auto-created by the first Metadata request that names it."""
+    """Create a topic by the first Metadata request that names it."""
     assert client.ask(3, 1, struct.pack(">ih", 1, len(name)) + name.encode()).topics[0].error_code == 0
 
 
 def produce(client: RawClient, name: str, data: bytes, partition: int = 0) -> Any:
-    """The partition's answer to Produce v8, which carries errors of records."""
+    """Return the partition's answer to Produce v8, which carries errors of records."""
     return client.ask(0, 8, produce_body(name, [(partition, data)])).responses[0].partition_responses[0]
 
 
 def forged(payload: bytes, count: int, *, codec: int = 0) -> bytes:
-    """Any bytes under a right checksum."""
+    """Return arbitrary bytes with a correct checksum."""
     data = bytearray(batch([b"v"])[:61]) + payload
     struct.pack_into(">i", data, 8, len(data) - 12)
     struct.pack_into(">hi", data, 21, codec, count - 1)
@@ -63,7 +63,7 @@ def good_records(count: int) -> bytes:
 
 
 def many_records(count: int) -> bytes:
-    """The smallest records there are."""
+    """The smallest valid records."""
     payload = bytearray()
     for i in range(count):
         zigzag, body = i << 1, bytearray(b"\x00\x00")
@@ -79,7 +79,7 @@ def many_records(count: int) -> bytes:
 def test_f201_a_forged_batch_ends_its_own_request_partition(process: Process) -> None:
     twice = batch([b"v"] * 40)
     again = bytearray(twice)
-    again[61 + 7 * 8 + 3] = 6 << 1  # the eighth record's offset delta: 6 for a second time
+    again[61 + 7 * 8 + 3] = 6 << 1  # the eighth record's offset delta is 6, as the seventh's
     struct.pack_into(">I", again, 17, crc32c.crc32c(again[21:]))
     with RawClient(process.port) as client:
         topic(client, "t")
@@ -238,7 +238,7 @@ def list_offsets(client: RawClient, places: list[tuple[str, int, int]], *, timeo
 
 
 def test_f206_a_search_by_time_holds_nobody_up(process: Process) -> None:
-    """A million records in one batch: decoded on the loop for each of a thousand mentions, it froze a node for 53 s."""
+    """A batch of a million records, decoded on the loop for each of a thousand mentions, froze a node for 53 s."""
     count = 1_000_000
     payload = many_records(count)
     with RawClient(process.port, 60.0) as client, RawClient(process.port) as other:
@@ -330,7 +330,7 @@ def test_many_partitions_in_one_request_are_worked_off_in_stretches(tmp_path: Pa
 
 
 def test_many_requests_at_once_share_the_turns_of_the_loop(process: Process) -> None:
-    """Tiny requests with wide answers, many of one connection and of many, received in one turn of the loop."""
+    """Tiny requests with large answers, many on one connection and on many, received in one turn of the loop."""
     wide = request_frame(3, 1, 1, struct.pack(">ih", 1, 4) + b"wide")
     clients = [RawClient(process.port, 60.0) for _ in range(50)]
     try:

@@ -16,7 +16,7 @@ SOURCE = "topic/clicks"
 
 
 async def mint_for(world: World, remap: LogRemap, seconds: int) -> None:
-    """A binding every half second, of one table that moves."""
+    """Mint a binding every half second, for one table that advances."""
     for _ in range(seconds * 2):
         world.clock.advance(500)
         latest = await remap.latest()
@@ -25,7 +25,7 @@ async def mint_for(world: World, remap: LogRemap, seconds: int) -> None:
 
 
 async def source_of_pipeline(world: World, *tables: str) -> tuple[BindingsUpkeep, LogRemap]:
-    """A topic with bindings, and a pipeline with these tables of it."""
+    """Create a topic with bindings, and a pipeline that feeds these tables from it."""
     world.rows.listed["topic"] = [TopicRow("clicks", "t", 1)]
     if tables:
         world.rows.listed["pipeline"] = [PipelineRow("p", dict.fromkeys(tables, "topic:clicks"))]
@@ -68,7 +68,7 @@ async def test_a_pipeline_that_stands_keeps_its_bindings_and_so_does_what_a_rest
     shard = await world.open("t")
     await mint_for(world, remap, 90)
     await world.write(shard, KEYS)
-    for _ in range(30):  # the pipeline stands
+    for _ in range(30):  # the pipeline is stalled
         await mint_for(world, remap, 60)
         await world.tend()
         await look(world, upkeep)
@@ -163,7 +163,7 @@ async def test_a_source_that_was_idle_and_then_is_not_is_kept_by_nobody() -> Non
         await world.tend()
         await look(world, upkeep)
     await mint_for(world, remap, 60)
-    for _ in range(2):  # the shard was not visited since, nor is there a newer manifest
+    for _ in range(2):  # no maintenance of the shard since, and no newer manifest
         await look(world, upkeep)
         assert upkeep.facts()["held_by"] == {SOURCE: "t"}
         assert reported_now(world) is None

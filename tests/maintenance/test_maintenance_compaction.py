@@ -1,4 +1,4 @@
-"""Compaction by key, from what a producer sends to what a consumer reads, through the real reconciler and keeper."""
+"""Compaction by key, from the records of a producer to those of a consumer, through the real reconciler and job."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class World(L1World):
         self.topics.set_coordinator(self._confirm)
         self.sent: list[Row] = []
         self.sequences: dict[int, int] = {}
-        """of producers with transactions"""
+        """Next sequence of each producer with transactions."""
 
     async def _confirm(self, *_: object) -> None:
         """Every transaction is open."""
@@ -67,7 +67,7 @@ class World(L1World):
             self.sent += [(result.base_offset + i, r.key, r.value) for i, r in enumerate(records)]
 
     async def move(self) -> None:
-        """Everything into L1, an extent a call."""
+        """Move all records into L1, one extent per call."""
         stage = PartitionsStage(self.consensus, self.objects, self.metastore, self.clock)
         await stage.load()
         for unit in (await stage.gather()).values():
@@ -226,7 +226,7 @@ async def test_what_is_young_or_not_read_yet_stays() -> None:
 
 
 def again(world: World) -> TopicCompaction:
-    """The job as another node begins it."""
+    """Return the job as another node would start it."""
     job = world.compactor()
     job._holds = world.job._holds
     return job

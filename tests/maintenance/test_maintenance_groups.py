@@ -90,7 +90,7 @@ async def test_whoever_comes_meanwhile_wins() -> None:
         commit = world.metastore.commit
 
         async def overtaken(rows: object, **more: object) -> int:
-            # The group's coordinator, between the job's look and its deletion.
+            # The group's coordinator commits between the job's check and its deletion.
             await commit([GROUP_OFFSETS.encode(GroupOffsetRow("g", topic, 0, 7, commit_ms=world.clock.now_ms()))])
             return await commit(rows, **more)  # type: ignore[arg-type]
 

@@ -1,4 +1,4 @@
-"""The keeper's scheduler: one node at a time, bounded steps, and a job's fault is that job's."""
+"""The scheduler of maintenance jobs: one node at a time, bounded steps, and isolation of a job's errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collection of L1: what nothing refers to goes, after its wait and once a restore would not ask for it."""
+"""Collection of L1: unreferenced objects are deleted after their delay, once no restore would need them."""
 
 from __future__ import annotations
 
@@ -159,8 +159,9 @@ async def test_of_a_deleted_topic_nothing_stays() -> None:
 
 @pytest.mark.parametrize("again", [False, True], ids=["alone", "with a late add"])
 async def test_of_a_deleted_topic_whose_objects_went_before_no_leader_epoch_stays(again: bool) -> None:
-    """Retention took all of its objects: the rows of its partitions alone tell of the topic. A reconciler that has not
-    heard of the deletion adds to L1, epochs included, between any two steps of the removal."""
+    """Retention deleted all of its objects, so only the rows of its partitions refer to the topic. A reconciler that
+    does not know of the deletion adds to L1, including epochs, between any two steps of the removal.
+    """
     async with World() as world:
         await world.add("a", (0, 0, 9), (1, 0, 9))
         await world.starts(0, 10)

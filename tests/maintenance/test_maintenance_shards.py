@@ -44,7 +44,7 @@ async def test_ten_minutes_of_updates_leave_twice_what_lives_and_the_window() ->
     window_s = 60 + 15 + 120 + 5
     # One level of merges may have rewritten the data of the window before it was deleted.
     assert most <= 2 * live_bytes + 2 * rate * window_s, (most, live_bytes, rate)
-    # And idle for a while: the window closes over it.
+    # The cluster is idle for a while, so that the window passes over the last write.
     await world.tend_for(300)
     await shard.frontiers()
     assert sum(world.stored().values()) <= 2 * live_bytes + 64_000
@@ -55,7 +55,7 @@ async def test_ten_minutes_of_updates_leave_twice_what_lives_and_the_window() ->
 
 
 async def replaced(world: World) -> None:
-    """Twenty minutes in which everything is merged again and again."""
+    """Write for twenty minutes, in which everything is merged repeatedly."""
     shard = await world.open()
     for _ in range(120):
         world.clock.advance(10_000)
@@ -222,7 +222,7 @@ async def test_what_was_staged_for_a_write_that_came_to_nothing_goes_by_age_and_
     world.clock.advance(1000)
     staged = staged_key("job", world.clock.now_ms(), "1")
     await world.objects.put(staged, b"x")
-    for _ in range(5):  # a job may take long, and its shard need not be there yet
+    for _ in range(5):  # a job may take long, and its shard may not exist yet
         world.clock.advance(600_000)
         await world.orphans.run(StepBudget(world.clock, 1))
         assert staged in world.stored()

@@ -56,7 +56,7 @@ async def test_the_table_that_is_furthest_behind_holds_the_topic() -> None:
     world.rows.uppers["slow"] = 0
     assert await holds(world, *pipelines)(TOPIC) is None
     world.rows.uppers.clear()
-    # Another life of the name: nothing of it has been read.
+    # A topic re-created under the name: nothing of it has been read.
     assert await hold(TopicRow("clicks", "id-2", 1)) == {0: 0}
 
 
@@ -68,7 +68,7 @@ async def test_a_topic_that_no_pipeline_reads_is_held_by_nobody() -> None:
 async def test_t8_a_captured_tables_topic_is_held_by_its_captures_oldest_binding_and_by_the_pipelines_behind_it() -> (
     None
 ):
-    """A pipeline that is yet to come begins with that binding, and finds what the tables were at every time since."""
+    """A future pipeline begins with that binding and finds the contents of the tables at every time since."""
     world = World()
     topic = TopicRow("shop.public.t", "id-1", 2, "capture")
     hold = holds(world, PipelineRow("p", {"other": "capture:shop:public.u"}))
@@ -83,7 +83,7 @@ async def test_t8_a_captured_tables_topic_is_held_by_its_captures_oldest_binding
     assert await hold(topic) == {0: 72, 1: 20}
     slow = await world.open("slow")
     behind = holds(world, PipelineRow("q", {"slow": "capture:shop:public.t"}))
-    assert await behind(topic) is None  # it has read nothing
+    assert await behind(topic) is None  # the table has read nothing
     world.rows.versions |= {"slow": (slow.shard_id, 1)}
     await slow.compare_and_append(slow.state.upper, 366, [], "")
     assert await behind(topic) == {0: 72, 1: 20}

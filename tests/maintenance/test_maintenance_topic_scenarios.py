@@ -1,5 +1,6 @@
-"""Collection of L0 objects: scenarios of docs/internals/topics-scenarios.md that test_maintenance_topics.py does not
-hold."""
+"""Collection of L0 objects: the scenarios of docs/internals/topics-scenarios.md that test_maintenance_topics.py does
+not cover.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ from tidemill.metastore.catalogue import TopicRow
 
 
 async def garbage_of(world: World, count: int) -> set[str]:
-    """A topic whose partition is past `count` objects but not past the last; what must stay."""
+    """Create a topic whose partition no longer refers to `count` objects, but to the last. Return the objects that must
+    stay.
+    """
     row = await world.catalogue.create_topic("t", 1)
     node = world.node()
     for _ in range(count):
@@ -29,7 +32,7 @@ async def garbage_of(world: World, count: int) -> set[str]:
 
 
 async def test_when_the_last_topic_is_deleted_every_object_goes() -> None:
-    """F13: an empty catalogue keeps nothing."""
+    """F13: an empty catalogue retains no object."""
     world = World()
     row = await world.catalogue.create_topic("only", 2)
     node = world.node()
@@ -129,7 +132,7 @@ async def test_a_bucket_of_many_pages_is_collected_page_by_page(monkeypatch: pyt
 
 @pytest.mark.parametrize("rounds", [0, 1, 4, 7])
 async def test_a_reset_at_any_time_loses_nothing_and_collection_begins_anew(rounds: int) -> None:
-    """The job moves to another node before it starts, while it waits, while it runs: what it knew is in no memory."""
+    """The job moves to another node before it starts, while it waits, or while it runs, without any state in memory."""
     world = World()
     stays = await garbage_of(world, 4)
     await world.keep(rounds * 10)
@@ -141,7 +144,7 @@ async def test_a_reset_at_any_time_loses_nothing_and_collection_begins_anew(roun
 
 
 async def test_two_that_collect_at_once_delete_the_same_and_nothing_more() -> None:
-    """A node that was paused and believes that the job is still its own."""
+    """A node that was paused and still believes that it owns the job."""
     world = World()
     stays = await garbage_of(world, 6)
     other = L0GarbageCollector(world.collector._g, quiet_s=0)
@@ -154,7 +157,9 @@ async def test_two_that_collect_at_once_delete_the_same_and_nothing_more() -> No
 
 
 async def test_collection_that_is_cut_off_in_the_middle_goes_on_where_it_was() -> None:
-    """A clean shutdown, or a store that is away after any deletion: what went is gone, and the rest goes next time."""
+    """A clean shutdown, or an unavailable store after any deletion: deleted objects stay deleted, and the next run
+    deletes the rest.
+    """
     world = World()
     stays = await garbage_of(world, 5)
     delete, failures = world.objects.delete, 0

@@ -1,4 +1,4 @@
-"""Objects of topics, replaced roll-ups and logs of deleted topics: what goes, what stays, and why."""
+"""Deletion of topics' objects, of replaced rollups and of logs of deleted topics, and the objects that must stay."""
 
 from __future__ import annotations
 
@@ -97,14 +97,16 @@ async def test_what_a_dead_writer_uploaded_and_never_placed_goes_and_the_partiti
     await world.keep(300)
     assert world.stored() == {placed}
     assert world.collector.facts()["settled"] == 1
-    # A leader paused all the while is refused when it comes back with it.
+    # A leader that was paused all the time is fenced when it resumes with that object.
     head = await world.consensus.log_head(partition_log(row.topic_id, 0))
     assert head.term > led._appender.term
     await world.aclose()
 
 
 async def test_an_object_of_a_writer_that_goes_on_writing_goes_and_nobody_is_made_to_say_so() -> None:
-    """The partition that it once led is another's, and that one's word is older than the writer's newest object."""
+    """Another node leads the partition that the writer once led, and its last entry is older than the writer's newest
+    object.
+    """
     world = World()
     row = await world.catalogue.create_topic("t", 2)
     node, other = world.node(), world.node()
@@ -128,7 +130,9 @@ async def test_an_object_of_a_writer_that_goes_on_writing_goes_and_nobody_is_mad
 
 
 async def test_what_an_idle_partition_decided_once_is_not_asked_again_while_its_leader_writes_elsewhere() -> None:
-    """A retry is uploaded and never placed. Its partition's next word comes when the keeper asks for it: once."""
+    """A retry is uploaded and never placed. The partition's next entry is written when maintenance asks for
+    it, once.
+    """
     world = World()
     row = await world.catalogue.create_topic("t", 2)
     node = world.node()
@@ -193,7 +197,7 @@ async def test_an_object_goes_though_its_log_is_cut_again_before_each_row_of_it_
         await world.send(node, row, 0)
     led = node._led[row.topic_id, 0]
     for start in range(1, 19):
-        # The row is always of the round before.
+        # The row always shows the state of the round before.
         await world.metastore.commit([PARTITIONS.encode(PartitionRow(row.topic_id, 0, start - 1, 20))])
         led.advance_log_start(start)
         while led.state.log_start < start:

@@ -27,7 +27,7 @@ LOG = partition_log("t", 0)
 
 
 class World:
-    """One partition's log, and its rows in a bucket that outlives it."""
+    """One partition's log, and its rows in a bucket that outlives the log."""
 
     def __init__(self) -> None:
         self.clock = SystemClock()
@@ -65,7 +65,7 @@ class World:
                 self.rows[key] = value
 
     async def restore(self) -> PartitionState:
-        """Into empty consensus; the state as the log holds it then."""
+        """Restore into empty consensus. Return the state of the restored log."""
         self.attempts += 1
         self.consensus = MemoryConsensus(self.clock)
         state = restored(self.rows)
@@ -92,7 +92,8 @@ def ended(state: PartitionState) -> list[int]:
 
 @pytest.mark.parametrize("cut", [0, 1, 2, None])
 async def test_what_one_restore_aborted_the_next_one_aborts_too(cut: int | None) -> None:
-    """`cut`: groups of the first checkpoint after the first restore that the second restore finds; None: all."""
+    """`cut`: number of groups of the first checkpoint after the first restore that the second restore finds; None:
+    all."""
     world = World()
     await world.place((7, TRANSACTIONAL), (8, TRANSACTIONAL), (9, TRANSACTIONAL), (9, ABORT))
     world.write(await world.gathered())
@@ -108,7 +109,7 @@ async def test_what_one_restore_aborted_the_next_one_aborts_too(cut: int | None)
 
 
 async def test_what_a_lost_life_aborted_past_the_rows_does_not_hide_what_the_restored_one_writes() -> None:
-    """A manifest held the aborted transaction of a large unit, and not the partition row that counts it."""
+    """A manifest held the aborted transaction of a large unit, but not the partition row that counts it."""
     world = World()
     await world.place((1, PLAIN))
     world.write(await world.gathered())

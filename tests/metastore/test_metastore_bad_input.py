@@ -24,14 +24,14 @@ from tidemill.metastore.lsm.manifest_store import BucketManifests
 from tidemill.objects.store import ObjectStore
 
 FIRST, SECOND = range(0, 100), range(500, 600)
-"""Rows of the two files of the database; bad input hurts the second one at most."""
+"""Rows of the two files of the database; bad input affects at most the second one."""
 
 OTHER = "metastore/another/"
 """Another domain in the same bucket."""
 
 
 class Hurt:
-    """A database with two files and rows in memory, and hands on its bucket."""
+    """A database with two files and rows in memory, whose files in the bucket a test can replace."""
 
     def __init__(self, world: World, database: Database) -> None:
         self.world = world

@@ -1,4 +1,4 @@
-"""Blocks: what goes in comes out, and no damaged byte gets through."""
+"""Blocks: a round trip preserves the rows, and every damaged byte is detected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The filter: no key is ever denied, few are wrongly promised, and its bits are those of the drawn format."""
+"""The filter: no present key is denied, few absent keys pass, and its bits follow the documented format."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_no_key_of_the_set_is_denied(keys: list[bytes], bits_per_key: int) -> No
 
 
 def families() -> dict[str, tuple[list[bytes], list[bytes]]]:
-    """Keys that are there and keys that are not, as the metastore's rows look and as they should not."""
+    """Return present and absent keys, both like those of the metastore's rows and unlike them."""
     seeded = random.Random(1)
     many = 40_000
     decimal = [b"extent/%020d" % number for number in range(2 * many)]
@@ -78,6 +78,6 @@ def test_every_mask_is_five_bits_as_the_format_draws_them() -> None:
 
 
 def test_the_bits_of_a_filter_never_change() -> None:
-    """A filter on disk is read by later programs: this digest may only change with the format's number."""
+    """Later programs read filters on disk: this digest may only change with the format's number."""
     data = make([b"row/%06d" % number for number in range(5_000)])
     assert hashlib.sha256(data).hexdigest()[:16] == "703d2ee0040170ac"

@@ -1,4 +1,4 @@
-"""The catalogue over domains: one winner, nothing lost or doubled when outcomes are unknown."""
+"""The catalogue over domains: one winner per race, and no loss or duplication after unknown outcomes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CAPTURE = CaptureRow("shop", "7", "slot", "publication", 2, True, history=((1, 0
 
 @dataclass
 class World:
-    """`process()` is the catalogue of one more process over the same three domains."""
+    """Three domains and their processes. `process()` is the catalogue of one more process."""
 
     consensus: MemoryConsensus
     clock: ManualClock
@@ -59,7 +59,7 @@ def world() -> World:
 
 
 async def both_rows(world: World) -> tuple[list[str], list[str]]:
-    """Names in the rows by name, and in the rows by id: they must always be the same."""
+    """Return the names in the rows by name and in the rows by id, which must always be equal."""
     metastore = world.metastore()
     by_name = [row.name for row in await metastore.rows(TOPICS)]
     by_id = sorted(row.name for row in await metastore.rows(TOPIC_IDS))
@@ -193,7 +193,7 @@ async def test_a_creation_whose_outcome_is_unknown_returns_the_topic_that_stands
 
 
 async def test_a_creation_that_lands_after_its_retry_began_is_still_ours(world: World) -> None:
-    """The first attempt waits in a queue, and lands while the second is on its way."""
+    """The first attempt waits in a queue, and takes effect while the second is on its way."""
     catalogue = world.process()
     await catalogue.list(TopicRow)
     late: list[Callable[[], int]] = []

@@ -1,4 +1,4 @@
-"""The deep check: silent on a whole cluster, and one line for every reference that is broken."""
+"""The deep check: no finding on an intact cluster, and one line for every broken reference."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def lines(world: World) -> list[str]:
 
 
 async def large_part(world: World) -> str:
-    """Append a part that is an object; its key."""
+    """Append a part that is an object. Return its key."""
     import pyarrow as pa
 
     _, upper = await world.table.frontiers()
@@ -254,8 +254,8 @@ async def test_a_missing_binding_and_one_that_is_ahead_are_named() -> None:
 
 
 async def test_bindings_count_anew_once_for_each_restore() -> None:
-    """The log of a restored cluster holds the bindings that had rows, from position 0; the one before it had forgotten
-    its first ones."""
+    """The log of a restored cluster holds the restored bindings from position 0; the log before it had truncated its
+    first ones."""
     async with World(real=True) as world:
         from msgspec.structs import replace
 

@@ -32,7 +32,7 @@ from tidemill.topics.partition.state_machine.state import PartitionState
 
 
 class Recorder:
-    """Keeps the rows after every commit of one domain: each is what a manifest might hold."""
+    """Record the rows after every commit of one domain: a manifest might hold any of them."""
 
     def __init__(self, world: World) -> None:
         self.moments: list[Rows] = []
@@ -126,7 +126,7 @@ async def test_a_round_writes_only_what_changed_and_reads_only_what_is_new() -> 
 
 
 async def test_crash_between_any_two_writes_keeps_inputs_at_or_beyond_outputs() -> None:
-    """The world runs on while each round gathers and writes; every commit is a moment that may be restored."""
+    """The world continues while each round gathers and writes. Every commit is a moment that may be restored."""
     async with World() as world:
         recorder = Recorder(world)
         moving = asyncio.ensure_future(world.move_on())
@@ -160,7 +160,7 @@ async def test_a_round_in_many_small_commits_is_restorable_after_each(monkeypatc
 
 
 async def test_compaction_in_many_small_commits_is_restorable_after_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The new since goes first, the new upper last: merged batches hold times only from the new since on."""
+    """The new since is written first, the new upper last: merged batches hold only times from the new since on."""
     monkeypatch.setattr(checkpoint, "COMMIT_BYTES", 300)
     monkeypatch.setattr(checkpoint, "UNIT_BYTES", 300)
     async with World() as world:
@@ -190,7 +190,7 @@ async def test_compaction_in_many_small_commits_is_restorable_after_each(monkeyp
 
 
 async def test_the_wrong_order_of_writing_is_found() -> None:
-    """The check itself can fail: outputs written first are seen by it."""
+    """The check itself can fail: it detects outputs that were written first."""
     async with World() as world:
         recorder = Recorder(world)
         checkpointer = world.checkpointer()
@@ -372,7 +372,7 @@ async def test_a_follower_of_a_long_log_leaves_others_their_turns() -> None:
 
 
 async def test_extents_of_a_lost_life_do_not_stand_among_those_of_the_restored_one() -> None:
-    """A manifest held the first extents of a large unit, and not the partition row that counts them."""
+    """A manifest held the first extents of a large unit, but not the partition row that counts them."""
     async with World() as world:
         topic_id = world.topic.topic_id
         for _ in range(3):
@@ -474,7 +474,7 @@ async def test_rows_are_never_overwritten_by_an_empty_consensus() -> None:
 
 
 async def test_over_several_domains_a_stage_is_durable_before_the_next_one_writes() -> None:
-    """Each domain persists only when flushed; the flushed rows of all domains together keep the order."""
+    """Each domain persists only when flushed; the flushed rows of all domains together respect the order."""
     async with World(domains=3) as world:
         flushed: list[Rows] = [{} for _ in world.shared]
         moments: list[Rows] = []

@@ -1,4 +1,4 @@
-"""`tidemill restore` and `tidemill doctor --deep` as commands: what they print, and how they exit."""
+"""`tidemill restore` and `tidemill doctor --deep` as commands: their output and exit codes."""
 
 from __future__ import annotations
 

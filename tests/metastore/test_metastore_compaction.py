@@ -1,4 +1,4 @@
-"""Compaction in a real database: reads never notice it, nothing comes back, failures cost time only."""
+"""Compaction in a real database: reads are unaffected, deleted rows stay deleted, failures only cost time."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_a_snapshot_is_stable_over_merges_and_collections_and_its_files_go
 
 
 async def test_a_get_meets_a_merge_at_every_point_of_its_reads() -> None:
-    """Many readers against a background that merges and collects all the time, on a cold cache."""
+    """Many readers on a cold cache, while the background merges and collects continuously."""
     world = World(MemoryObjects(SystemClock()), msgspec.structs.replace(SMALL, cache_bytes=0, l0_compact=2))
 
     async def wander(_: str) -> None:
@@ -190,7 +190,7 @@ async def test_a_get_meets_a_merge_at_every_point_of_its_reads() -> None:
 
 
 async def test_tombstones_never_resurrect_what_lies_below() -> None:
-    """Deleted at one level while older versions lie at every level below it."""
+    """A key is deleted at one level while every lower level has older versions of it."""
     options = msgspec.structs.replace(SMALL, level_base_bytes=1_000, level_factor=3, file_bytes=400)
     world = World(MemoryObjects(SystemClock()), options)
     database = await world.open(background=True)
@@ -305,7 +305,8 @@ async def test_a_refused_manifest_is_tried_again_without_merging_again() -> None
 
 
 async def test_a_copy_uploaded_in_vain_never_shares_the_number_of_the_manifest_that_counts() -> None:
-    """The upload worked and the log was away: a restore that looks into the bucket must find the later one newest."""
+    """The upload succeeded and the log was unreachable: a restore from the bucket must find the later manifest
+    newest."""
 
     class Replicated(BucketManifests):
         log_is_away = False
@@ -386,7 +387,7 @@ async def test_a_damaged_input_is_told_and_heals_when_the_object_is_restored() -
 
 
 async def test_a_merge_that_dies_of_a_bug_is_tried_again() -> None:
-    """The loop outlives it: without the loop level 0 would grow until all writers stop, and nothing would say why."""
+    """The loop must survive: otherwise level 0 would grow until all writers stop, without a reported reason."""
 
     class Buggy(Held):
         async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:

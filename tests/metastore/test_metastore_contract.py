@@ -1,4 +1,4 @@
-"""The contract of a domain as the catalogue uses it: on real domains, and on the stand-in of unit tests."""
+"""The contract of a domain as the catalogue uses it, on real domains and on the fake of unit tests."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class TestStandIn(RowsContract):
 
 @asynccontextmanager
 async def real_domain(directory: Path | None, nodes: int) -> AsyncIterator[OpenProcess]:
-    """The first `nodes` processes try to lead, all others are tools. In memory without a directory."""
+    """Open a real domain. The first `nodes` processes try to lead, all others are tools. Without a directory it is in
+    memory."""
     clock, rand = SystemClock(), Rand()
     state = MemoryState()
     objects = MemoryObjects(clock) if directory is None else await open_objects(str(directory / "objects"), clock, rand)

@@ -81,7 +81,7 @@ async def test_recovery(objects: ObjectStore) -> None:
 
 
 async def test_failed_manifest_write(objects: ObjectStore) -> None:
-    """Flush raises, persisted stays empty, rows stay readable, a later flush retries."""
+    """The flush raises, no seqno is persisted, rows stay readable, and a later flush retries."""
     world = World(objects)
     database = await world.open()
     world.put(database, numbered(range(10)))
@@ -116,7 +116,8 @@ async def test_random_against_a_shadow_map_with_deletes(objects: ObjectStore) ->
 
 
 async def test_read_your_writes_batch(objects: ObjectStore) -> None:
-    """A batch is seen whole by the next line, its last row of a key counts, and all rows carry its seqno."""
+    """A batch is visible as a whole to the next statement, its last row of a key counts, and all rows carry its
+    seqno."""
     world = World(objects)
     database = await world.open()
     world.put(database, numbered(range(5)))
@@ -420,7 +421,7 @@ async def test_a_file_whose_fate_is_unknown_is_written_again_under_another_name(
 
 
 async def test_a_flush_yields_to_the_loop_after_every_slice_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No stall: between two turns of the loop at most `slice_rows` rows go into the file."""
+    """The flush writes at most `slice_rows` rows into the file between two turns of the loop."""
     at_once: list[int] = []
     since_turn = 0
     add = SstWriter.add
@@ -455,7 +456,7 @@ async def test_a_flush_yields_to_the_loop_after_every_slice_of_rows(monkeypatch:
 
 
 async def test_a_manifest_write_with_an_unknown_end_breaks_the_database(objects: ObjectStore) -> None:
-    """L6: nothing is written, read or collected until it is opened again; then nothing is lost."""
+    """L6: no write, read or collection succeeds until it is reopened. Then no row is lost."""
     world = World(objects)
     database = await world.open()
     world.put(database, numbered(range(9)))

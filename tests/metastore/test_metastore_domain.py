@@ -159,7 +159,7 @@ async def test_after_a_reset_with_nothing_the_old_opening_writes_no_more_and_the
 
 
 async def test_a_reset_is_done_though_another_node_leads_after_it(world: DomainWorld) -> None:
-    """Unavailable would say that it did not happen."""
+    """UnavailableError would claim that the reset did not happen."""
     async with world:
         domain = await world.node()
         eager = await Domain.open(
@@ -235,7 +235,7 @@ async def test_a_flush_after_the_term_is_over_fails_and_does_not_hang(world: Dom
 
 
 async def test_a_flush_under_way_ends_with_the_term_though_the_bucket_never_answers(world: DomainWorld) -> None:
-    """[flush after step-down fails without hanging], begun before the step-down."""
+    """[flush after step-down fails without hanging], with a flush that began before the step-down."""
     async with world:
         bucket = Watched(world.objects())
         old = await world.node(objects=bucket)

@@ -1,4 +1,4 @@
-"""The checkpoint's rows of a shard that was dropped, and of one that was made again under its name."""
+"""The checkpoint's rows of a dropped shard, and of a shard that was re-created under its name."""
 
 from __future__ import annotations
 

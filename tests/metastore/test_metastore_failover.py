@@ -32,7 +32,7 @@ MARGIN_S = 12.0
 
 
 class Child:
-    """One node; a thread reads what it says, so that it never waits for us."""
+    """One node. A thread reads its output, so that it never blocks on a full pipe."""
 
     def __init__(self, url: str, bucket: Path) -> None:
         self.process = subprocess.Popen(
@@ -85,7 +85,8 @@ def children(url: str, bucket: Path) -> Iterator[list[Child]]:
 
 @contextlib.contextmanager
 def hosted(url: str) -> Iterator[None]:
-    """SQLite's sequencer lives in whichever process came first: let that be one that is not stopped."""
+    """Host SQLite's sequencer in a process that is never stopped. Otherwise the first process that opens the database
+    would host it."""
     if not url.startswith("sqlite"):
         yield
         return
@@ -107,7 +108,7 @@ def hosted(url: str) -> Iterator[None]:
 
 
 def everything(url: str, bucket: Path) -> dict[bytes, tuple[int, bytes]]:
-    """All rows with their seqnos, as a process that only follows sees them; the replicated state is sound."""
+    """Return all rows with their seqnos as a follower sees them, and check the invariants of the replicated state."""
     found: dict[bytes, tuple[int, bytes]] = {}
 
     async def body() -> None:
@@ -155,7 +156,7 @@ def test_acknowledged_commits_survive_kill_after_kill_and_the_next_node_leads_in
 
 
 def test_a_stopped_leader_that_wakes_up_again_finds_itself_deposed(url: str, tmp_path: Path) -> None:
-    """Paused for longer than its lease, it may believe that it leads; the log does not."""
+    """Paused for longer than its lease, it may still believe that it leads; the log rejects it."""
     bucket = tmp_path / "bucket"
     with hosted(url), children(url, bucket) as nodes:
         paused = Child(url, bucket)
@@ -176,7 +177,7 @@ def test_a_stopped_leader_that_wakes_up_again_finds_itself_deposed(url: str, tmp
 
 
 async def test_the_state_of_a_killed_node_is_what_replay_and_rollup_say() -> None:
-    """A rollup in the middle of any history gives the state that the whole history gives."""
+    """A rollup in the middle of any history gives the same state as the whole history."""
     async with DomainWorld() as world:
         leader = await world.node()
         for i in range(30):

@@ -1,4 +1,4 @@
-"""Names in the bucket: what the RFC draws, written once, listed without strangers."""
+"""Names in the bucket: the format of the RFC, written once, and listed without foreign names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint's rows of bindings that the log has forgotten go with them, and a restore reads on all the same."""
+"""The checkpoint removes the rows of bindings that the log truncated, and a restore remains readable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collection: every clause of rule L7 keeps a file that would be missed, and what nothing needs goes."""
+"""Collection: each clause of rule L7 retains a file that is still needed, and unneeded files are deleted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OPTIONS = Options(gc_delay_ms=DELAY_MS, manifests_kept=2)
 
 
 class Bucket:
-    """A bucket with files and manifests that exist, and a collector of epoch 2 over it."""
+    """A bucket with real files and manifests, and a collector of epoch 2 over it."""
 
     def __init__(self, *, options: Options = OPTIONS) -> None:
         self.clock = ManualClock()
@@ -53,7 +53,7 @@ class Bucket:
         return await self.collector.collect(self.roots)
 
     async def collect_late(self) -> CollectionResult:
-        """A round that meets the dead for the first time, and one after the delay."""
+        """Run a round that first sees the dead files, and one after the delay."""
         first = await self.collect()
         assert first.deleted_files == 0
         self.clock.advance(DELAY_MS)
@@ -119,7 +119,7 @@ async def test_numbers_at_or_above_the_lowest_in_flight_are_skipped() -> None:
 
 
 async def test_the_roots_are_taken_before_anything_is_listed() -> None:
-    """A file committed while the round lists was in flight when it began; so it is safe without being a root."""
+    """A file committed while the round lists was in flight at its start, so it is safe without being a root."""
     bucket = Bucket()
     await bucket.manifest(1, [])
     bucket.lowest_in_flight = 10
@@ -161,7 +161,7 @@ async def test_a_dead_file_waits_until_it_was_seen_dead_for_the_delay() -> None:
 
 
 async def test_a_file_that_lives_again_in_between_starts_anew() -> None:
-    """A snapshot's pin may end and a retained manifest may come: only the time since then counts."""
+    """A snapshot's pin may end and a retained manifest may appear: only the time since then counts."""
     bucket = Bucket()
     await bucket.manifest(1, [])
     file = await bucket.file(1)
@@ -186,7 +186,7 @@ async def test_a_young_file_waits_however_long_this_process_has_seen_it_dead() -
 
 
 async def test_older_epochs_files_wait_for_a_manifest_of_this_epoch() -> None:
-    """The dead leader's last manifest may be newest in the bucket without ever being replicated."""
+    """The dead leader's last manifest may be the newest in the bucket without ever being replicated."""
     bucket = Bucket()
     orphan = await bucket.file(7, epoch=1)
     replicated = await bucket.file(1, epoch=1)
@@ -236,7 +236,7 @@ def test_many_attempts_at_one_number_count_once() -> None:
 
 
 def test_every_manifest_of_a_newer_epoch_is_retained() -> None:
-    """A deposed leader cannot know which of them the log took: only the last one is newest, all may be needed."""
+    """A deposed leader cannot know which of them the log accepted: all may be needed, not only the newest."""
     names = [name_of(1, 1), name_of(1, 2), name_of(2, 3), name_of(3, 4), name_of(3, 5)]
     assert retained_manifests(names, None, 1, 1) == names[2:]
 

@@ -1,4 +1,4 @@
-"""The leader of domain 0 keeps checkpoint, cluster manifest and signs of life; a replaced cluster stops."""
+"""The leader of domain 0 maintains checkpoint, cluster manifest and signs of life; a replaced cluster stops."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ async def test_the_cluster_manifest_and_signs_of_life_are_kept_and_old_ones_remo
 async def test_a_newer_cluster_keeps_its_sign_of_life_when_one_answer_has_flipped_bits(
     answers: int, kept: bool
 ) -> None:
-    """An older one removes it only where the object itself is damaged."""
+    """An older cluster removes it only if the object itself is damaged."""
     async with World(real=True) as world:
         newer = SignOfLife("a", 2, "n1", 1_000, 1.0)
         await write_sign_of_life(world.objects, world.rand, newer)

@@ -28,7 +28,7 @@ LIMIT_S = 60.0
 
 
 def live(path: Path, epoch: int, step: str, times: int, *, seconds: float | None = None) -> int:
-    """Run the child until it dies; the last seqno it acknowledged. `seconds`: then the parent kills it."""
+    """Run the child until it dies, or kill it after `seconds`. Return the last seqno that it acknowledged."""
     child = subprocess.Popen(
         [sys.executable, str(CHILD), str(path), str(epoch), step, str(times)], stdout=subprocess.PIPE, text=True
     )

@@ -1,7 +1,7 @@
-"""kill -9 of a leading node at every step of replication and of what follows it in the bucket.
+"""kill -9 of a leading node at every step of replication and of the later steps in the bucket.
 
-After each death another node leads: every acknowledged commit is there, the rows are exactly those of the last
-commit in the log, each file of the replicated manifest exists, and collections leave live objects only.
+Another node leads after each kill. Every acknowledged commit is present, the rows are exactly those of the last commit
+in the log, each file of the replicated manifest exists, and collections leave live objects only.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIMIT_S = 60.0
 
 
 def live(url: str, bucket: Path, step: str, times: int) -> int:
-    """Run the child until it dies of the step; the number of its last acknowledged commit."""
+    """Run the child until it dies at the step. Return the number of its last acknowledged commit."""
     child = subprocess.run(
         [sys.executable, str(CHILD), url, str(bucket), step, str(times)], stdout=subprocess.PIPE, timeout=LIMIT_S
     )
@@ -66,7 +66,8 @@ def check(url: str, bucket: Path, acked: int) -> None:
 
 
 async def replicated_manifest_is_in_the_bucket(domain: Domain) -> None:
-    """Uploaded first, replicated after: else a restore from the bucket could bring back less than was persisted."""
+    """Check that the replicated manifest is in the bucket. Otherwise a restore could bring back less than was
+    persisted."""
     while True:
         manifest = domain.state.manifest
         bucket = domain._context.bucket(domain.domain_uuid)

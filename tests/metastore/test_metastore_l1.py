@@ -31,7 +31,7 @@ from tidemill.topics.partition_reader import LogPartitionReader
 
 
 async def forget_l0(world: World) -> int:
-    """Delete what no extent row names any more, as collection does."""
+    """Delete L0 objects that no extent row names, as collection does."""
     named = {extent.object_key for extent in await world.metastore.rows(EXTENTS)}
     gone = [key for key in await keys(world, "l0/") if key not in named]
     for key in gone:
@@ -40,7 +40,7 @@ async def forget_l0(world: World) -> int:
 
 
 async def everything(world: World, consensus: Any, metastore: Metastore) -> list[list[tuple[int, bytes | None]]]:
-    """Offsets and values of both partitions."""
+    """Return offsets and values of both partitions."""
     reader = LogPartitionReader(
         consensus, world.objects, L1Reader(ExtentStore(metastore, world.clock, Rand()), world.objects)
     )
@@ -152,11 +152,11 @@ async def test_what_is_broken_is_named(damage: Callable[[World, Any, Any], Await
 
 
 class Ahead(AssertionError):
-    """Rows that no restore could begin from."""
+    """Raised for rows from which no restore could start."""
 
 
 def check_rows_meet(rows: Rows) -> int:
-    """X1, of the rows as one manifest might hold them; how many partitions have something in L1."""
+    """Check rule X1 on the rows of one possible manifest. Return the number of partitions with data in L1."""
     found = 0
     known = {(row.topic_id, row.partition): row for row in family_rows(L1_PARTITIONS, rows)}
     for row in family_rows(PARTITIONS, rows):
@@ -249,7 +249,7 @@ def test_rows_after_every_commit_restore_to_hot_and_l1_extents_that_meet(seed: i
 
 
 def test_without_the_bound_of_the_checkpoint_row_some_do_not() -> None:
-    """The fault that the test above is for."""
+    """The test above can fail: without the bound it detects the fault."""
 
     async def some() -> None:
         for seed in range(20):

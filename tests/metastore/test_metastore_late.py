@@ -165,7 +165,7 @@ async def test_an_incomplete_round_makes_the_checkpoint_no_younger_and_names_wha
 
 
 async def test_taking_over_makes_the_checkpoint_no_younger() -> None:
-    """The next keeper dies before it has gathered anything: a restore must not take its rows for new ones."""
+    """The next leader dies before it has gathered anything: a restore must not take its rows for new ones."""
     async with World() as world:
         await everything_moves(world)
         await world.checkpointer("n1").round()

@@ -1,4 +1,4 @@
-"""Manifests: their bytes, and the bucket as the place they are kept."""
+"""Manifests: their encoding, and their storage in the bucket."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_a_sealed_body_that_is_no_manifest_is_corrupt() -> None:
 
 
 def test_the_bytes_of_a_manifest_never_change() -> None:
-    """Later programs read this: the digest may only change with the format's number."""
+    """Later programs read manifests: the digest may only change with the format's number."""
     assert hashlib.sha256(encode_manifest(manifest())).hexdigest()[:16] == "e424f9be3bee1157"
 
 

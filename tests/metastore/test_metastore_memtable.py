@@ -1,4 +1,4 @@
-"""Layers of rows in memory: what pins promise, how the stack stays shallow, and how keys get sorted in slices."""
+"""Layers of rows in memory: guarantees of pins, a stack of bounded depth, and keys sorted in slices."""
 
 from __future__ import annotations
 

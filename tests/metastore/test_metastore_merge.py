@@ -1,4 +1,4 @@
-"""The merge itself: newest rows win, tombstones go when they may, files are cut, I/O is bounded, damage is named."""
+"""Merges: newest rows win, tombstones are dropped when permitted, files are cut, I/O is bounded, damage is reported."""
 
 from __future__ import annotations
 
@@ -239,7 +239,7 @@ async def test_a_merge_keeps_to_its_rate() -> None:
 
 
 async def test_the_next_window_is_read_while_the_rows_of_this_one_are_merged() -> None:
-    """A bucket is tens of milliseconds away: a run that only reads when it is empty would mostly wait."""
+    """Reads of a bucket take tens of milliseconds: a run that reads only when it is empty would mostly wait."""
     options = Options(file_bytes=64 << 20)
     shelf = Shelf(options)
     for seqno in (1, 2):
@@ -345,7 +345,7 @@ async def test_others_run_between_slices_and_progress_is_told() -> None:
 
 
 async def test_the_block_cache_of_the_prefix_is_not_needed() -> None:
-    """A merger sees the object store and the job, nothing else of the database."""
+    """A merger uses the object store and the job, and nothing else of the database."""
     shelf = Shelf(SMALL)
     await shelf.flush({b"a": b"1"}, 1)
     await shelf.flush({b"a": b"2"}, 2)

@@ -92,7 +92,7 @@ class Engine(RuleBasedStateMachine):
 
     @rule()
     def reopen(self) -> None:
-        """A new leader: the newest manifest, and the batches after it from the log."""
+        """Open as a new leader: from the newest manifest, and the later batches of the log."""
         self.run(self.database.aclose())
         self.database = self.run(self.world.open(background=self.background))
         persisted = self.database.max_persisted_seqno

@@ -60,7 +60,7 @@ prefixes = st.sampled_from([b"a", b"a\xff", b"k/", b"k/1", b"long/", b"\xff", b"
 
 
 class Node:
-    """One life of one process: everything it ever does runs in `context`, and ends when the life is killed."""
+    """One run of one process: all its code runs in `context`, and ends when `life` is killed."""
 
     def __init__(self, name: str, number: int) -> None:
         self.life = Life(name, number)
@@ -68,7 +68,7 @@ class Node:
         self.context.run(LIFE.set, self.life)
         self.domain: Domain
         self.seen = 0
-        """Index in the history that its stale reads have reached."""
+        """Index of the newest moment in the history that its stale reads have reached."""
 
 
 class Replicated(RuleBasedStateMachine):
@@ -145,7 +145,7 @@ class Replicated(RuleBasedStateMachine):
         return result
 
     def apart(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Work of the test itself, which outlives every node."""
+        """Run work of the test itself, which survives every node."""
 
         async def bounded() -> T:
             async with asyncio.timeout(PATIENCE_S):
@@ -155,7 +155,7 @@ class Replicated(RuleBasedStateMachine):
         return result
 
     def open(self, slot: int) -> None:
-        """A new life. Two of the three want to lead; the third one follows, and asks them."""
+        """Start a process. Two of the three want to lead; the third follows, and forwards requests to them."""
         node = Node(f"node-{slot}", self.nodes[slot].life.number + 1)
 
         async def build() -> None:
@@ -186,7 +186,8 @@ class Replicated(RuleBasedStateMachine):
     # writes ------------------------------------------------------------------------------------------
 
     def happened(self, outcomes: list[tuple[int, Batch]]) -> None:
-        """Commits in the order of their seqnos; those of one seqno touch different keys and are one moment."""
+        """Record commits in the order of their seqnos. Commits with one seqno touch different keys and are one
+        moment."""
         for seqno in sorted({seqno for seqno, _ in outcomes}):
             assert seqno > self.history[-1][0], "a seqno went back"
             rows, touched = dict(self.rows), set[bytes]()
@@ -204,7 +205,7 @@ class Replicated(RuleBasedStateMachine):
         return mark, [*rows, (mark, b"1")]
 
     async def fate(self, domain: Domain, mark: bytes) -> int:
-        """The seqno of the commit with this mark, 0 when it never happened."""
+        """Return the seqno of the commit with this mark, or 0 if it never took effect."""
         while True:
             try:
                 await domain.sync()
@@ -265,7 +266,7 @@ class Replicated(RuleBasedStateMachine):
         turns=st.integers(0, 30),
     )
     def fail_over_amid_commits(self, data: list[Batch], how: str, turns: int) -> None:
-        """The leader is deposed, or dies, while commits are on their way: each happened whole or not at all."""
+        """Depose or kill the leader during commits: each takes effect as a whole or not at all."""
         leader = self.leader()
         if leader is None:
             return
@@ -519,7 +520,7 @@ TestReplicatedDomain.settings = settings(
 
 
 def test_a_leader_that_was_deposed_unawares_flushes_what_another_committed_since() -> None:
-    """Found by the model above. The old leader has nothing to flush, and does not know that there is anything."""
+    """Found by the model above. The old leader has no rows to flush, and does not know of the other leader's."""
     state = Replicated()
     small = Options(write_buffer_bytes=1000, block_bytes=40, file_bytes=200, cache_bytes=0)
     state.start(0, small, persist_interval_s=0.2, volatile_bytes=2_000, rollup_after_records=3, restored=False)
@@ -536,7 +537,7 @@ def test_a_leader_that_was_deposed_unawares_flushes_what_another_committed_since
 
 
 def test_a_flush_asked_for_by_request_covers_what_another_leader_committed_since() -> None:
-    """Found by the model above: a leader that was superseded executed the request, and flushed nothing."""
+    """Found by the model above: a superseded leader executed the request, and flushed nothing."""
     state = Replicated()
     small = Options(
         write_buffer_bytes=1000, block_bytes=40, file_bytes=200, cache_bytes=0, bloom_bits_per_key=0, l0_compact=2,

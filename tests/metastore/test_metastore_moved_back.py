@@ -1,4 +1,4 @@
-"""A domain whose log returned to an earlier state, while the bucket did not."""
+"""A domain whose log was reset to an earlier state, while the bucket was not."""
 
 from __future__ import annotations
 

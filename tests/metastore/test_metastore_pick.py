@@ -72,7 +72,7 @@ def test_a_deeper_level_goes_round_robin() -> None:
 
 
 def test_a_small_neighbour_joins_instead_of_lying_beside_the_new_file() -> None:
-    """Frequent small flushes of ascending keys must not pile up one tiny file each."""
+    """Frequent small flushes of ascending keys must not accumulate one tiny file each."""
     l1 = (meta(1, b"a", b"b", size_bytes=500), meta(2, b"c", b"d", size_bytes=100), meta(3, b"e", b"f", size_bytes=90))
     job = pick_job(((meta(5, b"i", b"j", size_bytes=50), meta(4, b"g", b"h", size_bytes=50)), l1), OPTIONS, {})
     assert job is not None and not job.move
@@ -154,7 +154,7 @@ def overlap(a: FileMeta, b: FileMeta) -> bool:
 
 
 def age(levels: tuple[tuple[FileMeta, ...], ...], file: FileMeta) -> tuple[int, int]:
-    """Greater = older, where ranges overlap."""
+    """Return the age for comparisons: greater is older, where ranges overlap."""
     level = next(n for n, files in enumerate(levels) if file in files)
     return level, levels[0].index(file) if level == 0 else 0
 

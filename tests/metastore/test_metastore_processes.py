@@ -118,7 +118,7 @@ async def test_another_number_of_domains_is_refused_at_the_first_use(consensus_u
 
 
 class Killed:
-    """The child, and what it said was created before it was killed."""
+    """The child process, and the names that it reported as created before the kill."""
 
     def __init__(self, directory: Path, holder: str, ttl_ms: int, count: int) -> None:
         command = [sys.executable, str(CHILD), str(directory), holder, str(ttl_ms)]

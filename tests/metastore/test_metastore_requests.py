@@ -1,4 +1,4 @@
-"""Commits of processes that do not lead: through the request log, once, and answered."""
+"""Commits of processes that do not lead: sent through the request log, executed once, and answered."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def world(request: pytest.FixtureRequest, tmp_path: Path) -> DomainWorld:
 
 
 class Lossy(MemoryConsensus):
-    """Loses answers of appends to the request log, after or before their effect."""
+    """Consensus that loses answers of appends to the request log, after or before their effect."""
 
     def __init__(self, world: DomainWorld, *lose: str, log: str = REQUESTS) -> None:
         super().__init__(world.clock, world.memory)
@@ -274,7 +274,7 @@ async def test_the_next_leader_says_unknown_at_once_of_what_the_last_one_execute
 
 
 class Kept(MemoryConsensus):
-    """Truncates nothing."""
+    """Consensus that truncates nothing."""
 
     def __init__(self, world: DomainWorld) -> None:
         super().__init__(world.clock, world.memory)
@@ -284,7 +284,7 @@ class Kept(MemoryConsensus):
 
 
 class Truncated(MemoryConsensus):
-    """The first read of requests finds that the last leader has just truncated them."""
+    """Consensus whose first read of requests finds them just truncated by the last leader."""
 
     def __init__(self, world: DomainWorld) -> None:
         super().__init__(world.clock, world.memory)
@@ -325,7 +325,7 @@ async def test_unknown_is_said_once_consensus_is_back() -> None:
 
 @pytest.mark.parametrize("what", ["commit", "flush"])
 async def test_a_tool_that_leads_answers_what_it_executed_before_it_lets_go(what: str) -> None:
-    """Found as a demo whose capture stood for 30 s: the Spark driver had led for a moment."""
+    """Found as a demo whose capture stalled for 30 s: the Spark driver had led for a moment."""
     async with DomainWorld() as world:
         consensus = Mute(world)
         tool = await world.node(TOOL, consensus=consensus)

@@ -1,4 +1,4 @@
-"""A cluster brought back from its bucket alone: memory and directory objects, memory and SQLite consensus."""
+"""A cluster restored from its bucket alone: memory and directory objects, memory and SQLite consensus."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Body = Callable[[World], Awaitable[None]]
 
 @asynccontextmanager
 async def restored_world(world: World, consensus: Any) -> AsyncIterator[tuple[Metastore, Any, LocalTopics]]:
-    """A process of the restored cluster: metastore, catalogue, topics."""
+    """Open a process of the restored cluster: metastore, catalogue, topics."""
     world.consensus = consensus
     metastore = Metastore(consensus, world.open_domain, world.clock, world.rand)
     catalogue: Any = Catalogue(metastore, world.clock, world.rand)
@@ -161,7 +161,7 @@ class Killed(Exception):
 
 
 class CutOff(MemoryConsensus):
-    """The process dies at its n-th write: nothing is answered any more. `landed`: that write took effect."""
+    """Consensus of a process that dies at its n-th write: later calls fail. `landed`: that write took effect."""
 
     def __init__(self, clock: Any, state: Any, at: int, landed: bool) -> None:
         super().__init__(clock, state)
@@ -211,7 +211,7 @@ async def test_a_restore_cut_off_at_every_write_is_finished_by_running_it_again(
 
 
 async def read_restored(consensus: MemoryConsensus) -> str:
-    """ "" once the restore has finished."""
+    """Return the state of the restore, which is empty once it has finished."""
     found = await read_cluster(consensus)
     return found[0].restoring if found is not None else "not begun"
 
@@ -393,7 +393,7 @@ async def test_captures_wait_to_be_compared_and_tables_that_came_back_short_star
 
 
 async def test_a_run_that_was_paused_marks_no_capture_of_the_cluster_that_has_gone_on() -> None:
-    """Another run of the attempt finished it, and nodes have started: the row is theirs."""
+    """Another run of the attempt has finished the restore, and nodes have started: they own the row now."""
     async with World(real=True) as world:
         from msgspec.structs import replace
 
@@ -530,7 +530,7 @@ async def test_idempotent_producers_go_on_after_their_tail_was_lost() -> None:
 
 
 class Loses(MemoryConsensus):
-    """The first answer to every write of what a restore brings back is lost, before or after its effect."""
+    """Consensus that loses the first answer to every write of a restore, before or after its effect."""
 
     def __init__(self, clock: Any, landed: bool) -> None:
         super().__init__(clock)

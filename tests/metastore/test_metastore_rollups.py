@@ -1,4 +1,4 @@
-"""Rollups of a domain's log: bytes, turns of the loop, and a state that is too large for one append."""
+"""Rollups of a domain's log: encoding, turns of the loop, and a state that is too large for one append."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def rand() -> Rand:
 
 
 def test_routing_is_what_the_documents_say_for_ever() -> None:
-    """These numbers are on disk in every cluster: a changed one loses its rows."""
+    """Every cluster stores rows by these numbers: a changed one loses its rows."""
     assert [domain_of(GROUP_OFFSETS.key(g, "t", 0), 3) for g in ("a", "b", "c", "grüße", "x\x00y")] == [0, 2, 1, 2, 1]
     assert domain_of(GROUP_OFFSETS.key("a", "t", 0), 7) == 0xC1D04330 % 7  # crc32c("a")
 

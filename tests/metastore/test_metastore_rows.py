@@ -1,4 +1,4 @@
-"""Row families: bytes there and back, the order of keys, and what a prefix holds."""
+"""Row families: encoding round trips, the order of keys, and the extent of a prefix."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tidemill.metastore.rows.row_family import Family
 EVERY_FAMILY = pytest.mark.parametrize("family", rows.ALL, ids=repr)
 
 TEXTS = st.text(max_size=6) | st.text("\x00\x01\xffa", max_size=4)
-"""Texts that try to look like the end of a text, or like its escape, among others."""
+"""Texts, some of which resemble the end of a text or its escape."""
 
 NUMBERS = {
     Kind.U32: st.integers(0, 2**32 - 1) | st.integers(0, 300),
@@ -33,7 +33,7 @@ def key_parts(family: Family[Any]) -> st.SearchStrategy[tuple[Any, ...]]:
 
 
 def any_row(family: Family[Any]) -> st.SearchStrategy[Any]:
-    """Rows of a family with every field filled from its type."""
+    """Return rows of a family, with every field drawn by its type."""
     fields = msgspec.structs.fields(family.row)[len(family.columns) :]
     rest = st.tuples(*(value_of(field.type) for field in fields))
     return st.builds(lambda key, values: family.row(*key, *values), key_parts(family), rest)

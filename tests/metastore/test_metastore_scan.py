@@ -32,7 +32,7 @@ def memory() -> ObjectStore:
 
 
 async def reopened(world: World, **options: Any) -> Database:
-    """The same files with an empty cache."""
+    """Open the same files with an empty cache."""
     return await world.open(options=msgspec.structs.replace(world.options, **options))
 
 
@@ -129,7 +129,7 @@ async def test_rows_put_after_the_call_are_not_seen_even_if_nothing_was_read_yet
 
 
 async def test_chunks_are_the_callers_own() -> None:
-    """Changing them must not change what is cached, or what a layer holds."""
+    """Changing a chunk must not change the cache or a layer."""
     world = World(memory())
     database = await world.open()
     world.put(database, numbered(range(300)))
@@ -245,7 +245,7 @@ async def test_a_scan_fills_a_cache_that_has_room() -> None:
 
 
 async def test_a_scan_gives_the_loop_its_turn_after_every_slice_of_rows() -> None:
-    """Even when everything is cached and nothing ever has to wait."""
+    """The scan yields even if everything is cached and no read waits."""
     slice_rows = 100
     world = World(memory(), msgspec.structs.replace(SMALL, block_bytes=8_192, slice_rows=slice_rows))
     database = await world.open()

@@ -27,11 +27,11 @@ TABLES = {
     "kill -9": 6,
     "Models and simulation": 5,
 }
-"""Rows of each table: a scenario is not dropped by accident."""
+"""Number of rows of each table, so that dropping a scenario by accident fails."""
 
 
 def rows() -> list[tuple[str, list[str]]]:
-    """(table, cells) of every row."""
+    """Return (table, cells) of every row."""
     found, table = [], ""
     for line in PAGE.read_text().splitlines():
         if line.startswith("## "):
@@ -46,7 +46,7 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 @cache
 def defined(path: Path) -> set[str]:
-    """Names of tests in a file: functions, Class::method, and test cases that are assigned."""
+    """Return the names of tests in a file: functions, Class::method, and assigned test cases."""
     names = set()
     for node in ast.parse(path.read_text()).body:
         if isinstance(node, FUNCTIONS):

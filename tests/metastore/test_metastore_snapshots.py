@@ -105,7 +105,7 @@ async def test_a_snapshot_get_sees_tombstones_in_files(objects: ObjectStore) -> 
 
 
 async def test_a_snapshot_get_sees_a_tombstone_that_is_in_one_file_with_its_row(objects: ObjectStore) -> None:
-    """Value and tombstone were in memory together, so that one flush took both; then with the file merged deeper."""
+    """Value and tombstone were in memory together, so one flush wrote both; later the file is merged deeper."""
     world = World(objects)
     database = await world.open()
     world.put(database, {b"a": b"0", b"foo": b"0"})
@@ -391,7 +391,8 @@ async def test_a_followers_rows_at_or_below_the_manifest_go_and_newer_ones_stay(
 async def test_a_follower_behind_its_manifest_shadows_nothing_and_skips_what_the_files_hold(
     objects: ObjectStore,
 ) -> None:
-    """The manifest may come before the batches it covers: older rows in memory must not hide newer ones in files."""
+    """A manifest may arrive before the batches that it covers: older rows in memory must not hide newer ones in
+    files."""
     world = World(objects)
     writer = await world.open()
     follower = await world.open(follower=True)

@@ -1,4 +1,4 @@
-"""One file: written from chunks, opened from its last bytes, every damaged byte found."""
+"""One file: written from chunks, opened from its last bytes, with every damaged byte detected."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_files_of_format_1_are_read_for_ever() -> None:
 
 
 def read_by_the_page(data: bytes) -> Rows:
-    """A reader written from docs/internals/metastore-format.md alone: nothing of the package helps it."""
+    """Read a file by docs/internals/metastore-format.md alone, without code of the package."""
 
     def section(start: int, end: int) -> bytes:
         assert crc32c.crc32c(data[start : end - 4]) == int.from_bytes(data[end - 4 : end], "little")

@@ -1,4 +1,4 @@
-"""Open files over the cache: how many reads, who shares them, what failure means, and the budget."""
+"""Open files and their cache: number of reads, sharing, failures, and the memory budget."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BUDGET = 64 << 20
 
 
 class World:
-    """One file of 10,000 rows behind a watched store."""
+    """One file of 10,000 rows in an observed store."""
 
     def __init__(self, budget_bytes: int = BUDGET) -> None:
         self.store = Watched(MemoryObjects(ManualClock()))
@@ -42,7 +42,7 @@ class World:
 
 
 async def _opened(world: World) -> tuple[FileMeta, int]:
-    """The file, opened, with its number of blocks; reads are counted from here."""
+    """Open the file. Return it with its number of blocks; reads are counted from here."""
     file = await world.put()
     blocks = len((await world.tables.meta(file)).rows)
     world.store.reads.clear()

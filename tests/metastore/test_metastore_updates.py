@@ -1,4 +1,4 @@
-"""The four updates of a domain's state; names in brackets are rows of the acceptance table they stand for."""
+"""The four updates of a domain's state; names in brackets are rows of the acceptance table."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def proposed(log: StateLog[Any], command: bytes) -> asyncio.Future[Any]:
 
 
 def do(state: DomainState, command: Command, position: int, term: int = 1) -> None:
-    """Apply and hold the invariants; a refusal must leave the very same bytes."""
+    """Apply a command and check the invariants; a rejection must leave the same bytes."""
     before = encode_state(state)
     try:
         assert apply(state, encode_command(command), position, term) is state

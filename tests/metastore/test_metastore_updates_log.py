@@ -63,7 +63,7 @@ class Machine:
         assert all(isinstance(outcome, ConflictError) for outcome in outcomes) and self.leader.position == position
 
     async def do(self, command: Command) -> int:
-        """Accepted: its position. Both replicas have the same state after it."""
+        """Propose an accepted command and return its position. Both replicas must have the same state after it."""
         command.check(self.state)
         position = await self.leader.propose(encode_command(command))
         await self.same()
@@ -89,7 +89,7 @@ class Machine:
 
 @asynccontextmanager
 async def opened_machine(url: str) -> AsyncIterator[Machine]:
-    """Two handles on one log, the first of which leads. In the end a third one reads the same state."""
+    """Open two handles on one log, the first of which leads. At the end a third one must read the same state."""
     clock, rand = SystemClock(), Rand()
     clients: list[Consensus] = []
     logs: list[StateLog[DomainState]] = []

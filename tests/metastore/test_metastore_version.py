@@ -1,4 +1,4 @@
-"""Versions: which files a look-up asks, in which order, and what an edit may do."""
+"""Versions: the files that a look-up reads, their order, and permitted edits."""
 
 from __future__ import annotations
 

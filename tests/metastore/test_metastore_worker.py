@@ -1,4 +1,4 @@
-"""The merge worker: a real process that reads and writes the bucket itself, may die at any time, and is not missed."""
+"""The merge worker: a separate process that accesses the bucket directly. Its death at any time is harmless."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def job_of(shelf: Shelf) -> Job:
 
 
 def alive(pid: int) -> bool:
-    """A process that has ended but was not waited for yet counts as ended."""
+    """Return whether a process runs. An ended process that was not waited for counts as ended."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
@@ -219,7 +219,7 @@ def test_memory_objects_have_no_worker() -> None:
 
 
 async def test_starting_up_imports_little(tmp_path: Path) -> None:
-    """The worker starts in a fraction of a second because it takes only what a merge needs."""
+    """The worker starts in a fraction of a second because it imports only the code of a merge."""
     code = (
         "import sys, tidemill.metastore.lsm.compaction.worker.main\n"
         "heavy = {'pyarrow', 'duckdb', 'pydantic', 'starlette', 'psycopg', 'obstore', 'apsw', 'pyspark', 'typer'}\n"
@@ -270,7 +270,7 @@ async def test_a_worker_that_dies_again_and_again_is_not_asked_any_more() -> Non
 
 
 async def test_memory_stays_bounded_whatever_the_size_of_the_job(tmp_path: Path) -> None:
-    """Twice the rows, and about the same peak; it holds windows of its inputs and one output."""
+    """Twice the rows need about the same peak: the worker holds windows of its inputs and one output."""
     peaks = []
     for rows in (60_000, 240_000):
         path = tmp_path / str(rows)

@@ -98,7 +98,7 @@ async def test_restored_bindings_are_the_same_and_minting_goes_on() -> None:
 
 
 class CutOff(MemoryConsensus):
-    """Dies at the n-th write; with `landed` the write took effect all the same."""
+    """Consensus that dies at the n-th write; with `landed` the write took effect."""
 
     def __init__(self, world: World, state: Any, at: int, landed: bool) -> None:
         super().__init__(world.clock, state)

@@ -48,7 +48,8 @@ def proposed(log: StateLog[Any], command: bytes) -> asyncio.Future[Any]:
 
 
 class Trouble(MemoryConsensus):
-    """Appends to the domain's log: `lose` names the next ones' fates; `hold` stops them while it is set."""
+    """Consensus with faults on appends to the domain's log: `lose` lists the fates of the next ones; `hold` stops them
+    while it is set."""
 
     def __init__(self, world: DomainWorld) -> None:
         super().__init__(world.clock, world.memory)
@@ -90,13 +91,13 @@ class Trouble(MemoryConsensus):
 
 
 class Bucket(MemoryObjects):
-    """Refuses to store while it is `down`."""
+    """A store that refuses writes while it is `down`."""
 
     def __init__(self, world: DomainWorld) -> None:
         super().__init__(world.clock)
         self.down = asyncio.Event()
         self.only = ""
-        """Fails keys that hold this."""
+        """Restricts failures to keys that contain this text."""
         self.error: type[TidemillError] = UnavailableError
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
@@ -154,7 +155,7 @@ async def test_the_last_of_a_key_given_twice_in_one_commit_counts() -> None:
 
 
 async def test_the_volatile_buffer_and_the_memtable_hold_the_same_bytes() -> None:
-    """R4, by identity, at the leader and at a follower."""
+    """R4, checked by identity, at the leader and at a follower."""
     async with DomainWorld() as world:
         leader, follower = await world.node(), await world.node(FOLLOWS)
         key, value = b"a key that nobody interned", b"a value that nobody interned"
@@ -403,7 +404,7 @@ async def test_a_group_is_made_only_in_the_term_it_was_opened_in() -> None:
 
 
 async def test_a_leader_whose_replica_went_on_without_it_feeds_nothing_over_the_gap() -> None:
-    """LD3: another term trimmed what this one never applied."""
+    """LD3: another term trimmed records that this one never applied."""
     async with DomainWorld() as world:
         old = await world.node()
         await world.depose(old)
@@ -788,7 +789,7 @@ async def test_planted_silent_reject_trims_nothing_and_calls_it_persisted() -> N
 
 
 async def test_every_persisted_manifest_claims_only_what_was_written() -> None:
-    """[F22] over everything a run proposes."""
+    """[F22] Check every manifest that a run proposes."""
     async with DomainWorld() as world:
         leader = await world.node()
         for round_ in range(5):

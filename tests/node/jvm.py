@@ -22,7 +22,7 @@ JAVA = ("java", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmx384m", "-Xsh
 
 
 def command(part: str, main: str, *words: str) -> list[str]:
-    """`part`: a folder of tests/clients/java."""
+    """Return the command of a Java program. `part`: a folder of tests/clients/java."""
     target = CLIENTS / part / "target"
     if shutil.which("java") is None or not (target / "pom.xml").exists():
         pytest.skip(f"{part} is not installed: tests/clients/install brings it where its toolchain is")
@@ -43,7 +43,7 @@ class StreamsApp:
         self.state = ""
         self.failed: list[str] = []
         self.restored: dict[str, int] = {}
-        """Records by store, as they were read back from its changelog."""
+        """Number of records by store that were restored from its changelog."""
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -111,7 +111,7 @@ class ConnectWorker:
         return self("GET", "/connectors") is not None
 
     def task(self, connector: str) -> tuple[str, str]:
-        """The state of its one task, and which worker has it."""
+        """Return the state of its one task, and the worker that runs it."""
         status = self("GET", f"/connectors/{connector}/status") or {}
         [task] = status.get("tasks") or [{}]
         return task.get("state", ""), task.get("worker_id", "")

@@ -23,7 +23,7 @@ PARTITIONS = 2
 
 
 class Quick:
-    """`kafka`: that section of its configuration."""
+    """A quick node and its clients. `kafka`: that section of its configuration."""
 
     def __init__(self, root: Path, kafka: Mapping[str, Any] | None = None) -> None:
         self.root = root
@@ -86,7 +86,7 @@ class Quick:
         assert self.stored("l1")
 
     def read(self, topic: str, partitions: int = PARTITIONS) -> dict[int, list[tuple[int, bytes | None, bytes | None]]]:
-        """All that stands in it, to the end of each partition, as who reads what is committed sees it."""
+        """Return all committed records, up to the end of each partition."""
         client = self.consumer()
         found: dict[int, list[tuple[int, bytes | None, bytes | None]]] = defaultdict(list)
         ended: set[int] = set()

@@ -1,4 +1,4 @@
-"""A few days of a real node under a moved clock: what it stores stays level. `./dev bench calendar` has thirty."""
+"""A few days of a real node under a simulated date: its storage stays level. `./dev bench calendar` runs thirty."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_what_a_node_stores_and_holds_is_level_from_one_day_to_the_next(
     monkeypatch.setattr(month, "IDLE_TOPICS", 10)
     monkeypatch.setitem(month.SLACK, "objects", 60)  # metastore files of a morning that is shorter than their grace
     days = month.run_processes(5, 9.0, 100.0, 300)
-    # A day's batches stand until they are moved, so an evening has all of them or none: they are bounded below.
+    # A day's batches stay in L0 until they are moved, so an evening has all of them or none: they are bounded below.
     days = [{**day, "objects": day["objects"] - day["kinds"].get("l0", 0)} for day in days]
     # On a busy machine an object may be collected a moment late and count in one evening, but not in every evening.
     level = {name: min(day[name] for day in days[2:]) for name in days[1] if isinstance(days[1][name], int)}

@@ -1,5 +1,5 @@
-"""A node that cannot capture gives it up to one that can, and tries again more and more rarely: whole games of nodes,
-in virtual time."""
+"""A node that cannot capture hands its captures over, and tries again ever more rarely: simulations of several nodes in
+virtual time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ SEEN_AFTER_S = 3.0
 
 
 class Game:
-    """Real spreads over leases that are a dict. `works(node, capture, now_s)`; a look a second."""
+    """Real balancers over leases in a dict. `works(node, capture, now_s)` decides each try; they check once a
+    second."""
 
     def __init__(self, nodes: list[str], captures: list[str], works: Callable[[str, str, float], bool]) -> None:
         self.now_s = 0.0

@@ -1,4 +1,4 @@
-"""The binder of stream topics: woken by appends, silent when nothing moves, and one topic's fault is that topic's."""
+"""The binder of stream topics: woken by appends, idle otherwise, and a fault of one topic affects no other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tidemill.topics.partition_reader import LogPartitionReader
 
 
 class Led:
-    """The topics room, as far as a binder asks: rows, and what this node leads."""
+    """The part of the topics room that a binder uses: rows, and the partitions that this node leads."""
 
     def __init__(self) -> None:
         self.ends: dict[tuple[str, int], int] = {}
@@ -49,7 +49,7 @@ class Led:
 
 
 class Elsewhere:
-    """Reads what other nodes lead."""
+    """Reader of the partitions that other nodes lead."""
 
     def __init__(self) -> None:
         self.ends: dict[tuple[str, int], int] = {}
@@ -203,7 +203,7 @@ async def test_f703_a_topic_whose_bindings_fail_is_told_and_heals_while_others_g
 
 
 class Counting(MemoryConsensus):
-    """Counts what is asked of partitions and bindings; refuses every append to bindings while `away`."""
+    """Consensus that counts calls about partitions and bindings, and refuses every append to bindings while `away`."""
 
     asked = 0
     away = False

@@ -1,4 +1,4 @@
-"""Kafka Connect, distributed and unmodified: a source that is exactly once though its worker freezes and wakes up."""
+"""Unmodified Kafka Connect in distributed mode: a source stays exactly-once although its worker freezes and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""HTTP knows who asks: bearer tokens and passwords, the rules of the Kafka endpoint, and TLS."""
+"""Authentication and authorization of HTTP: bearer tokens, passwords, the ACLs of the Kafka endpoint, and TLS."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def test_the_subject_that_is_judged_is_the_one_that_is_served(spelled: str, arou
 
 
 def test_who_ends_a_shape_by_its_handle_alone_may_change_the_cluster() -> None:
-    """The handle does not say whose shape it is."""
+    """The handle does not identify the owner of the shape."""
     assert required_permissions("DELETE", "/v1/shape", b"/v1/shape", []) == [
         RequiredPermission(OP.ALTER, R.CLUSTER, CLUSTER_NAME)
     ]
@@ -302,7 +302,7 @@ def test_a_subset_by_post_needs_what_reading_its_shape_needs() -> None:
 
 
 def test_no_method_or_path_needs_what_nobody_can_be_given() -> None:
-    """A need is an operation that rules know, or nothing but a schema by its id would be open."""
+    """Every request requires an operation that ACLs can grant, and none is open to everyone."""
     from tidemill.security.acls import OPERATIONS
 
     for method in ("GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "TRACE"):

@@ -73,8 +73,8 @@ class World:
                 return x509.load_der_x509_certificate(shown).serial_number
 
     async def settled(self) -> None:
-        """Return when new connections are shown what the file names. A former worker may take one more, so late as its
-        thread gets a core to see that it shall end."""
+        """Return when new connections get the certificate of the file. A former worker may accept one more connection
+        before its thread gets a core and sees that it must end."""
         file = self.authority.certificate.parent / "server.pem"
         named = x509.load_pem_x509_certificate(file.read_bytes()).serial_number
         async with asyncio.timeout(40):
@@ -161,7 +161,7 @@ async def test_a_connection_that_never_ends_holds_no_renewal_up(
 async def test_a_renewal_that_is_cut_off_leaves_no_worker_behind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A node that ends while it waits to see whether the next worker serves."""
+    """The node ends while it waits for the next worker to serve."""
     monkeypatch.setattr(embedded_granian, "WORKER_START_CHECK_S", 600.0)
     world = World(tmp_path)
     await world.server.start()
@@ -189,8 +189,8 @@ def listening(port: int) -> int:
 
 
 def test_copies_of_a_listening_socket_end_without_waking_those_who_wait_on_them() -> None:
-    """A worker that missed its stop signal polls a copy. `shutdown` would wake it, and every accept would fail: a loop
-    on a whole core."""
+    """A worker that missed its stop signal polls a copy. `shutdown` would wake it, and every accept would fail: a busy
+    loop."""
     with socket.create_server(("127.0.0.1", 0)) as listening, select.epoll() as waiting:
         copy = os.dup(listening.fileno())
         waiting.register(copy, select.EPOLLIN)

@@ -1,4 +1,4 @@
-"""The embedded HTTP server: ports, streaming, clients that go away, and a clean end."""
+"""The embedded HTTP server: ports, streaming, disconnecting clients, and a clean shutdown."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_port_zero_gives_a_free_port_that_answers_and_is_free_again_after_
 
 
 def test_at_its_end_no_thread_is_left_to_ask_for_connections() -> None:
-    """One that asks a socket which no longer listens spins for as long as the process lives."""
+    """A thread that polls a closed listener spins for as long as the process lives."""
 
     async def main() -> None:
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""Identical drivers by name, and which of those that ended on purpose are not missed."""
+"""Names of identical drivers, and drivers that are not missed because they ended on purpose."""
 
 from __future__ import annotations
 

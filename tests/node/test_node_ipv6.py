@@ -1,4 +1,4 @@
-"""A node at [::1]: HTTP answers there, and three clients follow the address that Kafka's metadata gives."""
+"""A node at [::1]: HTTP responds there, and three clients follow the address in Kafka's metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Leading: one holder at a time, a lost lease ends the body, topics of a capture follow it, shapes are redirected."""
+"""Leadership: one holder at a time, a lost lease cancels the body, topics of a capture follow it, shapes are
+redirected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Node processes that come, leave and are killed under a producer: what was acknowledged stays, once, in order."""
+"""Node processes that start, leave and are killed under a producer: acknowledged records stay, once and in order."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def brokers_of(admin: AdminClient) -> set[str]:
 
 
 class Load:
-    """One idempotent producer that sends a number to every partition, again and again."""
+    """One idempotent producer that repeatedly sends a number to every partition."""
 
     def __init__(self, addresses: str) -> None:
         self.acked: list[list[int]] = [[] for _ in range(PARTITIONS)]

@@ -1,4 +1,4 @@
-"""The plan of who captures what: nodes that look at the same moment move no more captures than are needed."""
+"""Assignment of captures to nodes: nodes with the same view move no more captures than necessary."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ def spread(nodes: int, per: int) -> dict[str, str]:
 
 
 def needed(holders: Mapping[str, str], nodes: set[str]) -> int:
-    """The fewest that must move so that no two nodes are two apart: the fullest nodes keep one more than the others."""
+    """Return the fewest moves after which no two nodes differ by two: the fullest nodes keep one more than the
+    others."""
     counts = sorted(Counter({node: 0 for node in nodes} | Counter(holders.values())).values(), reverse=True)
     share, more = divmod(len(holders), len(nodes))
     return sum(max(0, count - share - (place < more)) for place, count in enumerate(counts))

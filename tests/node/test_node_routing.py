@@ -18,7 +18,7 @@ from tidemill.shapes.http.authorization import ShapeAuthorizer
 
 
 class Cluster:
-    """Leases and captures, as much of consensus and catalogue as routing asks for."""
+    """Leases and captures, the part of consensus and catalogue that routing uses."""
 
     def __init__(self) -> None:
         self.away = False
@@ -58,7 +58,7 @@ class Router:
         await send({"type": "http.response.body", "body": b""})
 
     async def ask(self, table: str, method: str = "GET", parameter: str = "table") -> tuple[int, str]:
-        """(status, host redirected to)"""
+        """Return (status, host of the redirect)."""
         sent: list[dict[str, Any]] = []
 
         async def send(message: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""One node from its configuration, with every door locked: TLS, SASL, rules, HTTP with proofs."""
+"""One node from its configuration with all security enabled: TLS, SASL, ACLs, HTTP with authentication."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from tidemill.node.descriptor_reserve import RESERVE_SIZE, DescriptorReserve
 
 @contextmanager
 def exhausted() -> Iterator[None]:
-    """No number below the limit is free."""
+    """Use up all descriptors below the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = {int(name) for name in os.listdir("/proc/self/fd")}
     least = min(set(range(max(used) + 2)) - used)

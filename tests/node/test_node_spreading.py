@@ -1,4 +1,4 @@
-"""Captures are spread over the nodes that may run them: when a node tries for one, and when it gives one up."""
+"""Captures are spread over the nodes that may run them: when a node claims one, and when it hands one over."""
 
 from __future__ import annotations
 

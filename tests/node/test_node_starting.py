@@ -35,7 +35,7 @@ class GoesAway:
         return WHY if self.away else ""
 
     async def aclose(self) -> None:
-        """The test reads what the node has left."""
+        """Do nothing: the test reads the state after the node's end."""
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self.inner, name)

@@ -1,4 +1,4 @@
-"""Supervision: what dies is restarted, a refused configuration is not, and nothing outlives its parent."""
+"""Supervision: dead children restart, a rejected configuration does not, and no child outlives its parent."""
 
 from __future__ import annotations
 
@@ -39,6 +39,9 @@ async def test_a_killed_child_comes_back_under_a_new_pid_and_stop_ends_it(tmp_pa
     second = child.pid
     assert second is not None
     assert child.restarts == 1
+    [(process, ended)] = supervisor.recent_restarts().items()
+    assert (process, ended["count"]) == ("process:sleeper", 1)
+    assert "killed by SIGKILL" in str(ended["reason"])
     await supervisor.stop()
     assert not alive(second)
     assert failures == []
@@ -62,6 +65,7 @@ async def test_a_child_that_was_asked_to_end_is_started_anew_and_tells_no_failur
     child = supervisor.add(ChildSpec("ends", [sys.executable, "-c", "pass"], marks=("pipeline:p",)))
     await until(lambda: child.restarts >= 2)
     assert supervisor.tracker.failure("pipeline:p") is None and not said
+    assert supervisor.recent_restarts() == {}
     await supervisor.stop()
 
 
@@ -82,7 +86,7 @@ async def test_a_node_that_refuses_its_configuration_at_once_ends_everything_wit
 async def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_and_a_correction_starts_it(
     tmp_path: Path,
 ) -> None:
-    """The real driver's process, up to where it would open its stores."""
+    """The child is the real driver, up to the point where it would open its stores."""
     from tidemill.base.config.config import parse
     from tidemill.node.supervise.processes import driver_spec
 

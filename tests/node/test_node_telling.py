@@ -62,6 +62,22 @@ async def test_a_child_that_cannot_start_is_told_with_one_age_over_restarts_of_u
     await consensus.aclose()
 
 
+async def test_a_restart_is_told_while_it_is_recent_and_no_more_once_everything_ended_in_order(tmp_path: Path) -> None:
+    clock, rand = SystemClock(), Rand()
+    restarts: dict[str, object] = {"pipeline:shop": {"at_ms": 1, "count": 1, "reason": "killed by SIGKILL."}}
+    telling = SupervisorStatus(
+        "n1", f"sqlite://{tmp_path}/c.db", StatusTracker(), clock, rand, lambda _: None, OwnDrivers()
+    )
+    telling.restarts = lambda: restarts
+    board = await telling._open_board()
+    await telling._publish()
+    report = await reported(board, "up:n1")
+    assert report is not None and report.facts == {"restarts": restarts}
+    await telling.forget_ended(["pipeline:shop"])
+    assert await reported(board, "up:n1") is None
+    await telling.aclose()
+
+
 def test_each_error_of_a_driver_is_printed_once_and_again_when_it_comes_back(tmp_path: Path) -> None:
     said: list[str] = []
     tracker, url = StatusTracker(), f"sqlite://{tmp_path}/c.db"
@@ -158,7 +174,7 @@ async def test_a_driver_that_ends_in_order_is_forgotten_where_a_peer_goes_on_and
 
 
 def test_drivers_that_are_not_started_any_more_are_forgotten_once_they_are_dead(tmp_path: Path) -> None:
-    """`up` with three drivers was killed, and is started with one. The second is frozen, not dead."""
+    """`up` with three drivers was killed, and is started with one. The second driver is frozen, not dead."""
     clock, rand = SystemClock(), Rand()
     argv = [sys.executable, "-c", "input()", DRIVER_MODULE]
 

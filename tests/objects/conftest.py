@@ -23,7 +23,7 @@ def s3_endpoint() -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def new_bucket(s3_endpoint: str) -> Callable[[], str]:
-    """Makes a bucket and returns its name."""
+    """Return a function that creates a bucket and returns its name."""
     import boto3
 
     client = boto3.client(

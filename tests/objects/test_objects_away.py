@@ -36,7 +36,7 @@ def waited(opening: Callable[[], Awaitable[T]], said: list[str]) -> asyncio.Futu
 
 
 class Mount:
-    """A tmpfs of `size`, which can be remounted; skipped where this user may not mount."""
+    """A tmpfs of `size` that can be remounted; the test is skipped where this user may not mount."""
 
     def __init__(self, at: Path, size: str) -> None:
         self.at = at
@@ -120,7 +120,7 @@ async def test_f508_a_directory_that_goes_read_only_is_waited_for_and_told_and_h
     small.read_only(False)
     await writing
     assert store.trouble() == "" and await store.get("b") == b"2"
-    # A writer that gave up leaves its trouble behind; `keep_proving` ends it.
+    # A cancelled writer leaves its trouble; `probe_while_suspected` clears it.
     small.read_only(True)
     with pytest.raises(UnavailableError, match="EROFS"):
         await RetryingObjects(store.inner, SystemClock(), Rand(), store="l", budget_s=0).put("c", b"")

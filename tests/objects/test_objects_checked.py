@@ -66,7 +66,7 @@ async def test_f620_a_flipped_answer_is_a_notice_and_a_damaged_object_an_error_a
 
 
 class Flipping(MemoryObjects):
-    """Flips a bit of the last byte of its next `flips` answers, and hears what is noticed."""
+    """A store that flips a bit in the last byte of its next `flips` answers, and records notices."""
 
     def __init__(self) -> None:
         super().__init__(ManualClock())

@@ -1,4 +1,4 @@
-"""The contract on memory, local and S3 (moto's server): bare, and behind `open_objects`."""
+"""The contract of stores on memory, local and S3 (moto's server): used directly, and through `open_objects`."""
 
 from __future__ import annotations
 

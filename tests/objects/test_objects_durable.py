@@ -32,7 +32,7 @@ def content(key: str) -> bytes:
 
 
 def record(root: Path, skip: frozenset[str] = frozenset()) -> Recorder:
-    """A run with concurrent writers, losers among them, into directories that do not exist yet."""
+    """Record a run with concurrent writers, some of which lose a race, into directories that do not exist yet."""
     recorder = Recorder(skip)
 
     async def main() -> None:
@@ -54,7 +54,7 @@ def record(root: Path, skip: frozenset[str] = frozenset()) -> Recorder:
 
 
 def damage(recorder: Recorder, root: Path, states: int, seed: int = 0) -> tuple[int, int]:
-    """(acknowledged objects missing, torn objects visible) over random crash states."""
+    """Return (acknowledged objects missing, torn objects visible) over random crash states."""
     source = random.Random(seed)
     missing = torn = 0
     for _ in range(states):
@@ -183,7 +183,7 @@ async def test_a_temporary_name_left_by_an_equally_seeded_process_is_no_conflict
 
 
 class Failing(RealSyscalls):
-    """Fails one kind of call with one error number."""
+    """File operations in which one kind of call fails with one error number."""
 
     def __init__(self, name: str, code: int) -> None:
         self._name = name
@@ -240,7 +240,7 @@ async def test_each_failure_of_the_disk_has_its_kind(
 
 
 class DirectorySyncFails(RealSyscalls):
-    """The first `times` syncs of the directory `sub` fail; `synced` counts those that did not."""
+    """File operations in which the first `times` syncs of the directory `sub` fail; `synced` counts the others."""
 
     def __init__(self, times: int) -> None:
         self._times = times
@@ -256,7 +256,7 @@ class DirectorySyncFails(RealSyscalls):
 
 
 async def test_an_object_that_can_be_seen_but_was_never_made_safe_is_not_acknowledged(tmp_path: Path) -> None:
-    """Reading it back proves nothing: the page cache shows what a power cut takes away."""
+    """Reading it back proves nothing: the page cache shows data that a power failure would lose."""
     for times in (2, 1_000):
         calls = DirectorySyncFails(times)
         local = LocalObjects.open(tmp_path / str(times), SystemClock(), Rand(), calls)

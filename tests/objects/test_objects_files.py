@@ -1,4 +1,4 @@
-"""An object as a file: what a file of the same bytes gives, and nothing is fetched that was not asked for."""
+"""An object as a file: equal to a file of the same bytes, and only requested ranges are fetched."""
 
 from __future__ import annotations
 

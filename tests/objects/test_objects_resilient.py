@@ -1,4 +1,4 @@
-"""Retries, lost acknowledgements, the bound on concurrency, and how failures of S3 are classified."""
+"""Retries, lost acknowledgements, the limit on concurrency, and the classification of S3 failures."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Script = list[tuple[bool, type[TidemillError] | None]]
 
 
 class Scripted(MemoryObjects):
-    """Memory objects whose calls follow a script; afterwards they behave."""
+    """Memory objects whose first calls follow a script."""
 
     def __init__(self, script: Script, reads: Sequence[type[TidemillError] | None] = ()) -> None:
         super().__init__(SystemClock())
@@ -252,7 +252,7 @@ async def test_metrics_count_calls_bytes_retries_and_what_reading_back_showed() 
 
 
 class Server:
-    """An HTTP server that answers every request the same way, or not at all."""
+    """An HTTP server that gives every request the same answer, or none."""
 
     def __init__(self) -> None:
         outer = self

@@ -12,7 +12,7 @@ from oracle_types import ENUM, MOODS, VALUES, WIDER
 
 
 class Changer(Worker):
-    """Changes descriptions; what it did is noted in the tables once it is committed."""
+    """Changes descriptions, and notes each change in the tables once it is committed."""
 
     def __init__(self, *args: Any, make: Callable[[], Table]) -> None:
         super().__init__(*args)

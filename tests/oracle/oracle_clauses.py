@@ -14,7 +14,7 @@ _UNKNOWN_TO_CLAUSES = ("bytea", "interval", "jsonb", "inet")
 
 
 def random_clause(rand: random.Random, table: Table) -> str:
-    """ "" = every row."""
+    """Return a random clause; "" selects every row."""
     if rand.random() < 0.15:
         return ""
     return _logic(rand, table, rand.randint(0, 3))

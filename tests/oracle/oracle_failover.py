@@ -23,7 +23,7 @@ from support.waiting import eventually
 
 STANDBY = "oracle_standby"
 SLOTS_SINCE = 17
-"""Failover slots; before that a promoted standby has none."""
+"""First version with failover slots; before it a promoted standby has none."""
 
 
 class Failover:
@@ -52,7 +52,8 @@ class Failover:
         return asyncio.run_coroutine_threadsafe(what, self._loop).result(30)
 
     def cut(self, slot: str) -> None:
-        """The standby has all that is committed now, and the slot where servers keep it in step, and nothing later."""
+        """Cut the standby off. It has every current commit, and the slot if the server synchronizes slots, and nothing
+        later."""
         with (
             psycopg.connect(self._server.dsn, autocommit=True) as control,
             psycopg.connect(self._standby.dsn, autocommit=True) as there,
@@ -74,7 +75,7 @@ class Failover:
         cut_off(self._standby)
 
     def over(self) -> str:
-        """The DSN of the new primary."""
+        """Kill the primary and promote the standby. Return the DSN of the new primary."""
         kill(self._server)
         promote(self._standby)
 

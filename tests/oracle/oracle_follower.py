@@ -26,7 +26,7 @@ READ_S = 40.0
 
 
 class BrokenProtocol(AssertionError):
-    """The server did what the protocol rules out."""
+    """Raised when the server violates the protocol."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Follower(threading.Thread):
         self.params = params
         self.sse = sse
         self.shown: set[tuple[int | None, Shown]] = set()
-        """(xid, row) of every row that was ever held; None: it came with the initial rows."""
+        """(xid, row) of every row that was ever held; xid None: an initial row."""
         self.left: set[tuple[int, Shown]] = set()
         """(xid, key) of every delete."""
         self.took_over: set[int] = set()

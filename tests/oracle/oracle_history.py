@@ -17,7 +17,7 @@ XIDS = 1 << 32
 
 @dataclass(frozen=True)
 class Version:
-    """op: I, U, D, T (truncate), R (the description changed; every row follows as S)."""
+    """One logged version. op: I, U, D, T (truncate), R (the description changed; every row follows as S)."""
 
     n: int
     xid: int
@@ -27,7 +27,8 @@ class Version:
 
 
 class History:
-    """Read on at every pause of the writers: what is committed then has all its numbers below those to come."""
+    """History of the rows, read at every pause of the writers: all committed versions then have lower numbers than
+    later ones."""
 
     def __init__(self) -> None:
         self._last = 0
@@ -53,7 +54,7 @@ class History:
         return last
 
     def shown(self, number: int, columns: Sequence[str]) -> tuple[set[Shown], set[tuple[int, Shown]]]:
-        """(every row that was, as these columns; the same with the low half of the xid that wrote it)."""
+        """Return every past row, reduced to these columns, and the same with the low half of the xid that wrote it."""
         rows: set[Shown] = set()
         written: set[tuple[int, Shown]] = set()
         for version in (*self.of[number], *self._lost[number]):
@@ -64,12 +65,12 @@ class History:
         return rows, written
 
     def size_bytes(self, number: int, xid: int) -> int:
-        """Size of the values that a transaction wrote, by the low half of its xid."""
+        """Return the size of the values that a transaction wrote, by the low half of its xid."""
         rows = [v.new or v.old for v in (*self.of[number], *self._lost[number]) if v.xid % XIDS == xid]
         return sum(len(value or "") for row in rows for value in (row or {}).values())
 
     def gone(self, number: int, key: Sequence[str]) -> set[tuple[int, Shown]]:
-        """(xid, key) of each row that left its key, or its value."""
+        """Return (xid, key) of each row that left its key or changed its value."""
         return {
             (version.xid % XIDS, tuple(version.old[name] for name in key))
             for version in (*self.of[number], *self._lost[number])
@@ -77,7 +78,7 @@ class History:
         }
 
     def state(self, number: int, key: Sequence[str], lsn_of: Mapping[int, int], below_lsn: int) -> dict[Shown, Row]:
-        """The table as of the last commit below an LSN; `lsn_of`: xid → commit LSN."""
+        """Return the table as of the last commit below an LSN; `lsn_of`: xid → commit LSN."""
         known = [v for v in self.of[number] if lsn_of[v.xid] < below_lsn]
         return folded(sorted(known, key=lambda v: (lsn_of[v.xid], v.n)), key)
 

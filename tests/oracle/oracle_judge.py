@@ -46,9 +46,9 @@ class Shape:
     table: Table
     where: str
     columns: list[str]
-    """() = all"""
+    """Selected columns; () = all."""
     breaks: int = 0
-    """Columns of its table that had been renamed or dropped when it was made."""
+    """Number of columns of its table that had been renamed or dropped when it was created."""
     clients: list[Follower | StockClient] = field(default_factory=list)
 
     @property
@@ -71,7 +71,7 @@ class Source:
     marks: Callable[[], Mapping[str, Mapping[str, Any]]]
     confirmed_lsn: Callable[[], int]
     shards: Path | None = None
-    """The cluster's file, where a pipeline keeps the first tables."""
+    """The cluster's configuration file, if a pipeline keeps the first tables."""
 
 
 class Judge:
@@ -80,7 +80,7 @@ class Judge:
         self._history = history
         self._lsn_of: dict[int, int] = {}
         self._bounded: set[int] = set()
-        """Transactions whose ledger row came with a copy: `_lsn_of` is only at or above their commit."""
+        """Transactions whose ledger row was copied: `_lsn_of` is only an upper bound of their commit."""
         self._last_lsn = 0
         self.settle_s = SETTLE_S
         self._moved: dict[Follower | StockClient, int] = {}
@@ -89,8 +89,8 @@ class Judge:
         """Durations of each pause: how long each kind of result took to be correct."""
 
     def judge(self, mark: Mark, tables: Sequence[Table], shapes: Sequence[Shape], large: Sequence[Shape] = ()) -> None:
-        """`mark`: the ledger's last row; `large`: shapes over that table. Raises AssertionError with all that is
-        wrong."""
+        """Judge the world. `mark`: the ledger's last row; `large`: shapes over that table. Raises AssertionError with
+        all findings."""
         began_s = time.monotonic()
         took_s = {"ledger": self._until(lambda: self._ledger(mark))}
         last_lsn = self._last_lsn
@@ -111,7 +111,7 @@ class Judge:
         self._moved, self.settle_s = {}, SETTLE_S
 
     def captured(self, mark: Mark) -> None:
-        """Wait until it is, with all that was committed before."""
+        """Wait until the mark and all earlier commits are captured."""
         self._until(lambda: self._ledger(mark))
 
     def moved(self, shapes: Sequence[Shape], cut_lsn: int) -> None:
@@ -124,7 +124,7 @@ class Judge:
 
     @staticmethod
     def held(shapes: Sequence[Shape]) -> list[tuple[Follower | StockClient, int]]:
-        """Each client that holds a shape, and how often it started over."""
+        """Return each client that holds a shape, and the number of times that it started over."""
         views = [(client, client.view()) for s in shapes if not s.over for client in s.clients]
         return [(client, view.refetches) for client, view in views if view.complete and not view.refused]
 
@@ -138,7 +138,7 @@ class Judge:
 
     # the capture -----------------------------------------------------------------------------------
     def _ledger(self, mark: Mark) -> list[str]:
-        """The ledger's topic is its table; it says at which LSN each transaction is."""
+        """Compare the ledger's topic with its table, and learn the commit LSN of each transaction."""
         row = self._source.rows().get(LEDGER)
         if row is None or not row.is_streaming:
             return [f"{LEDGER} does not flow: {row}"]
@@ -353,7 +353,7 @@ class Judge:
         )
 
     def _never_shown(self, shape: Shape) -> list[str]:
-        """Rows that a client held, and PostgreSQL never had; keys that left without a delete or a change."""
+        """Return rows of clients that PostgreSQL never had, and keys that left without a delete or a change."""
         table, problems = shape.table, []
         for client in shape.clients:
             if isinstance(client, StockClient):
@@ -378,7 +378,8 @@ class Judge:
 
 
 def _waits_for_a_person(name: str, mark: Mapping[str, Any]) -> bool:
-    """A shard whose table was copied under another description than it has, and may be gone since, or was before."""
+    """Return whether a shard waits for an operator: the copy of its table has another description, or the table was
+    dropped."""
     said = ("with another schema", "captured database has no such table")
     return name.startswith("shard:") and bool(mark.get("parked")) and any(each in mark["error"] for each in said)
 

@@ -35,7 +35,7 @@ def connect(dsn: str, **options: Any) -> psycopg.Connection[Any]:
 
 
 class Gate:
-    """Open for writers; `closed()` waits until none is within a transaction."""
+    """A gate for writers; `closed()` waits until none is within a transaction."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -68,7 +68,8 @@ class Gate:
 
 
 def _check_who(connection: psycopg.Connection[Any], deadlock: str) -> None:
-    """Transactions of the application may be in each other's way, and never in ours. Raises AssertionError."""
+    """Check that no process of ours is part of a deadlock; transactions of the application may block each other. Raises
+    AssertionError."""
     pids = [int(pid) for pid in re.findall(r"[Pp]rocess (\d+)", deadlock)]
     found = connection.execute("SELECT application_name FROM pg_stat_activity WHERE pid = ANY(%s)", [pids]).fetchall()
     connection.commit()
@@ -76,7 +77,7 @@ def _check_who(connection: psycopg.Connection[Any], deadlock: str) -> None:
 
 
 class Worker(threading.Thread):
-    """One connection, one source of randomness; `step` is run through the gate until `stop`."""
+    """One connection and one source of randomness. `step` runs through the gate until `stop`."""
 
     def __init__(self, name: str, dsn: str, seed: str, tables: Sequence[Table], gate: Gate, pause_s: float) -> None:
         super().__init__(name=name, daemon=True)
@@ -84,7 +85,7 @@ class Worker(threading.Thread):
         self.counts: Counter[str] = Counter()
         self.failure: BaseException | None = None
         self.dsn = dsn
-        """Read between two transactions: another one leads to another server."""
+        """Address of the server, read between two transactions; a change leads to another server."""
         self.paused = False
         self._tables = tables
         self._gate = gate
@@ -242,7 +243,7 @@ class Writer(Worker):
             cursor.execute(change, ())
 
     def _shift(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """Each row moves to the key of the next one, which leaves it later in the same statement."""
+        """Move each row to the key of the next one, which leaves it later in the same statement."""
         numbers = [c for c in map(table.column, table.key) if c.kind in ("integer", "bigint", "smallint", "date")]
         if not numbers:
             return
@@ -252,7 +253,7 @@ class Writer(Worker):
         cursor.execute(f"UPDATE {_sql(table)} SET {name} = {name} {step} WHERE {name} >= {order}", ())
 
     def _exchange(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """Two rows take each other's key in one statement, or three in a ring."""
+        """Let two rows exchange their keys in one statement, or three in a ring."""
         names = ", ".join(map(_identifier, table.key))
         cursor.execute(
             f"WITH chosen AS (SELECT {names} FROM {_sql(table)} ORDER BY random() LIMIT {self.rand.choice([2, 3])}),"
@@ -292,7 +293,7 @@ class Writer(Worker):
         cursor.execute(f"DELETE FROM {_sql(table)} WHERE {test}", key)
 
     def _sweep(self, cursor: psycopg.Cursor[Any], table: Table) -> None:
-        """One statement over many rows."""
+        """Change many rows in one statement."""
         column = self.rand.choice(table.columns)
         if column.name in table.key:
             odds = f"hashtext({_name(column)}::text) %% 3 = {self.rand.randint(-2, 2)}"

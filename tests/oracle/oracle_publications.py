@@ -21,7 +21,8 @@ from oracle_types import ENUM
 from support.waiting import eventually
 
 SAFE_S = 60.0
-"""Two seconds are promised while the capture runs; it may have been killed, on a machine that is busy."""
+"""Limit for restoring an identity. The promise is two seconds while the capture runs; it may have been killed, on a
+busy machine."""
 WHOLE = (
     "SELECT count(*) FROM pg_class c WHERE c.relreplident = 'f' AND c.relkind = 'r' AND (c.oid = %(t)s::regclass"
     " OR c.oid IN (SELECT relid FROM pg_partition_tree(%(t)s::regclass)))"
@@ -41,7 +42,7 @@ class Publications:
         """Durations, in seconds, for which an identity that was ruled out remained."""
 
     def turn(self, connection: psycopg.Connection[Any]) -> None:
-        """Some go, some come. No writer is within a transaction."""
+        """Drop some publications and create others, while no writer is within a transaction."""
         rand = self._rand
         for name in [name for name in self._held if rand.random() < 0.5]:
             self._drop(connection, name)
@@ -93,7 +94,7 @@ class Publications:
             self.counts["with a row filter"] += 1
 
     def _list(self, connection: psycopg.Connection[Any], name: str) -> None:
-        """One that rules out FULL."""
+        """Create one whose column list rules out FULL."""
         fit = [t for t in self._tables if not (t.gone or t.listed or t.deferrable or t.whole)]
         if not fit:
             return
@@ -111,7 +112,7 @@ class Publications:
         self.safe_s.append(round(time.monotonic() - began_s, 1))
 
     def _inserts(self, connection: psycopg.Connection[Any], name: str) -> None:
-        """A column list that has no say in UPDATE and DELETE."""
+        """Create one with a column list that does not apply to UPDATE and DELETE."""
         table = self._rand.choice([t for t in self._tables if not t.gone])
         self._create_list(connection, name, table, "insert")
         self.counts["with a column list, of inserts"] += 1

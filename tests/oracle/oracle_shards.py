@@ -31,7 +31,7 @@ class _Absent(Exception):
 
 
 def pipeline_of(capture: str, tables: Sequence[Table]) -> str:
-    """A pipeline file that keeps all these."""
+    """Return a pipeline file that keeps all these tables."""
     lines = [f"    p.table({shard_of(t)!r}, p.capture({capture!r}).table({_name(t)!r}))" for t in tables]
     return "\n".join(["def build(p):", *lines, ""])
 
@@ -41,7 +41,7 @@ def shard_of(table: Table) -> str:
 
 
 def wanted_of(table: Table, rows: Sequence[Sequence[str | None]]) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Key → values, from what `table.select()` printed."""
+    """Return key → values from the output of `table.select()`."""
     makers = {column.name: _maker(column.bare) for column in table.columns}
     out = {}
     for values in rows:
@@ -55,7 +55,7 @@ def wanted_of(table: Table, rows: Sequence[Sequence[str | None]]) -> dict[tuple[
 
 
 def found_of(config: Path, table: Table) -> dict[tuple[Any, ...], dict[str, Any]]:
-    """Key → values, from the shard as of the latest time that it has."""
+    """Return key → values from the shard, as of its latest time."""
     with tidemill.connect(config) as cluster:
         read = cluster.table(shard_of(table)).to_arrow()
     columns = {name: _plain(read.column(name)) for name in table.names}
@@ -66,7 +66,7 @@ def found_of(config: Path, table: Table) -> dict[tuple[Any, ...], dict[str, Any]
 def unlike(
     wanted: dict[tuple[Any, ...], dict[str, Any]], found: dict[tuple[Any, ...], dict[str, Any]]
 ) -> list[tuple[Any, Any, Any]]:
-    """(key, wanted, found) of each row that differs; NaN is NaN, and −0 is not 0."""
+    """Return (key, wanted, found) of each row that differs; NaN equals NaN, and −0 differs from 0."""
     return [
         (key, wanted.get(key), found.get(key))
         for key in wanted.keys() | found.keys()
@@ -79,7 +79,7 @@ def _name(table: Table) -> str:
 
 
 def _plain(column: pa.ChunkedArray) -> list[Any]:
-    """Dates and times as their numbers: Python has none beyond the year 9999."""
+    """Return dates and times as numbers: Python has none beyond the year 9999."""
     if pa.types.is_date32(column.type):
         column = column.cast(pa.int32())
     elif pa.types.is_timestamp(column.type):

@@ -52,7 +52,7 @@ class Column:
     name: str
     kind: str
     default: str | None = None
-    """A literal's text; None = nullable, without a default."""
+    """Text of its literal; None = nullable, without a default."""
 
     @property
     def sql(self) -> str:
@@ -82,25 +82,25 @@ class Table:
     deferrable: str = ""
     """The INITIALLY of its deferrable key: IMMEDIATE or DEFERRED."""
     whole: bool = False
-    """The application itself gives it REPLICA IDENTITY FULL."""
+    """Set if the application itself gives it REPLICA IDENTITY FULL."""
     listed: str = ""
     """A publication of another owner that rules out REPLICA IDENTITY FULL: until it is dropped, the table is refused or
     parked."""
     broken: list[str] = field(default_factory=list)
-    """Changes of its description since it was last copied, after which it may be parked."""
+    """Changes of its description since the last copy, any of which may park it."""
     changed: list[str] = field(default_factory=list)
     """All changes of its description."""
     breaks: int = 0
     """Number of its columns that were renamed or dropped so far."""
     left: set[str] = field(default_factory=set)
-    """Names that its columns were renamed from, or dropped with …"""
+    """Former names of its renamed columns, and names of dropped ones."""
     again: set[str] = field(default_factory=set)
-    """… and those of them that another column has had since: a topic that is parked may have the old one under it."""
+    """Names of `left` that another column has had since: a parked topic may have the old column under it."""
     rewritten: bool = False
     """Set by TRUNCATE or a change that rewrites all rows, reset by a copy."""
     gone: bool = False
     kept: bool = False
-    """A pipeline keeps it in a shard, and if it was copied again, then because that was accepted for the shard, too."""
+    """Set while a pipeline keeps it in a shard; a new copy keeps it set only if it was accepted for the shard, too."""
 
     def may_be_paused(self, reason: str) -> bool:
         """Return whether the table may be parked for this reason. A permitted change parks when the rows were rewritten
@@ -184,7 +184,7 @@ class Table:
         return f"jsonb_build_object({', '.join(parts)})"
 
     def select(self, columns: Sequence[str] = (), where: str = "") -> str:
-        """Every value as text, booleans as true and false."""
+        """Return the query for every value as text, booleans as true and false."""
         shown = []
         for name in columns or self.names:
             value = identifier(name)
@@ -202,7 +202,7 @@ def random_column(rand: random.Random, taken: Sequence[str], kind: str = "") -> 
 
 
 def random_table(rand: random.Random, number: int, *, deferrable: bool = False) -> Table:
-    """`deferrable`: half of those without partitions have such a key."""
+    """Return a random table. `deferrable`: half of those without partitions have such a key."""
     partitioned = rand.random() < 0.2
     kinds = ["integer" if partitioned else rand.choice(KEY_TYPES)]
     kinds += [rand.choice(KEY_TYPES) for _ in range(rand.choice([0, 0, 1, 2]))]

@@ -1,4 +1,4 @@
-"""Captured topics, read with Kafka's own client and folded by key, and what the catalogue says of their tables."""
+"""Captured topics, read with Kafka's own client and folded by key, and the catalogue's rows of their tables."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ READ_S = 60.0
 
 @dataclass(frozen=True)
 class Record:
-    """place: (commit LSN, ordinal)."""
+    """One record of a topic. place: (commit LSN, ordinal)."""
 
     partition: int
     offset: int
@@ -33,7 +33,7 @@ class Record:
 
 
 def read_topic(brokers: str, topic: str) -> list[Record]:
-    """All its records, partition by partition. Fails when it cannot be read within READ_S."""
+    """Return all records of a topic by partition. Raises AssertionError if it cannot be read within READ_S."""
     consumer = Consumer(
         {"bootstrap.servers": brokers, "group.id": "oracle", "enable.partition.eof": True, "check.crcs": True,
          "enable.auto.commit": False, "isolation.level": "read_committed", "log_level": 0}
@@ -69,7 +69,7 @@ def _record(message: Any) -> Record:
 
 
 def _values(text: bytes | None) -> dict[str, Any] | None:
-    """JSON with its numbers as the text they were written as."""
+    """Parse JSON, with numbers as their original text."""
     if text is None:
         return None
     found = json.loads(text, parse_int=str, parse_float=str)
@@ -82,7 +82,7 @@ def twice(records: Sequence[Record]) -> list[Record]:
 
 
 def table_of(row: CaptureTableRow, records: Sequence[Record], key: Sequence[str]) -> dict[Shown, Row]:
-    """The topic as a table under its newest description, by the rules that a reader has."""
+    """Fold the topic into a table under its newest description, by the documented rules for readers."""
     rows: dict[Shown, tuple[Row, int]] = {}
     newest = columns_at_version(row.columns, row.version)
     for record in records:
@@ -110,8 +110,9 @@ def _now(value: str | None, then: str, now: str) -> str | None:
 
 
 def alike(kind: str, a: str | None, b: str | None) -> bool:
-    """Texts of one value: floats by value, since their texts may come from different programs, and a `real` has more
-    digits once its column is wider than it was captured as; a boolean's default is kept by its letter."""
+    """Compare two texts of one value. Floats are compared by value, because other programs print other texts, and a
+    `real` has more digits once its column is wider than when it was captured. A boolean's default is compared by its
+    letter."""
     if kind == "boolean" and a is not None and b is not None:
         return a[0] == b[0]
     if a == b or a is None or b is None or kind not in ("real", "double precision"):

@@ -9,7 +9,7 @@ from datetime import date, timedelta
 
 ENUM = "oracle.mood"
 MOODS = ("sad", "ok", "hap'py", "Ünsure", "new one")
-"""The last one is added to the enum while the world runs."""
+"""Values of the enum; the last one is added while the world runs."""
 TOAST_CHARS = (2_500, 9_000)
 _ODD = "aZ09 éß漢😀'\"\\,{}/._%-\t\n\r;$()|\x01"
 

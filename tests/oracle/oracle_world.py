@@ -2,8 +2,8 @@
 
     tables, shapes ─► [ writers + changes of descriptions + SIGKILL, SIGSTOP ] ─► pause, judge ─► again … ─► judge
 
-The seed fixes tables, clauses, the statements of each writer and the kinds of faults; how they fall together is the
-machine's affair.
+The seed determines tables, clauses, the statements of each writer and the kinds of faults; their timing depends on the
+machine.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Plan:
     changes: bool = True
     pause_s: float = 0.03
     shards: bool = False
-    """A pipeline keeps the first tables; faults are the driver's, too."""
+    """Let a pipeline keep the first tables; faults then affect its driver, too."""
     publications: bool = False
     """Create publications of other owners over the same tables."""
     deferrable: bool = False
@@ -129,7 +129,7 @@ class World:
         self.tables.append(table)
 
     def _seed_rows(self) -> None:
-        """Rows that are there before anybody captures them."""
+        """Insert rows before the tables are captured."""
         writer = Writer("seeding", self.dsn, str(self.plan.seed), self.tables, self.gate, 0)
         with connect(self.dsn) as connection:
             for _ in range(20):
@@ -170,7 +170,7 @@ class World:
         return Source(CAPTURE, self.cluster.kafka, select, rows, lambda: self.cluster.marks(), confirmed, shards)
 
     def _follow(self, table: Table) -> None:
-        """Some shapes over a table, each with clients of different kinds."""
+        """Create shapes over a table, each with clients of different kinds."""
         rand = self.rand
         for number in range(rand.randint(1, 3)):
             where = random_clause(rand, table) if number else ""
@@ -241,7 +241,7 @@ class World:
         assert self.counts["committed"] > 5 * self.plan.rounds, f"the writers did next to nothing: {self.counts}"
 
     def _round(self) -> None:
-        """Faults at random moments of it, and a calm end, so that the node can be judged."""
+        """Inject faults at random moments of a round, and end it calmly, so that the node can be judged."""
         moments = sorted(self.rand.random() * self.plan.round_s * 0.9 for _ in range(self.plan.kills))
         began_s = time.monotonic()
         for moment in [*moments, self.plan.round_s]:
@@ -300,7 +300,7 @@ class World:
         assert quiet.counts["committed"], "nothing was written beside"
 
     def _fail_over(self) -> None:
-        """The standby has nothing of what is committed between its cut and its promotion."""
+        """Fail over. The standby lacks all commits between its cut and its promotion."""
         assert self.failover is not None
         for worker in self.workers:
             worker.paused = isinstance(worker, Changer)
@@ -322,7 +322,7 @@ class World:
                 worker.dsn = self.dsn
 
     def _go_on(self) -> None:
-        """Tables that are parked are copied again, tables that are new get clients."""
+        """Copy parked tables again, and give new tables clients."""
         rows = self.judge._source.rows()
         followed = {shape.table.number for shape in self.shapes}
         for table in self.tables:

@@ -1,6 +1,7 @@
-"""Random schemas, clauses, transactions and changes of descriptions against real servers; SIGKILL at random points.
+"""Random schemas, clauses, transactions and changes of descriptions against real servers, with SIGKILL at random
+points.
 
-`./dev bench oracle` runs the same for as long as one likes.
+`./dev bench oracle` runs the same without a limit.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The wheel in an empty environment: what each extra installs, and one command of each. It downloads packages."""
+"""The wheel in an empty environment: the packages of each extra, and one command of each. The test downloads
+packages."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tidemill.shards.read import hash_ranges, part_reader
 
 @pytest.fixture(scope="session")
 def new_bucket() -> Iterator[Callable[[], str]]:
-    """Makes a bucket and returns its URL; the server is started at the first use."""
+    """Return a function that creates a bucket and returns its URL; the server starts at the first use."""
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -43,7 +43,8 @@ def new_bucket() -> Iterator[Callable[[], str]]:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every part an object that is read in pieces, every read held, a range for fifty rows, merges of two."""
+    """Use small limits: every part is an object read in pieces, every read is held, ranges have fifty rows, merges have
+    two parts."""
     for writer in (handle, compaction):
         monkeypatch.setattr(writer, "INLINE_PART_BYTES", 0)
     monkeypatch.setattr(part_reader, "WHOLE_FETCH_BYTES", 0)

@@ -1,4 +1,4 @@
-"""A flipped bit of a stored part is Corrupt with the object's key for every reader, and never another value."""
+"""A flipped bit of a stored part is a CorruptError with the object's key for every reader, and never another value."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stored(world: World, name: str = "orders") -> list[Part]:
 
 
 def flip(world: World, part: Part, at: Callable[[bytes], int], bit: int = 0) -> None:
-    """One bit of the object becomes another; the store notices nothing."""
+    """Flip one bit of the object without the store's notice."""
     data = bytearray(bytes(world.portal.call(world.stores.objects.get(part.object_key))))
     data[at(bytes(data))] ^= 1 << bit
     world.portal.call(world.stores.objects.delete(part.object_key))
@@ -38,7 +38,7 @@ def flip(world: World, part: Part, at: Callable[[bytes], int], bit: int = 0) -> 
 
 
 def in_column(name: str) -> Callable[[bytes], int]:
-    """Near the end of the first chunk of a column."""
+    """Return a position near the end of the first chunk of a column."""
 
     def at(data: bytes) -> int:
         metadata = pq.read_metadata(pa.BufferReader(data))
@@ -120,7 +120,7 @@ def summed(orders: Table, connection: duckdb.DuckDBPyConnection) -> Any:
 
 
 def duck_forgets() -> None:
-    """Another process, which verified nothing yet."""
+    """Simulate another process, which has verified nothing yet."""
     from tidemill.query import duckdb_views
 
     duckdb_views._verified.clear()

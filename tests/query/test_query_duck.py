@@ -158,7 +158,7 @@ def test_keys_that_an_engine_takes_for_one_stay_two(world: World, pair: str) -> 
 
 
 def test_filters_and_aggregates_over_a_key_that_is_nan_answer_as_over_a_copy(world: World) -> None:
-    """A part's statistics leave NaN out, which is the greatest value of a column."""
+    """A part's statistics ignore NaN, which is the greatest value of a column."""
     _fill(world, 10, "k", "float64", [(float(n), n, 1) for n in range(3000)] + [(math.nan, 9, 1)])
     world.merge(9, "t")
     with duckdb.connect() as connection:

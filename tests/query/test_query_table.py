@@ -63,7 +63,7 @@ def test_every_way_of_reading_gives_the_contents_at_that_time(everywhere: World)
 def test_what_a_stream_reads_stays_though_it_is_merged_and_collected_after_each_choice(
     everywhere: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A1: who chose before it held would meet objects that are gone."""
+    """A1: a reader that chose parts before its hold would find objects deleted."""
     everywhere.append(10, [(i, "open", 1) for i in range(200)])
     everywhere.append(20, [(i, "open", 1) for i in range(200, 400)])
     orders, real = everywhere.cluster.table("orders"), LogShard.batches_until

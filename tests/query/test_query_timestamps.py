@@ -1,4 +1,4 @@
-"""Times with a zone and without as each reader's own types: Arrow, DuckDB, Polars, and filters on them."""
+"""Timestamps with and without a time zone as each reader's own types: Arrow, DuckDB, Polars, and filters on them."""
 
 from __future__ import annotations
 

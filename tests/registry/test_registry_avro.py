@@ -1,4 +1,4 @@
-"""Avro: which schemas are schemas, which are one, and which read what others wrote (specification 1.12, resolution)."""
+"""Avro: valid schemas, equal schemas, and compatible schemas (specification 1.12, schema resolution)."""
 
 from __future__ import annotations
 
@@ -137,14 +137,14 @@ def test_a_name_that_is_not_in_the_namespace_is_the_one_without_a_namespace_as_i
     new = parse_schema(SubmittedSchema("AVRO", text, (Reference("Common", "common", 2),)), wider)
     assert find_problems("BACKWARD", new, plain, StepBudget()) == []
     assert find_problems("FORWARD", new, plain, StepBudget()) != []
-    # Of a schema that refers to this one its own names are known.
+    # A schema that refers to this one sees its names.
     order = SchemaRow(3, "AVRO", text, references=references)
     outer = record("o:Order", "c:Common", name="com.x.Outer")
     places |= {("order", 1): order}
     parse_schema(SubmittedSchema("AVRO", outer, (*references, Reference("com.x.Order", "order", 1))), places)
     with pytest.raises(RegistryError, match="unknown type"):
         parse_schema(SubmittedSchema("AVRO", text), {})
-    # One of the namespace comes first.
+    # A type of the own namespace takes precedence.
     own = record(f"o:{record('y:string', name='Common')}", "c:Common", name="com.x.Order")
     found = parse_schema(SubmittedSchema("AVRO", own, references, normalize=True), places)
     assert found.text.count("com.x.Common") == 2
@@ -192,7 +192,7 @@ VALUES: dict[str, Any] = {
 
 
 def _values(kind: Any) -> list[Any]:
-    """Values that a writer of this type may write, one of each branch."""
+    """Return values that a writer of this type may write, one for each branch."""
     if isinstance(kind, list):
         return [value for branch in kind for value in _values(branch)]
     if isinstance(kind, dict):

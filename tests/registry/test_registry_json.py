@@ -1,4 +1,4 @@
-"""JSON Schema: which are schemas, and whether documents of one are valid for another, by content model."""
+"""JSON Schema: valid schemas, and whether documents of one are valid for another, by content model."""
 
 from __future__ import annotations
 

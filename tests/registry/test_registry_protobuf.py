@@ -1,4 +1,4 @@
-"""Protobuf: files as texts and as descriptors, and which read what others wrote."""
+"""Protobuf: files as texts and as descriptors, and their compatibility."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_what_is_stored_is_understood_again_without_its_compiler(monkeypatch: py
     ],
 )  # fmt: skip
 def test_what_is_no_file_is_refused_in_the_compilers_words(text: str) -> None:
-    if text == "CgNhYmM=":  # a descriptor with a name and nothing else is a file, if an odd one
+    if text == "CgNhYmM=":  # a descriptor with only a name is still a file
         assert parse_schema(SubmittedSchema("PROTOBUF", text), {}).descriptor
         return
     with pytest.raises(RegistryError) as refused:

@@ -1,4 +1,4 @@
-"""A descriptor's text says what the descriptor says: compiled again, it is the same schema."""
+"""The text generated for a descriptor is equivalent: it compiles to the same schema."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ async def test_a_deletion_of_unknown_outcome_is_told_as_done() -> None:
 
 
 async def test_any_mixture_of_changes_by_many_nodes_with_faults_leaves_whole_rows() -> None:
-    """Seeded: registrations and deletions of both kinds race, and a third of the commits ends unknown."""
+    """Registrations and deletions of both kinds race, by a seed, and a third of the commits has an unknown outcome."""
     async with Cluster() as cluster:
         for seed in range(4):
             rand = random.Random(seed)
@@ -109,7 +109,7 @@ NOT_THERE = {40401, 40402, 40403, 40404, 40405, 40406, 40407}
 
 
 async def _work(node: Registry, rand: random.Random) -> None:
-    """A refusal must be that of something another one was faster with; any other error fails the test."""
+    """Register and delete at random. Only errors that a faster competitor explains are accepted."""
     for _ in range(12):
         subject, text = rand.choice("st"), record(f"f{rand.randrange(4)}:int")
         codes = set()

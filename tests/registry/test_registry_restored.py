@@ -1,4 +1,4 @@
-"""A bucket alone brings every schema back, and the deep check walks the registry's rows."""
+"""A restore from the bucket brings every schema back, and the deep check covers the registry's rows."""
 
 from __future__ import annotations
 

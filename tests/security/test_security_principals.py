@@ -1,4 +1,4 @@
-"""Rules that make principals of distinguished names, as Kafka's ssl.principal.mapping.rules do."""
+"""Rules that map distinguished names to principals, like Kafka's ssl.principal.mapping.rules."""
 
 from __future__ import annotations
 

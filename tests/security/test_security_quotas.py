@@ -1,4 +1,4 @@
-"""Quotas as a pure core: whose bucket, how long the silence, and what is kept of them."""
+"""Quotas as a pure core: the bucket that counts, the throttle time, and bounded memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The authorizer against a model written from Kafka's words, rule by rule; and rules as rows."""
+"""The authorizer against a model that follows Kafka's documentation rule by rule; and rules as rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SCRAM as a server: the RFC's own exchanges, a client that we did not write in Kafka's tests, and hostile messages."""
+"""SCRAM as a server: the RFC's exchanges, an independent client (in the Kafka tests), and hostile messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bearer tokens: which count, which do not, and where their keys come from."""
+"""Bearer tokens: accepted and rejected ones, and the sources of their keys."""
 
 from __future__ import annotations
 

@@ -210,7 +210,7 @@ def test_a_rejected_command_is_a_no_op() -> None:
 
 
 async def test_commit_cost_is_flat_in_the_number_of_batches() -> None:
-    """Counted, not timed: one record of a few hundred bytes, at 10 batches and at 1,500."""
+    """The cost is counted, not timed: one record of a few hundred bytes, at 10 batches and at 1,500."""
     world = World()
     shard = await world.open()
     part = await shard.write_part(updates([(1, "a", 1, 1)]))

@@ -1,4 +1,4 @@
-"""Bindings over a long time: deltas, "still the same", truncation; a handle equals the list of what was minted."""
+"""Bindings over a long time: deltas, advances, truncation; a handle equals the list of minted bindings."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def by_pieces(part: Part, data: bytes) -> pa.Table:
 
 
 def by_an_engine(part: Part, data: bytes) -> pa.Table:
-    """One that verifies nothing, and reads through `VerifiedFile`."""
+    """Read with an engine that verifies nothing, through `VerifiedFile`."""
     file: Any = VerifiedFile(part, io.BytesIO(data))  # type: ignore[arg-type]
     return pq.ParquetFile(file, page_checksum_verification=False).read()
 

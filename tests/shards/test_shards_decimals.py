@@ -1,4 +1,4 @@
-"""A decimal becomes one of another scale exactly, or is refused; DuckDB says which value it is."""
+"""Conversion of decimals to another scale: exact or refused, with DuckDB as the reference."""
 
 from __future__ import annotations
 

@@ -250,7 +250,7 @@ async def test_what_a_version_widened_is_told_with_the_type_it_had() -> None:
 
 
 def test_no_prefix_of_a_checkpoint_has_a_batch_that_is_newer_than_its_schema() -> None:
-    """A round that finds a new version and a batch rewritten under it: a manifest may be cut between its groups."""
+    """A round finds a new version and a batch rewritten under it. A manifest may be cut between its groups."""
 
     def part(data: bytes) -> Part:
         return Part(1, 10, inline=data, max_hash=2**64 - 1)

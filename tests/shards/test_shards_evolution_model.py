@@ -34,7 +34,7 @@ WIDER = {"int16": "int32", "int32": "int64", "float32": "float64", "decimal(4,2)
 DEFAULTS = {"int": "7", "float": "0.1", "decimal": "1.5", "string": "é", "bool": "true"}
 FLOATS = [0.0, -0.0, 0.1, float("nan"), float("inf"), -1.5]
 Row = tuple[str, ...]
-"""repr of each value, in the order of columns of the version it was written under."""
+"""repr of each value, in the column order of the version under which it was written."""
 
 
 def kind_of(type_name: str) -> str:
@@ -69,7 +69,7 @@ class EvolutionModel(RuleBasedStateMachine):
         self.state: ShardState = apply(None, Create("t", "id", schema))  # type: ignore[assignment]
         self.schemas = [schema]
         self.rows: list[tuple[dict[str, Any], int, int]] = []
-        """Values by name as they were written, time, diff."""
+        """(values by name as written, time, diff)"""
         self.live: list[dict[str, Any]] = []
         self.decoded: dict[tuple[bytes, int], pa.Table] = {}
 
@@ -155,7 +155,8 @@ class EvolutionModel(RuleBasedStateMachine):
         self.rows += updates
 
     def evolve(self, asked: list[str]) -> None:
-        """`widen`: the newest column that can be; a type: a column of it, with `=` one with a default."""
+        """Evolve the schema. `widen`: widen the newest column that permits it; a type: add a column of it, with `=` one
+        with a default."""
         before = self.state.schema
         kinds = [kind for kind in asked if kind != "widen"]
         add = tuple(

@@ -25,7 +25,7 @@ def mix(x: int) -> int:
 
 
 def lane(value: Any, kind: pa.DataType) -> int:
-    """The documented rule, one value at a time."""
+    """Hash one value by the documented rule."""
     if value is None:
         return 0x9E3779B97F4A7C15
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""Holds as their users take them: renewed while used, bounded in number, and no write where nothing can be lost."""
+"""Holds in use: renewed while needed, bounded in number, and without a write where no history can be lost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Columns with more texts than one array holds, and texts that are far larger in memory than where they are stored."""
+"""Columns with more text than one array holds, and texts that are far larger in memory than in storage."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ POOLS: list[Any] = []
 
 @contextmanager
 def peak() -> Iterator[Any]:
-    """A call that says how much Arrow has held at most since."""
+    """Return a function that returns the peak of Arrow's memory since this call."""
     before = pa.default_memory_pool()
     pool = pa.proxy_memory_pool(before)
     POOLS.append(pool)
@@ -82,7 +82,7 @@ def test_a_cut_is_as_long_as_both_limits_allow(sizes: list[int], limit_bytes: in
 
 
 def large(schema: ShardSchema, keys: list[int], times: list[int], diffs: list[int]) -> pa.Table:
-    """Updates with more than 2 GiB of text in all, of 32 MiB in memory: every chunk is the same one."""
+    """Return updates with more than 2 GiB of text but 32 MiB of memory: all chunks are the same one."""
     chunk = pa.array(["x" * MIB] * 32)
     chunks, rest = divmod(len(keys), len(chunk))
     assert rest == 0 and chunks * len(chunk) > 2048

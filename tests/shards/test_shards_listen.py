@@ -1,4 +1,4 @@
-"""Snapshots and listeners, with compaction in the middle: `regression_listen_compaction` and `truncate` of §4.4."""
+"""Snapshots and listeners with a compaction in between; rows outside the bounds of their batch are never shown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tidemill.shards.state.state import check_invariants
 
 
 async def gather(shard: LogShard, lower: int, upper: int) -> list[Delta]:
-    """Deltas of a listener from `lower` until it has reached `upper`."""
+    """Return the deltas of a listener from `lower` until it has reached `upper`."""
     out = []
     async with aclosing(shard.listen(lower)) as deltas:
         async for delta in deltas:
@@ -29,7 +29,7 @@ async def gather(shard: LogShard, lower: int, upper: int) -> list[Delta]:
 
 
 async def churn(shard: LogShard, count: int, start: int = 0) -> list[tuple[int, str, int, int]]:
-    """`count` batches that overwrite three keys in turn."""
+    """Append `count` batches that overwrite three keys in turn."""
     rows: list[tuple[int, str, int, int]] = []
     for at in range(start, start + count):
         key = at % 3

@@ -66,8 +66,8 @@ def row_of(draw: st.DrawFn, schema: ShardSchema) -> tuple[Any, ...]:
 
 @st.composite
 def histories(draw: st.DrawFn, schema: ShardSchema) -> list[tuple[Any, ...]]:
-    """Mostly what a shard holds: per key a row replaces the one before it. A run of it may begin anywhere; sometimes
-    updates that no writer makes are among them."""
+    """Return histories, mostly like those of a shard: per key a row replaces the one before it. A run may begin
+    anywhere, and some updates are ones that no writer makes."""
     live: dict[Any, tuple[Any, ...]] = {}
     rows = []
     for time in range(draw(st.integers(0, 8))):
@@ -98,7 +98,7 @@ def listed(rows: pa.Table) -> Counter[Any]:
 
 
 def by_grouping(schema: ShardSchema, updates: pa.Table, advance_to: int) -> pa.Table:
-    """The same by Arrow's group-by alone."""
+    """Compute the same by Arrow's group-by alone."""
     names = contents_schema(schema).names
     old = pc.less_equal(updates.column(TIME), advance_to)
     summed = updates.filter(old).group_by(names, use_threads=False).aggregate([(DIFF, "sum")])

@@ -48,7 +48,7 @@ class ShardModel(RuleBasedStateMachine):
         self.since = self.upper = 0
         self.listeners: list[Listener] = []
         self.readers: list[tuple[str, int, list[Batch]]] = []
-        """Holds, their times, and what was chosen under them."""
+        """Holds, their times, and the batches chosen under them."""
         self.holds = 0
 
     def run(self, coroutine: Any) -> Any:
@@ -78,7 +78,8 @@ class ShardModel(RuleBasedStateMachine):
         lost=st.sampled_from([None, None, (True, False), (False, False)]),
     )
     def appends(self, who: int, steps: list[dict[int, str | None]], whole: bool, compact: int, lost: Any) -> None:
-        """One batch of several times, or one batch a time; the answer of the first may be lost. Merges follow."""
+        """Append one batch of several times, or one batch per time; the answer of the first may be lost. Merges
+        follow."""
         shard = self.shards[who]
         if lost:
             shard._machine._log._consensus.script = [lost]  # type: ignore[attr-defined]
@@ -197,7 +198,8 @@ class ShardModel(RuleBasedStateMachine):
         self.hold(which)
 
     def hold(self, which: int) -> None:
-        """A listener's lease: one tick behind its frontier, for it must tell frontier - 1 from frontier."""
+        """Return the time of a listener's lease: one tick behind its frontier, to distinguish frontier - 1 from
+        frontier."""
         listener = self.listeners[which]
         shard = self.shards[listener.who]
         self.run(shard.set_hold(f"listener-{which}", max(0, listener.frontier - 1), 10**9))

@@ -1,4 +1,4 @@
-"""PostgreSQL's types and text: what becomes which column, and that nothing is silently changed."""
+"""PostgreSQL's types and texts: the column type of each, and no silent change of a value."""
 
 from __future__ import annotations
 

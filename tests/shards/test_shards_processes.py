@@ -1,4 +1,4 @@
-"""Writers in processes of their own, on SQLite and a directory: racing, and killed between upload and append."""
+"""Writers in separate processes, on SQLite and a directory: racing, and killed between upload and append."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A column that the source has no more stays in its shard, null from then on; one that comes back is added back."""
+"""A column that the source dropped stays in its shard, null from then on; one that returns is added back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A shard as rows: after every group that a checkpoint writes they are a state, and say of each time what was there."""
+"""A shard as rows: after each group that a checkpoint writes they form a valid state, with the contents of each
+time."""
 
 from __future__ import annotations
 
@@ -55,7 +56,7 @@ def test_rows_of_a_shard_whose_since_passed_their_upper_are_a_state_after_every_
 
 
 def test_a_batch_that_passes_the_upper_of_the_rows_comes_with_the_header_that_counts_it() -> None:
-    """Compaction moved all its times beyond that upper: until then a restore would show nothing in its place."""
+    """Compaction moved all its times beyond that upper: until then a restore would have no rows in its place."""
     old = after(
         None,
         Create("s", "id", SCHEMA),

@@ -1,4 +1,4 @@
-"""`timestamp` and `timestamp_ntz` are two types: neither is taken for the other, and old shards keep what they have."""
+"""`timestamp` and `timestamp_ntz` are two types: they are never confused, and old shards keep theirs."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ def test_what_has_a_zone_or_is_beyond_the_range_is_none(text: str) -> None:
 
 
 def test_a_key_has_one_hash_whichever_of_the_two_it_is() -> None:
-    """Pinned by the values of `timestamp`: a shard of one type and its successor of the other are cut alike."""
+    """Pinned by the values of `timestamp`: a shard of one type and its successor of the other have the same ranges of
+    keys."""
     numbers = pa.array(ENDS, pa.int64())
     hashes = [hash_rows(pa.table({"k": numbers.cast(kind)}), ("k",)).tolist() for kind in (INSTANT, CLOCK, pa.int64())]
     assert hashes[0] == hashes[1] == hashes[2]

@@ -33,7 +33,8 @@ PYTEST = (
 )  # fmt: skip
 ENDS_WITHIN_S = 60.0
 GOOD = {0, 5}
-"""pytest's exit status of a run that passed, and of one from which every test was deselected: all had run before."""
+"""Exit statuses of pytest for a passed run, and for one in which every test was deselected because all had run
+before."""
 
 BURN = """
 import os, signal, sys
@@ -86,7 +87,7 @@ def burners(count: int = BURNERS) -> Iterator[list[subprocess.Popen[bytes]]]:
 
 
 def summary(records: Sequence[Record]) -> list[str]:
-    """A line for each test that failed in a run, most often failed first, then what broke a run."""
+    """Return a line for each test that failed in a run, most frequent first, then the reasons of broken runs."""
     counts: dict[str, list[int]] = {}
     for record in records:
         for test in record.outcomes:

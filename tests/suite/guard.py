@@ -1,4 +1,4 @@
-"""Fails a quick test that starts a process, also where the test or the product swallows the error."""
+"""Fail a quick test that starts a process, even if the test or the product swallows the error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EVENTS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.exe
 
 
 class ProcessStarted(RuntimeError):
-    """A test that runs under --quick tried to start a process."""
+    """Raised when a test that runs under --quick tries to start a process."""
 
 
 class Guard:

@@ -40,8 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """pytest-xdist starts a worker. All workers must collect the same tests, also one that replaces another during the
-    run, so they do not read the file themselves."""
+    """Send the recorded outcomes to a worker that pytest-xdist starts. All workers must collect the same tests, also
+    one that replaces another during the run, so they do not read the file themselves."""
     node.workerinput["recorded"] = sorted(node.config.stash[DONE])
 
 
@@ -80,7 +80,7 @@ class Recorder:
             self._write(test="", outcome="broken", output=report.longreprtext[-OUTPUT_CHARACTERS:])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """One line a test: the first phase that failed, else what its call came to."""
+        """Write one line per test: the first phase that failed, else the outcome of its call."""
         if report.when == CRASHED_PHASE:
             self._write(test=report.nodeid, outcome="crashed", output=report.longreprtext)
         elif report.failed and report.nodeid not in self._written:

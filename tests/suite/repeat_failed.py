@@ -23,10 +23,10 @@ from suite.recording import Record, read
 MOST_FAILED = 5
 TIMES = 3
 TESTS_FAILED = 1
-"""pytest's exit status when tests ran and some failed; every other one except 0 says that the run itself failed."""
+"""Exit status of pytest when tests ran and some failed; every other one except 0 means that the run itself failed."""
 
 Run = Callable[[Sequence[str]], Record]
-"""Runs the command with more arguments, and returns what became of its tests."""
+"""Runs the command with additional arguments, and returns the outcomes of its tests."""
 
 
 def why_not_repeated(first: Record) -> str | None:
@@ -45,7 +45,7 @@ def why_not_repeated(first: Record) -> str | None:
 
 
 def passed_again(tests: Sequence[str], again: Record) -> bool:
-    """Every one of `tests` ran and passed, and nothing else went wrong."""
+    """Return whether every one of `tests` ran and passed, without another fault."""
     passed = {test for test, outcome in again.outcomes.items() if outcome == "passed"}
     return again.status == 0 and passed == set(tests) and not again.failed and not again.broken
 

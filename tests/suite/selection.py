@@ -38,7 +38,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Marks are set before `-m` reads them; the random order is the last word on the order."""
+    """Set marks before `-m` reads them, and shuffle after all other plugins."""
     reader = Reader(config.rootpath)
     for item in items:
         if reader.starts(item):
@@ -70,7 +70,7 @@ def _is_named(item: pytest.Item, named: tuple[str, ...]) -> bool:
 
 
 def shuffle(items: list[pytest.Item], seed: int) -> None:
-    """Each file's tests stay together, so that what a module shares is made once."""
+    """Shuffle the tests. Each file's tests stay together, so that fixtures of a module are created once."""
     rand = random.Random(seed)
     files: dict[str, list[pytest.Item]] = {}
     for item in items:

@@ -3,7 +3,7 @@
 A test counts when the code that it can reach starts one: its functions, its fixtures, and the helpers and classes of
 this repository that these name. Product code is read only in the module that a test names: `Child` of the supervisor
 counts because its own methods start a process. A start deeper in the product is invisible here; such a test needs the
-marker `processes`, and `guard` detects a missing one.
+marker `processes`, and `guard` detects its absence.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ MARKERS = ("processes", "spark", "postgres", "node", "java", "go", "browser", "k
 
 
 class Reader:
-    """Remembers what it has read; one serves a whole collection. `root`: of the repository, whose files are read."""
+    """Remembers the code that it has read; one instance serves a whole collection. `root`: the repository whose files
+    are read."""
 
     def __init__(self, root: Path) -> None:
         self._root, self._not_ours = f"{root}/", f"{root}/.venv/"
@@ -43,7 +44,8 @@ class Reader:
         return any(self._reaches(function) for function in _functions(item))
 
     def _reaches(self, found: Any) -> bool:
-        """Depth first over what `found` names. A cycle is cut at what is being read: its other names decide."""
+        """Search depth first through the names of `found`. A cycle ends at a function that is being read: its other
+        names decide."""
         key = found if isinstance(found, type) else found.__code__
         if key not in self._starting:
             self._starting[key] = False
@@ -61,7 +63,7 @@ class Reader:
         )
 
     def _named(self, function: types.FunctionType) -> Iterator[Any]:
-        """The functions and classes, of files that are read, that the function names or closes over."""
+        """Return the functions and classes, of files that are read, that the function names or closes over."""
         names = _names(function.__code__)
         values: list[Any] = [function.__globals__[name] for name in names if name in function.__globals__]
         modules = [value for value in values if isinstance(value, types.ModuleType) and self._is_ours(value)]
@@ -104,7 +106,7 @@ def _methods(owner: type) -> Iterator[types.FunctionType]:
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
-    """The function's code and that of everything defined within it."""
+    """Return the function's code and that of all functions defined within it."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):

@@ -1,4 +1,4 @@
-"""`./dev flaky` counts failures over runs, continues what was interrupted, and leaves no process behind."""
+"""`./dev flaky` counts failures over runs, continues interrupted runs, and leaves no process behind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A test that leaves a change of its process behind fails, and the next test does not see the change."""
+"""A test that leaves a change of its process fails, and the next test does not see the change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ports that are chosen before a server listens on them are chosen once on a machine."""
+"""Ports that are chosen before a server listens on them are unique on the machine."""
 
 from __future__ import annotations
 

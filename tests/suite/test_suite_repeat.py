@@ -25,7 +25,7 @@ def passed(*tests: str) -> Record:
 
 
 class Runs:
-    """Answers each run with the next record, and keeps what was asked."""
+    """Answers each run with the next record, and stores its arguments."""
 
     def __init__(self, *records: Record) -> None:
         self.records, self.asked, self.said = list(records), [], ""

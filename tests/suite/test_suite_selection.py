@@ -1,4 +1,4 @@
-"""`--quick` leaves out what starts a process and fails what does so unseen; extended tests run when asked for."""
+"""`--quick` omits tests that start processes and fails those that do so undetected; extended tests run on request."""
 
 from __future__ import annotations
 

@@ -144,7 +144,8 @@ CODE = re.compile(r"`[^`\n]*`")
 ERRORS = re.compile(r"\b[Rr]aises?\b[^.]*?\b(Unavailable|Unknown|Corrupt|Closed|Missing|Invalid|Fenced|Conflict)\b")
 """Names of errors without `Error`, by which no class can be found."""
 
-OUTSIDE = re.compile(r"\bnotes/|\bDESIGN\b|\bseeds? ?\d{3}|\bthe house\b|\bfield notes\b")
+OUTSIDE = re.compile(r"\bnotes/|\bDESIGN\b|\bseeds? ?0\d\d\b|\bthe house\b|\bfield notes\b")
+"""References to documents that are not in the repository. Seeds without a leading zero are those of the simulation."""
 
 PROPER = frozenset(
     [
@@ -198,7 +199,9 @@ class Finding(NamedTuple):
 
 
 def sources_of(root: Path) -> list[Path]:
-    """The Python files of a folder, without those that npm installed there."""
+    """Return the Python files of a folder, without those that npm installed there, or the file that `root` is."""
+    if root.is_file():
+        return [root]
     return sorted(path for path in root.rglob("*.py") if "node_modules" not in path.parts)
 
 
@@ -263,8 +266,7 @@ def main() -> None:
     """Print the findings of the files and folders that are named, then their number by rule."""
     counts: dict[str, int] = {}
     for name in sys.argv[1:]:
-        root = Path(name)
-        for path in [root] if root.is_file() else sources_of(root):
+        for path in sources_of(Path(name)):
             for finding in findings_of(path):
                 print(finding)
                 counts[finding.rule] = counts.get(finding.rule, 0) + 1

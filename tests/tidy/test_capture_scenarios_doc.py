@@ -1,4 +1,4 @@
-"""docs/internals/capture-scenarios.md and the tests named by its ids are the same list, and no row is missing."""
+"""docs/internals/capture-scenarios.md and the tests with its ids are the same list, and no row is missing."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BY_ID = re.compile(rf"test_({ID}(?:_and_{ID})*)_")
 
 
 def rows() -> dict[str, str]:
-    """id → what shows it."""
+    """Return id → cell that names its proof."""
     found = ROW.findall(PAGE.read_text())
     assert len({i for i, _ in found}) == len(found), "an id stands in two rows"
     assert all(len(cells.split(" | ")) == 3 for _, cells in found)
@@ -31,7 +31,7 @@ def rows() -> dict[str, str]:
 
 @cache
 def defined(path: str) -> set[str]:
-    """Return the tests of a file: its own, and those that it imports from tests/support."""
+    """Return the tests of a file: those that it defines, and those that it imports from tests/support."""
     body = ast.parse((ROOT / path).read_text()).body
     imported = {alias.name for node in body if isinstance(node, ast.ImportFrom) for alias in node.names}
     return imported | {node.name for node in body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}

@@ -1,4 +1,4 @@
-"""Prose of the product, its tools and its pages: docstrings, comments, error texts are plain technical English."""
+"""Prose of the product, tools, tests and pages: docstrings, comments, error texts are plain technical English."""
 
 from __future__ import annotations
 
@@ -15,6 +15,21 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "tidemill"
 PRODUCT = (SOURCE, ROOT / "demo")
 TOOLS = (ROOT / "benchmarks", ROOT / "tests" / "sim", ROOT / "tests" / "support")
+TESTS = (
+    ROOT / "tests" / "base",
+    ROOT / "tests" / "capture",
+    ROOT / "tests" / "cli",
+    ROOT / "tests" / "clients",
+    ROOT / "tests" / "conftest.py",
+    ROOT / "tests" / "consensus",
+    ROOT / "tests" / "contracts",
+    ROOT / "tests" / "docs",
+    ROOT / "tests" / "e2e",
+    ROOT / "tests" / "faults",
+    ROOT / "tests" / "kafka",
+    ROOT / "tests" / "maintenance",
+    ROOT / "tests" / "registry",
+)
 PAGES = sorted(
     page
     for folder, pattern in ((ROOT, "*.md"), (ROOT / "docs", "**/*.md"))
@@ -22,7 +37,7 @@ PAGES = sorted(
     if page.name != "vocabulary.md" and page.parent.name != "rfcs"
 )
 """Pages to check: the vocabulary is excluded because it lists the words to avoid, the RFCs because they are records."""
-FILES = sorted(path for folder in (*PRODUCT, *TOOLS) for path in sources_of(folder))
+FILES = sorted(path for root in (*PRODUCT, *TOOLS, *TESTS) for path in sources_of(root))
 
 ALLOWED = {
     ("cli/serve.py", "No module named '"),  # Python's own text
@@ -92,6 +107,7 @@ def test_errors_end_in_error() -> None:
         ('''"""Return it. What is left goes to the caller."""''', "subject"),
         ('''"""Return it, once it is durable (K1)."""''', "lettered"),
         ('''"""Return it, as notes/kafka.md says."""''', "outside"),
+        ('''"""Return it, as seed 002 demands."""''', "outside"),
         ("""raise InvalidError("The name is wrong.")""", "capital"),
         ("""x = 1  # it is made anew""", "dialect"),
         ('''"""Read it. Raises MissingError, Unavailable."""''', "error"),
@@ -100,3 +116,11 @@ def test_errors_end_in_error() -> None:
 def test_a_planted_sentence_is_found(tmp_path: Path, source: str, rule: str) -> None:
     (tmp_path / "planted.py").write_text(source)
     assert rule in {finding.rule for finding in findings_of(tmp_path / "planted.py")}
+
+
+def test_errors_that_a_test_file_raises_and_seeds_of_the_simulation_are_allowed(tmp_path: Path) -> None:
+    source = '''"""Found by the simulation, seed 341."""\nraise InvalidError("The name is wrong.")'''
+    (tmp_path / "test_planted.py").write_text(source)
+    (tmp_path / "planted.py").write_text(source)
+    assert [finding.rule for finding in findings_of(tmp_path / "test_planted.py")] == []
+    assert [finding.rule for finding in findings_of(tmp_path / "planted.py")] == ["capital"]

@@ -11,7 +11,7 @@ from sim.scenarios import FAULTS
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "internals" / "shards-scenarios.md"
 COUNTS = {"41": 12, "43": 6, "44": 5, "45": 6}
-"""Rows of each section: a scenario is not dropped by accident."""
+"""Number of rows of each section, so that dropping a scenario by accident fails."""
 
 ROW = re.compile(r"^\| (M4\d{3}) \|(.*)\|$", re.MULTILINE)
 TEST = re.compile(r"^(?:async )?def (test_((?:m4\d{3}_)+)\w+)", re.MULTILINE)
@@ -19,7 +19,7 @@ NAMED = re.compile(r"`(tests/[^`]+)`")
 
 
 def rows() -> list[tuple[str, list[str]]]:
-    """(id, [scenario, alone, through Spark])"""
+    """Return (id, [scenario, alone, through Spark]) of every row."""
     return [(i, [cell.strip() for cell in cells.split(" | ")]) for i, cells in ROW.findall(PAGE.read_text())]
 
 

@@ -1,4 +1,4 @@
-"""Style as tests: what STYLE.md promises and a reader relies on."""
+"""The mechanical rules of STYLE.md as tests."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ ROOMS = sorted(p.name for p in SOURCE.iterdir() if (p / "__init__.py").exists())
 FILES = sorted([*SOURCE.rglob("*.py"), *(ROOT / "demo").rglob("*.py")])
 SIMULATION = ROOT / "tests" / "sim"
 SIMULATED = [p for p in sorted(SIMULATION.rglob("*.py")) if not p.name.startswith("test_")]
-"""A seed decides everything in them, so that the rules of the product hold for them, too."""
+"""Files of the simulation in which a seed decides everything, so that the product's rules apply to them, too."""
 MAX_LINES = 500
 MAX_LINES_SIMULATION = 600
 """The simulation is a test, and not layered like the product."""
 MAX_FILES = 13
-"""Modules of a folder, and the one that describes it."""
+"""Limit of the modules of a folder, plus the one that describes it."""
 LARGE_FOLDERS = {f"src/tidemill/{name}" for name in ("kafka/handlers", "metastore/rows", "metastore/lsm")}
-"""One module per API key or row family; the LSM, which is one algorithm."""
+"""Folders with one module per API key or row family, and the LSM, which is one algorithm."""
 
 RAW_CALLS = {
     ("time", "time"),
@@ -38,7 +38,8 @@ RAW_CALLS = {
 }
 CLOCK_HOME = SOURCE / "base" / "clock.py"
 TASK_HOMES = {SOURCE / "base" / "runtime" / "tasks.py", SIMULATION / "loop.py", SIMULATION / "world.py"}
-"""The simulation makes the loop itself, and tasks in the context of an actor that can die."""
+"""Modules that may create tasks. The simulation creates the loop itself, and tasks in the context of an actor that can
+die."""
 PURE_NAMES = {"apply.py", "state.py", "commands.py", "flush_tracker.py", "operator.py"}
 IMPURE_IMPORTS = {"asyncio", "time", "random", "structlog", "logging", "socket", "threading", "os"}
 

@@ -21,11 +21,11 @@ TABLES = {
     "L0 collection": 12,
     "Failures": 28,
 }
-"""Rows of each table: a scenario is not dropped by accident."""
+"""Number of rows of each table, so that dropping a scenario by accident fails."""
 
 
 def rows() -> list[tuple[str, str, list[str]]]:
-    """(table, scenario, tests) of every row."""
+    """Return (table, scenario, tests) of every row."""
     found, table = [], ""
     for line in PAGE.read_text().splitlines():
         if line.startswith("## "):

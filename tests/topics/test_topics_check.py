@@ -1,4 +1,4 @@
-"""A batch is checked whole before it is stored: both ways of checking agree, and forged ones are named."""
+"""Complete checks of a batch before it is stored: all ways of checking agree, and forged batches are reported."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def record(
 
 
 def records(count: int = COUNT, **odd: bytes) -> bytes:
-    """`count` good records; `odd` ones, by "r<index>", stand instead of theirs."""
+    """Return `count` valid records, some of which are replaced by the ones given as "r<index>"."""
     return b"".join(odd.get(f"r{i}", record(i)) for i in range(count))
 
 
@@ -188,7 +188,7 @@ def test_runs_and_walk_agree_on_batches_of_few_shapes(
 def test_records_of_one_shape_are_runs_at_every_place(
     count: int, headers: tuple[tuple[str, bytes | None], ...]
 ) -> None:
-    """A longer offset delta makes another shape, and so does a longer time delta."""
+    """A longer offset delta or time delta makes another shape."""
     for step_ms in (0, 1) if count < 8_192 else (0,):
         batch = encode_batch([Record(b"key", bytes(50), headers, 1_000 + i * step_ms) for i in range(count)])
         header, view = check_header(batch), memoryview(batch)[61:]
@@ -199,7 +199,7 @@ def test_records_of_one_shape_are_runs_at_every_place(
 
 @pytest.mark.parametrize("changed", [1, 2, 0x40, 0x80, 0xFF])
 def test_no_byte_of_a_record_in_a_run_changes_unseen(changed: int) -> None:
-    """Every byte of one record in the middle, in turn: what the walk refuses is in no run."""
+    """Change every byte of one record in the middle, in turn: no run contains a record that the walk refuses."""
     batch = encode_batch([Record(b"key", bytes(9), (("h", b"v"),), 1_000 + i // 2) for i in range(100)])
     header = check_header(batch)
     payload = bytearray(batch[61:])

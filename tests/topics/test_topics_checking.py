@@ -1,4 +1,4 @@
-"""The threads that check batches: senders take turns, and nothing waits for a checker that was closed."""
+"""Threads that check batches: senders take turns, and no caller waits for a closed checker."""
 
 from __future__ import annotations
 

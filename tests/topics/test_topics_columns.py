@@ -1,4 +1,4 @@
-"""Batches read together by columns are what each of them is when it is read record by record."""
+"""Batches decoded together by columns equal those decoded record by record."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def encoded(groups: list[list[Record]]) -> list[bytes]:
 
 
 def spoilt(batch: bytes, at: float, value: int) -> bytes:
-    """One byte of the records is another, under a right checksum."""
+    """Change one byte of the records, with a correct checksum."""
     out = bytearray(batch)
     out[61 + min(int(at * (len(out) - 61)), len(out) - 62)] = value
     struct.pack_into(">I", out, 17, crc32c.crc32c(out[21:]))

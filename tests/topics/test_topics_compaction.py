@@ -40,7 +40,7 @@ batches = st.lists(
 
 
 def stored(groups: list[tuple[list[Record], str, str]]) -> tuple[list[StoredBatch], dict[int, Record]]:
-    """The batches, with a marker behind each of a transaction; and what anybody may see."""
+    """Return the batches, with a marker after each of a transaction, and the visible records."""
     base, out, seen = 100, list[StoredBatch](), dict[int, Record]()
     for rows, codec, kind in groups:
         data = encode_batch(rows, base_offset=base, compression=codec, producer_id=7, producer_epoch=3, base_sequence=5)

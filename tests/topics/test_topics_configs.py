@@ -1,4 +1,4 @@
-"""Topic configs: the table against Kafka's, what is honoured while a topic lives, and append time."""
+"""Topic configs: the table against Kafka's, changes during the life of a topic, and append time."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ async def test_a_reader_that_waits_hears_of_it_and_a_deleter_hears_that_its_lead
 
 @pytest.mark.parametrize("moved", [False, True], ids=["hot", "in L1"])
 async def test_a_time_is_answered_from_where_the_log_starts_within_a_batch(moved: bool) -> None:
-    """The batch's greatest time may be that of a record below the start: then a later batch answers."""
+    """The batch's greatest time may be that of a record below the start; then a later batch answers."""
     async with L1World() as world:
         row = await world.topic(partitions=1)
         node = world.node()

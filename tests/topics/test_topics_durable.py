@@ -84,7 +84,7 @@ def test_nothing_acknowledged_is_lost_and_nothing_is_doubled_when_the_process_is
 
 
 async def two_nodes(dsn: str, directory: Path) -> None:
-    """Two nodes on their own connections share partitions by lease; one leaves, the other has everything."""
+    """Two nodes on separate connections share partitions by lease. After one leaves, the other has all of them."""
     clock, rand = SystemClock(), Rand()
     stores: list[Any] = []
     nodes, members = [], []

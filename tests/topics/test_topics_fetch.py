@@ -19,7 +19,7 @@ from tidemill.topics.partition_reader import LogPartitionReader
 
 
 async def filled(world: World, count: int = 10) -> tuple[LocalTopics, str]:
-    """Partition 0 holds `count` batches of two records: offsets 2n and 2n+1, max timestamp 1000 + n."""
+    """Fill partition 0 with `count` batches of two records: offsets 2n and 2n+1, max timestamp 1000 + n."""
     row = await world.topic()
     topics = world.node()
     for n in range(count):
@@ -238,7 +238,8 @@ async def test_an_executor_reads_with_nothing_but_the_bucket() -> None:
 
 
 async def test_objects_are_read_side_by_side() -> None:
-    """A read of many objects takes the time of the slowest, not of all: on a remote store each answer takes its own."""
+    """A read of many objects takes the time of the slowest, not the sum: on a remote store each answer has a separate
+    delay."""
     async with World() as world:
         under_way = most = 0
         _, topic_id = await filled(world)
@@ -320,7 +321,7 @@ async def test_of_thousands_of_objects_a_few_are_read_side_by_side() -> None:
 
 
 class Stored:
-    """An object store of one object, which remembers what it handed out."""
+    """A store of one object, which remembers the buffers that it returned."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data

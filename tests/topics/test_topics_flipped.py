@@ -1,4 +1,4 @@
-"""Batches whose bits a store flips in an answer: readers get what was written, and the store has a notice."""
+"""Batches with bits that a store flips in an answer: readers get the original, and the store records a notice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ async def filled(world: L1World) -> tuple[LocalTopics, str]:
 
 
 async def everything(node: LocalTopics, topic_id: str) -> list[tuple[int, str]]:
-    """Fetched from the leader, batch by batch."""
+    """Fetch everything from the leader, batch by batch."""
     found: list[tuple[int, str]] = []
     while len(found) < len(WRITTEN):
         got = await fetch(node, topic_id, 0, len(found), max_bytes=1)

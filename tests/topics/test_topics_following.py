@@ -52,7 +52,7 @@ class Model:
         self.at: dict[int, int] = {}
         self.known: dict[int, Known] = {}
         self.open: dict[int, int] = {}
-        """partition → the sequence that its transaction's next batch has"""
+        """partition → sequence of its transaction's next batch"""
         self.written = 0
 
     async def step(self, what: str, partition: int) -> None:
@@ -117,7 +117,7 @@ class Model:
         self.go_on(dict(answers))  # type: ignore[arg-type]
 
     async def _await(self, partition: int) -> None:
-        """A long poll ends when something comes, if there was nothing."""
+        """Poll. A long poll must end when something arrives, if nothing was there."""
         if partition not in self.at or self.open:
             return
         for _ in range(200):

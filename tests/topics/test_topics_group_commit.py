@@ -162,8 +162,8 @@ LINE, UPLOADED, ANSWERED = range(3)
 
 
 def closed_loop(producers: int, upload_s: float, log_s: float, again_s: float, seed: int) -> list[int]:
-    """Batches an object, of producers that keep one batch in flight each: an upload takes about `upload_s`, the logs'
-    commit of what was in it `log_s`, and its producers send the next ones about `again_s` after that."""
+    """Return the number of batches in each object, of producers with one batch in flight each. An upload takes about
+    `upload_s`, the commit of its contents `log_s`, and its producers send the next batches about `again_s` later."""
     chance = random.Random(seed)
     rhythm = GroupCommitPolicy(SETTINGS)
     events = [(chance.uniform(0, 0.02), LINE, [line]) for line in range(producers)]

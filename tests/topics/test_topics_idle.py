@@ -21,7 +21,7 @@ WEEK_MS = 604_800_000
 
 
 class Calls:
-    """Counts what is asked of consensus, by method."""
+    """Consensus that counts calls by method."""
 
     def __init__(self, world: World) -> None:
         self.of: Counter[str] = Counter()
@@ -41,7 +41,7 @@ class Calls:
 
 
 async def filled(world: World, topics: LocalTopics, count: int) -> list[TopicRow]:
-    """Topics that forget after a week, with a record in their first partition and none in the second."""
+    """Create topics with a retention of a week, with a record in their first partition and none in the second."""
     now_ms = world.clock.now_ms()
     rows = []
     for number in range(count):

@@ -68,7 +68,7 @@ def test_choose_takes_whole_batches() -> None:
 
 
 class Member:
-    """A staged batch; hearing how it ended takes a millisecond."""
+    """A staged batch, which takes a millisecond to process its outcome."""
 
     def __init__(self, number: int, heard: list[int | str], clock: ManualClock) -> None:
         self.topic_id, self.partition, self.line = "t", number, 1

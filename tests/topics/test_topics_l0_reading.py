@@ -1,4 +1,4 @@
-"""Objects of others: what several readers ask for is read once, and each has what he asked for."""
+"""Shared reads of foreign objects: concurrent requests are read once, and each reader gets its own ranges."""
 
 from __future__ import annotations
 

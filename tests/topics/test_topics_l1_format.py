@@ -28,7 +28,7 @@ KEY = l1_key("id", object_id(1, "n"))
 
 @st.composite
 def entries(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
-    """Batches of one region, with gaps between some of them."""
+    """Return batches of one region, with gaps between some of them."""
     at = draw(st.integers(0, 2**50))
     found = []
     for gap, count, size, timestamp in draw(

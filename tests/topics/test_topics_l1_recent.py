@@ -1,4 +1,4 @@
-"""Extents that were looked up before: no scan for what is known, and never another answer than the rows give."""
+"""Cache of looked-up extents: no scan for a known extent, and never an answer that the rows would not give."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ async def test_what_is_kept_stays_within_its_limit() -> None:
 
 
 def extent_of(name: str, base: int, last: int) -> L1ExtentRow:
-    """A batch of 5 bytes for each offset."""
+    """Return an extent with a batch of 5 bytes for each offset."""
     count = last - base + 1
     return L1ExtentRow("t", 0, base, last, 0, 0, name, 0, 5 * count, count, 5 * count, 10)
 

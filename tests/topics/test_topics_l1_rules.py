@@ -31,7 +31,7 @@ def region(partition: int, base: int, last: int, *, size: int = 100, max_ms: int
 
 
 class Table:
-    """Rows as a metastore would hold them after the commits it was given."""
+    """Rows as a metastore would hold them after the given commits."""
 
     def __init__(self) -> None:
         self.rows: dict[bytes, Any] = {}

@@ -168,7 +168,7 @@ async def test_places_hold_both_rows_of_each_partition() -> None:
 
 
 async def test_an_extent_that_is_added_while_the_start_moves_is_not_left_behind() -> None:
-    """Extents are read after the row that vouches for them."""
+    """Extents are read after the row that guarantees their completeness."""
     async with opened() as rows:
         await added(rows, add_of("o", (0, 9, 5)))
         real = rows.first_extents

@@ -1,4 +1,4 @@
-"""Finding topics, opening partitions, and uploads that break."""
+"""Finding topics, opening partitions, and failing uploads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tidemill.topics.status_report import OWN_STATUSES_MAX
 
 
 async def test_a_topic_made_while_the_catalogue_is_being_read_is_found() -> None:
-    """The read under way began before the topic was made: its answer says nothing about it."""
+    """The read in progress began before the topic was created, so its answer does not count."""
     world = World()
     node = world.node()
     reads, gate = 0, asyncio.Event()
@@ -152,7 +152,7 @@ async def test_f208_a_partition_that_fails_is_told_tried_again_and_heals_by_itse
 
 
 def hold_rollups(world: World) -> asyncio.Event:
-    """Rollups are not stored until the event is set."""
+    """Block the storage of rollups until the event is set."""
     put, gate = world.objects.put, asyncio.Event()
 
     async def held(key: str, data: Any) -> None:

@@ -1,4 +1,4 @@
-"""Produce through the whole path: order, idempotence, faults of stores, and the seed's race."""
+"""Produce through the whole path: order, idempotence, faults of stores, and the race of redpanda #30429."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_batches_of_many_partitions_share_one_object() -> None:
 
 # the seed ------------------------------------------------------------------------------------------
 async def second_upload_first(world: World) -> list[ProduceResult | BaseException]:
-    """Two batches of a producer that the partition does not know; the upload of the second one ends first."""
+    """Send two batches of a producer unknown to the partition; the upload of the second one ends first."""
     row = await world.topic()
     topics = world.node()
     await topics.offsets(row.topic_id, 0)
@@ -81,7 +81,7 @@ async def second_upload_first(world: World) -> list[ProduceResult | BaseExceptio
 
 
 async def test_seed_000_second_staging_finishes_first_and_both_idempotent_batches_succeed() -> None:
-    """redpanda #30429."""
+    """The race of redpanda #30429."""
     async with World() as world:
         first, second = await second_upload_first(world)
         assert isinstance(first, ProduceResult) and isinstance(second, ProduceResult)
@@ -89,7 +89,7 @@ async def test_seed_000_second_staging_finishes_first_and_both_idempotent_batche
 
 
 async def test_seed_000_a_place_reserved_after_the_upload_is_out_of_order_for_ever() -> None:
-    """The fault switch shows the race that the rule prevents."""
+    """The planted fault shows the race that the rule prevents."""
     with planted("seed000"):
         async with World() as world:
             first, second = await second_upload_first(world)
@@ -245,7 +245,7 @@ async def test_a_gap_is_refused_and_an_old_epoch_is_fenced() -> None:
 
 
 async def test_out_of_order_is_never_said_by_a_leader_that_was_replaced() -> None:
-    """The old leader misses batch 1, which the new one took; it must not call batch 2 out of order."""
+    """The old leader misses batch 1, which the new one accepted; it must not report batch 2 as out of order."""
     async with World() as world:
         row = await world.topic()
         old, new = world.node(), world.node()
@@ -276,7 +276,7 @@ async def test_a_lost_acknowledgement_of_the_append_is_resolved(took_effect: boo
 
 
 async def test_an_append_that_lands_late_is_found_by_its_nonce() -> None:
-    """Unknown, not there yet, and then the first attempt lands under the second one."""
+    """The outcome is unknown and the record absent; then the first attempt takes effect during the second one."""
     async with World() as world:
         row = await world.topic()
         topics = world.node()

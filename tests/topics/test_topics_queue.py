@@ -203,7 +203,7 @@ def test_a_chain_of_thousands_does_not_nest() -> None:
 
 
 class QueueModel(RuleBasedStateMachine):
-    """The rules said again without links: a list of (ticket, fate) per producer, oldest first."""
+    """The rules without links: a list of (ticket, fate) per producer, oldest first."""
 
     @initialize()
     def empty(self) -> None:

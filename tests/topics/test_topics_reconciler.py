@@ -30,7 +30,7 @@ EVERY = [(i, f"{n}{half}") for i, (n, half) in enumerate((n, half) for n in rang
 
 
 async def filled(world: L1World, count: int = 10, **settings: object) -> tuple[LocalTopics, str]:
-    """Partition 0 holds `count` batches of two records: offsets 2n and 2n+1, timestamp 1000 + n."""
+    """Fill partition 0 with `count` batches of two records: offsets 2n and 2n+1, timestamp 1000 + n."""
     row = await world.topic()
     node = world.node(**settings)
     await produced(node, row.topic_id, *[str(n) for n in range(count)])
@@ -113,7 +113,7 @@ async def test_a_small_budget_moves_it_in_several_objects_and_one_batch_always_f
 
 
 async def test_a_partition_whose_object_cannot_be_read_is_left_out_and_resumes() -> None:
-    """One of three fails; the next round moves it."""
+    """One of three partitions fails; the next round moves it."""
     async with L1World(cache_bytes=0) as world:
         node, topic_id = await filled(world, 2)
         await produced(node, topic_id, "x", partition=1)
@@ -249,7 +249,8 @@ async def test_an_add_that_nobody_answers_is_corrected_by_the_next_round(landed:
 
 
 async def test_a_log_that_is_not_told_is_told_by_the_next_leader() -> None:
-    """The record with `reconciled` fails for good: its leader steps down, and who opens the partition next corrects."""
+    """The record with `reconciled` fails permanently: its leader steps down, and the next leader of the partition
+    corrects the log."""
     async with L1World(append_budget_s=0.0) as world:
         node, topic_id = await filled(world)
         await world.checkpoint()
@@ -292,7 +293,7 @@ async def test_f15_two_leaders_that_reconcile_at_once_copy_nothing_twice() -> No
 
 
 async def test_nothing_moves_that_its_checkpoint_row_does_not_hold_yet() -> None:
-    """X1: a restore gives offsets beyond that row to other records, which L1 must not know better."""
+    """X1: after a restore, offsets beyond that row belong to other records, so L1 must not contain them."""
     async with L1World() as world:
         node, topic_id = await filled(world, 3)
         reconciler = world.reconciler(node)

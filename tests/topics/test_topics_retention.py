@@ -22,7 +22,7 @@ DAY_MS = 86_400_000
 
 
 def placed(*batches: tuple[int, int, int, str]) -> PartitionState:
-    """One command a batch: (records, bytes, newest time, object)."""
+    """Return a state with one command per batch: (records, bytes, newest time, object)."""
     state = PartitionState()
     for count, size, time, key in batches:
         holder = Placeholder(0, 0, size, state.high_watermark, count, -1, -1, -1, time)

@@ -1,4 +1,4 @@
-"""Scenarios of docs/internals/topics-scenarios.md that belong to no other file: terms, openings, closings,
+"""Scenarios of docs/internals/topics-scenarios.md without a more specific file: terms, openings, closings,
 hand-overs."""
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ async def test_a_term_that_was_rejected_is_rejected_still_after_a_roll_up_and_a_
 
 
 async def test_a_restart_replays_a_log_cut_at_a_roll_up_and_at_any_position_behind_it() -> None:
-    """A snapshot at the edge of what was truncated, and a reader that was wiped: both find the whole state."""
+    """A snapshot at the edge of the truncation, and a reader without state: both find the whole state."""
     async with World(rollup_records=4) as world:
         row = await world.topic()
         log = partition_log(row.topic_id, 0)
@@ -127,7 +127,7 @@ async def test_ten_who_open_a_partition_at_once_fence_it_once_and_all_succeed() 
 
 
 async def test_a_batch_of_an_earlier_leadership_is_rejected_after_leadership_came_back() -> None:
-    """F8: the node leads again, and what it uploaded in its first term is not placed in its second."""
+    """F8: the node leads again, and objects uploaded in its first term are not placed in its second."""
     async with World() as world:
         row = await world.topic()
         first, other = world.node(), world.node()
@@ -148,7 +148,7 @@ async def test_a_batch_of_an_earlier_leadership_is_rejected_after_leadership_cam
 
 
 async def test_a_refused_command_in_the_log_stops_no_replay() -> None:
-    """F7: what was refused when it was appended is refused again, wherever the log is read from."""
+    """F7: a command that was rejected when it was appended is rejected again, from wherever the log is read."""
     async with World() as world:
         row = await world.topic()
         log = partition_log(row.topic_id, 0)
@@ -167,7 +167,8 @@ async def test_a_refused_command_in_the_log_stops_no_replay() -> None:
 
 
 def test_what_an_idle_partition_has_decided_moves_with_each_advance_and_never_back() -> None:
-    """Advances to 5, 10 and 15: of the writer's objects those below are decided, of another's those seen before."""
+    """Advances to 5, 10 and 15: objects of the same writer below them are decided, of another writer those seen
+    before."""
     state = PartitionState()
     for position, below in enumerate((5, 10, 15)):
         assert apply(state, Advance(0, 0, "w", below), position, 1) is None
@@ -251,7 +252,7 @@ async def test_a_transaction_that_expired_without_data_leaves_nothing_and_its_la
 
 
 async def test_a_newer_epoch_fences_what_the_older_one_produces_and_begins() -> None:
-    """Begin fences produce, and a stale begin is fenced."""
+    """A begin fences produces, and a stale begin is fenced."""
     async with World() as world:
         row = await world.topic()
         coordinator = Coordinator()

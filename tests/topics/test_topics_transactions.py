@@ -1,4 +1,4 @@
-"""Transactions in a partition: what is open, what is committed, what readers are shown, and who may begin one."""
+"""Transactions in a partition: open and committed records, visibility for readers, and permission to begin."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_a_batch_of_no_open_transaction_is_refused_and_the_next_one_is_ask
 
 
 async def test_a_marker_overtakes_no_data_that_comes_later_is_taken() -> None:
-    """The coordinator said yes, then ended the transaction: a batch that comes late does not open it again."""
+    """The coordinator agreed, then ended the transaction: a late batch does not open it again."""
     world, coordinator = World(), Coordinator()
     topic_id = (await world.topic()).topic_id
     node = open_node(world, coordinator)
@@ -176,7 +176,7 @@ async def test_a_marker_is_told_done_only_by_the_leader_that_leads() -> None:
 
 
 async def test_a_deposed_leader_does_not_say_that_a_transaction_is_not_open() -> None:
-    """The marker that ended the one before is in the log of its successor."""
+    """The marker that ended the previous transaction is in the log of its successor."""
     world, coordinator = World(), Coordinator()
     topic_id = (await world.topic()).topic_id
     old, new = open_node(world, coordinator), open_node(world, coordinator)
@@ -256,7 +256,7 @@ async def test_the_log_does_not_start_within_an_open_transaction_by_itself() -> 
 async def test_a_log_made_to_start_within_an_open_transaction_shows_none_of_it_before_its_end(
     start: int, commit: bool
 ) -> None:
-    """DeleteRecords may cut anywhere, also within a batch: of the transaction's own, or of another producer."""
+    """DeleteRecords may cut anywhere, also within a batch: one of the transaction or of another producer."""
     world, coordinator = World(), Coordinator()
     topic_id = (await world.topic()).topic_id
     node = open_node(world, coordinator)
@@ -282,7 +282,7 @@ steps = st.lists(st.tuples(st.integers(0, 3), st.sampled_from([0, 1, 1, 1, 2, 3]
 
 
 class Model:
-    """Every record with its fate, from the steps alone."""
+    """Every record with its fate, computed from the steps alone."""
 
     def __init__(self) -> None:
         self.records: list[tuple[int, int, str]] = []
@@ -293,7 +293,7 @@ class Model:
         return any(p == producer and fate == "open" for p, _, fate in self.records)
 
     def step(self, producer: int, kind: int, count: int) -> bool:
-        """False: it may not be."""
+        """Apply a step; return False if it is not permitted."""
         at = len(self.records)
         if kind in (COMMIT, ABORT):
             if not self.is_open(producer):
@@ -313,7 +313,7 @@ class Model:
 
 
 def place(state: PartitionState, model: Model, steps: Sequence[Step]) -> None:
-    """The good ones of the steps, one command each; the others are seen to be refused."""
+    """Apply the permitted steps, one command each, and check that the others are rejected."""
     for producer, kind, count in steps:
         base = state.high_watermark
         marker = kind in (COMMIT, ABORT)
@@ -330,7 +330,8 @@ def place(state: PartitionState, model: Model, steps: Sequence[Step]) -> None:
 
 
 def consumed(state: PartitionState, model: Model, start: int, end: int) -> list[int]:
-    """Offsets of records that a consumer of Kafka's shows of [start, end), by what a committed fetch names."""
+    """Return the offsets in [start, end) that a consumer of Kafka's shows, given the aborted transactions of a
+    committed fetch."""
     waiting = state.aborted.overlapping(start, end)
     aborted: set[int] = set()
     out: list[int] = []

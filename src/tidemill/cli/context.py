@@ -222,19 +222,25 @@ def _redacted_url(url: str) -> str:
 def open_stores(path: Path | None, *, create: bool = False) -> Iterator[OpenStores]:
     """Open the stores that the configuration names, and close them at the end. `create` and errors: see
     `open_consensus_only`."""
+    with open_consensus_only(path, create=create) as opened, open_stores_of(opened) as found:
+        yield found
+
+
+@contextmanager
+def open_stores_of(opened: OpenConsensus) -> Iterator[OpenStores]:
+    """Open the other stores of a cluster whose consensus is open, and close them at the end."""
     from tidemill.objects.factory import open_objects
 
-    with open_consensus_only(path, create=create) as opened:
-        portal = opened.portal
-        objects = portal.call(open_objects(opened.config.objects_url, opened.clock, opened.rand))
+    portal = opened.portal
+    objects = portal.call(open_objects(opened.config.objects_url, opened.clock, opened.rand))
+    try:
+        found = OpenStores(opened.config, portal, opened.consensus, objects)
         try:
-            found = OpenStores(opened.config, portal, opened.consensus, objects)
-            try:
-                yield found
-            finally:
-                found.close()
+            yield found
         finally:
-            portal.call(objects.aclose())
+            found.close()
+    finally:
+        portal.call(objects.aclose())
 
 
 def either_name(given: Value, earlier: Value, name: str, earlier_name: str) -> Value:

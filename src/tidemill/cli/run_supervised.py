@@ -93,6 +93,7 @@ def run_supervised(
             tracker = supervisor.tracker
             drivers = OwnDrivers(pipelines, label)
             telling = SupervisorStatus(name, config.consensus_url, tracker, clock, Rand(), _print_message, drivers)
+            telling.restarts = supervisor.recent_restarts
             stack.push_async_callback(telling.aclose)
             began_s = clock.monotonic_s()
 

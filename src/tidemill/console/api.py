@@ -1,7 +1,8 @@
 """Read-only JSON API of a node: what the command line prints with --json, and what the node's page polls.
 
-/api/overview                          counts, problems, flow, captures, processes, latencies; of bounded size
+/api/overview                          counts, problems, restarts, flow, captures, processes, latencies; of bounded size
 /api/places                            every table with its input, its pipeline and its delay
+/api/place?name=                       one table or captured table: each part of its view, null for a missing one
 /api/why?name=                         `why NAME --json`
 /api/captures?capture=                 `capture list --json`
 /api/tables                            `table list --json`
@@ -50,6 +51,7 @@ def api_routes(node: ConsoleNode) -> list[Route]:
     handlers: dict[str, Handler] = {
         "/api/overview": api.shared("overview"),
         "/api/places": api.shared("places"),
+        "/api/place": api.place,
         "/api/latency": api.shared("latency"),
         "/api/tables": api.tables,
         "/api/tables/{name}": api.table,
@@ -85,6 +87,9 @@ class _Api:
 
     async def table(self, request: Request) -> Response:
         return _json(await self._reader.table(_name(request.path_params["name"])))
+
+    async def place(self, request: Request) -> Response:
+        return _json(await self._reader.place(_required(request, "name")))
 
     async def why(self, request: Request) -> Response:
         return _json(await self._reader.why(_name(request.query_params.get("name", ""))))

@@ -9,23 +9,25 @@ from __future__ import annotations
 import asyncio
 import hmac
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.config.config import Config
 from tidemill.base.errors import MissingError, UnavailableError
-from tidemill.base.status.freshness import resolve_status_name, verdict_of
+from tidemill.base.status.freshness import SHARD, resolve_status_name, verdict_of
 from tidemill.base.status.status import DerivedStatus, StatusReport, derive_statuses, severity_of
 from tidemill.consensus.api import Consensus
+from tidemill.console.captured_names import captured_table_stage, maintain_line, maintaining_tables, tables_of_any_name
 from tidemill.console.dead_letter_read import LettersRead, read_letters
 from tidemill.console.row_sample import RowSample, sample_rows
 from tidemill.console.views.captures import captured_table_row
-from tidemill.console.views.flow import Catalogued, table_places
+from tidemill.console.views.flow import Catalogued, table_places, unreported_topics
 from tidemill.console.views.overview import overview
 from tidemill.console.views.stages import latency_summaries, merge_latencies, verdict_row
 from tidemill.console.views.tables import table_description, table_row
+from tidemill.console.written_topics import WrittenTopics
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.handle import LogShard
@@ -70,6 +72,7 @@ class ClusterReader:
     def __init__(self, node: ConsoleNode) -> None:
         self._node = node
         self._reading = asyncio.Lock()
+        self._written = WrittenTopics()
         self._waiting = 0
 
     async def overview(self) -> dict[str, Any]:
@@ -81,18 +84,35 @@ class ClusterReader:
             catalogue = node.stores.catalogue
             tables = list(await catalogue.all_tables(fresh=False))
             topics = await catalogue.list(TopicRow, fresh=False)
+            streams = {topic.name: topic for topic in topics if topic.kind == "stream"}
+            unwritten, unused = await self._idle_topics(reports, streams)
             catalogued = Catalogued(
-                {topic.name: topic.partitions for topic in topics if topic.kind == "stream"},
+                {name: topic.partitions for name, topic in streams.items()},
                 dict(Counter(table.capture for table in tables)),
                 await catalogue.list(PipelineRow, fresh=False),
+                unwritten,
+                unused,
             )
         # On a thread: a cluster of a thousand tables takes some ten milliseconds.
         found = await asyncio.to_thread(overview, reports, catalogued, tables, node.clock.now_ms())
         return found | {
             "node": node.config.node.name,
+            "rows_need_secret": bool(node.config.shapes.secret),
             "not_ready": node.not_ready_reason(),
             "notices": list(node.current_problems()),
         }
+
+    async def _idle_topics(
+        self, reports: Sequence[StatusReport], streams: Mapping[str, TopicRow]
+    ) -> tuple[set[str], set[str]]:
+        """Return the topics that never had a record, and those that no client has used since the nodes started."""
+        marks = derive_statuses(reports, self._node.clock.now_ms())
+        unreported = set(unreported_topics(marks, streams))
+        if not unreported:
+            return set(), set()
+        written = await self._written.update(self._stores().consensus)
+        unwritten = {name for name in unreported if streams[name].topic_id not in written}
+        return unwritten, unreported - unwritten
 
     async def places(self) -> list[dict[str, Any]]:
         """Return every table with its input, its pipeline and its delay."""
@@ -100,18 +120,48 @@ class ClusterReader:
         marks = await self._marks()
         return table_places(marks, await stores.catalogue.list(PipelineRow, fresh=False))
 
+    async def place(self, name: str) -> dict[str, Any]:
+        """Return what the page shows about one table. A part that does not exist (yet) is None.
+
+        `captured` has the captured tables of this name, and `maintained_as` the tables that pipelines make of them;
+        `maintain` is the line of a pipeline that would make one.
+        """
+        stores, marks = self._stores(), await self._marks()
+        pipelines = await stores.catalogue.list(PipelineRow, fresh=False)
+        captured = tables_of_any_name(await stores.catalogue.all_tables(fresh=False), name)
+        state = await read_shard(stores.consensus, name)
+        place = table_places(marks, pipelines, name)
+        try:
+            why = await self._why(marks, f"{SHARD}{name}" if place else name)
+        except MissingError as error:
+            why = {"note": str(error)}
+        return {
+            "place": place[0] if place else None,
+            "table": None if state is None else table_description(state, self._node.clock.now_ms()),
+            "why": why if "chain" in why else None,
+            "note": why.get("note", ""),
+            "captured": [captured_table_row(row) for row in captured],
+            "maintained_as": sorted({table for row in captured for table in maintaining_tables(row, pipelines)}),
+            "maintain": maintain_line(captured[0]) if captured else "",
+        }
+
     async def why(self, name: str) -> dict[str, object]:
         """Return `why --json`. Raises MissingError."""
-        marks = await self._marks()
+        return await self._why(await self._marks(), name)
+
+    async def _why(self, marks: Mapping[str, DerivedStatus], name: str) -> dict[str, object]:
         if not marks:
             raise MissingError("no process is reporting.", fix="Start one: tidemill up.")
+        note = ""
         try:
-            found = verdict_of(
-                marks, resolve_status_name(marks, name) if name else max(marks, key=lambda n: severity_of(marks[n]))
-            )
-        except KeyError as error:
-            raise MissingError(f"no such stage: name={name!r}.", fix="See /api/status.") from error
-        return verdict_row(found, found.exit_code)
+            start = resolve_status_name(marks, name) if name else max(marks, key=lambda n: severity_of(marks[n]))
+        except KeyError:
+            catalogue = self._stores().catalogue
+            tables = await catalogue.all_tables(fresh=False)
+            pipelines = await catalogue.list(PipelineRow, fresh=False)
+            start, note = captured_table_stage(marks, tables, pipelines, name)
+        found = verdict_of(marks, start)
+        return verdict_row(found, found.exit_code, note)
 
     async def captured_tables(self, capture: str) -> list[dict[str, object]]:
         """Return `capture list --json`."""

@@ -38,6 +38,13 @@ class Cluster:
         (directory / "data").mkdir()
         create_stores(self.config)
 
+    @classmethod
+    def of(cls, config: Path) -> Cluster:
+        """Return the cluster of a configuration, which exists."""
+        found = cls.__new__(cls)
+        found.config = config
+        return found
+
     def command(self, *arguments: str, answer: str = "") -> str:
         """Return the output of the command. Raise the error with which it refused."""
         with mock.patch("tidemill.cli.context.is_terminal", return_value=bool(answer)):
@@ -69,6 +76,10 @@ class Cluster:
                 await shard.aclose()
 
             opened.portal.call(run())
+
+    def topic(self, name: str, partitions: int) -> None:
+        with open_stores(self.config, create=True) as opened:
+            opened.portal.call(opened.catalogue.create_topic(name, partitions))
 
     def pipeline(self, row: PipelineRow) -> None:
         with open_stores(self.config, create=True) as opened:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.waiting import DEADLINE_S
+from support.waiting import DEADLINE_S, PIECE_S
 
 WAIT_MS = DEADLINE_S * 1000
 WIDE, NARROW = (1400, 900), (400, 800)
@@ -101,6 +102,14 @@ def watched(
         raise
     finally:
         page.close()
+
+
+def processor_slowness() -> float:
+    """Return how many times more processor time a piece of Python takes now than on an idle machine; at least 1."""
+    began_s = time.thread_time()
+    for _ in range(20):
+        sum(range(200_000))
+    return max(1.0, (time.thread_time() - began_s) / 20 / PIECE_S)
 
 
 class ScriptClock:

@@ -25,7 +25,9 @@ def pipelines() -> list[PipelineRow]:
 
 
 def topics() -> list[TopicRow]:
-    return [TopicRow("clicks", "t1", 4), TopicRow("shop.public.orders", "t2", 1, "capture")]
+    return [
+        TopicRow("clicks", "t1", 4), TopicRow("shop.public.orders", "t2", 1, "capture"), TopicRow("returns", "t3", 1)
+    ]  # fmt: skip
 
 
 def captured_tables() -> list[CaptureTableRow]:
@@ -36,12 +38,15 @@ def captured_tables() -> list[CaptureTableRow]:
     rows.append(CaptureTableRow("shop", "public.history", "shop.public.history", columns=COLUMNS, copy=copy))
     why, fix = "The table has no primary key.", "Add one, or exclude it from capture.shop.tables."
     rows.append(CaptureTableRow("shop", "public.audit", state="refused", reason=why, fix=fix))
+    rows.append(
+        CaptureTableRow("shop", "public.note", "shop.public.note", snapshot=SNAPSHOT, columns=COLUMNS)
+    )  # no pipeline maintains it
     return rows
 
 
-def shop(now_ms: int, *, killed_s: float = 0, waits: bool = False) -> list[StatusReport]:
+def shop(now_ms: int, *, killed_s: float = 0, waits: bool = False, restarted_s: float = 0) -> list[StatusReport]:
     """Reports of a node and a driver. `killed_s`: the driver has been gone for this long. `waits`: orders lags behind
-    an upload."""
+    an upload. `restarted_s`: seconds since the driver ended; it reports again unless it is killed."""
     latency = StageHistograms()
     for stage, ages in LATENCIES.items():
         latency.add(stage, [now_ms - age for age in ages], now_ms)
@@ -64,7 +69,8 @@ def shop(now_ms: int, *, killed_s: float = 0, waits: bool = False) -> list[Statu
         "memory": {"resident": [312_000_000, 2_000_000_000]},
         "latency": {"capture/shop": latency.to_plain()},
         "shapes": {"shapes": 3},
-        "capture:shop": {"slot_retained_bytes": 48_000_000, "slot_grows_bytes_per_s": 81_234.5,
+        "capture:shop": {"slot": "tidemill_shop", "slot_wal_status": "reserved", "confirmed_lsn": "0/5A3F1C08",
+                         "slot_retained_bytes": 48_000_000, "slot_grows_bytes_per_s": 81_234.5,
                          "slot_headroom_bytes": 976_000_000, "slot_full_in_s": 12_015, "backlog_bytes": 120_000},
     }  # fmt: skip
     then_ms = now_ms - int(killed_s * 1000)
@@ -81,10 +87,14 @@ def shop(now_ms: int, *, killed_s: float = 0, waits: bool = False) -> list[Statu
                         reason="waits for records of clicks" if late else "")
         )  # fmt: skip
     facts_of_driver: dict[str, Any] = {"memory": {"resident": [890_000_000, 0]}, "dead_letters": 17, "spark": "4.3.0"}
-    return [
+    reports = [
         StatusReport("node:harbour", now_ms - 300, tuple(node), facts, 4711, "quay"),
         StatusReport("pipeline:shop", then_ms, tuple(driver), facts_of_driver, 4712, "quay"),
     ]
+    if restarted_s:
+        ended = {"at_ms": now_ms - int(restarted_s * 1000), "count": 2, "reason": "pipeline-shop killed by SIGKILL."}
+        reports.append(StatusReport("up:harbour", now_ms, (), {"restarts": {"pipeline:shop": ended}}, 4710, "quay"))
+    return reports
 
 
 def large(now_ms: int, tables: int = 1_000, topics: int = 260) -> list[StatusReport]:

@@ -91,7 +91,7 @@ class Console:
         """Requests so far."""
 
     def call(self, coroutine: Any) -> Any:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(DEADLINE_S)
 
     async def serve(self, port: int = 0) -> None:
         node = self.node
@@ -129,14 +129,14 @@ class Console:
         await shard.aclose()
         return at
 
-    async def append_orders(self, first: int, count: int) -> int:
+    async def append_orders(self, first: int, count: int, name: str = "orders") -> int:
         from decimal import Decimal
 
         status = ("open", "paid", None)
         rows = [
             {"id": n, "status": status[n % 3], "total": Decimal(n * 125) / 100} for n in range(first, first + count)
         ]
-        return await self.append("orders", ORDERS, rows)
+        return await self.append(name, ORDERS, rows)
 
     async def append_letters(self, count: int) -> int:
         from datetime import UTC, datetime

@@ -1,1 +1,1 @@
-"""Helpers of the tests that run what the pages show."""
+"""Pages of the documentation as programs: their blocks, in order."""

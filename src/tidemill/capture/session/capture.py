@@ -208,6 +208,7 @@ class Capture:
             "recopied_ms": session.last_recopy[1],
             **self._side_topic_facts(),
             **self._taps.facts(),
+            "slot": self.config.slot,
             **session.slot.facts(),
         }
         if session.collector is not None:

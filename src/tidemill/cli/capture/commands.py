@@ -10,7 +10,6 @@ import typer
 
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
-from tidemill.cli.captured_tables import matching_tables
 from tidemill.cli.context import (
     ConfigOption,
     JsonOption,
@@ -22,6 +21,7 @@ from tidemill.cli.context import (
     open_stores,
     print_json,
 )
+from tidemill.console.captured_names import matching_tables
 from tidemill.console.views.captures import captured_table_row, shown_state
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SideTopicState
 

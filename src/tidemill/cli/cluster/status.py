@@ -14,12 +14,20 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
-from typing import Annotated, Any
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from tidemill.base.errors import UnavailableError
+from tidemill.base.errors import (
+    ClosedError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+    ends_process,
+)
 from tidemill.base.limits import MIB
 from tidemill.base.status.freshness import EXIT_BY_STATE, SHARD
 from tidemill.base.status.histogram import SINCE_BOUND, Histogram
@@ -77,7 +85,8 @@ def status(
 ) -> None:
     """Show each source and table: its state, its delay, and what blocks it.
 
-    Exit 0 fresh, 1 lagging, 3 stuck: the worst of all stages, including hidden ones.
+    Exit 0 fresh, 1 lagging, 3 stuck: the worst of all stages, including hidden ones. `--watch` does not end when the
+    cluster goes down.
     """
 
     def show(opened: OpenConsensus) -> int:
@@ -98,9 +107,9 @@ def status(
             return max((EXIT_BY_STATE.get(derived.state, 0) for derived in marks.values()), default=0)
         return EXIT_GOOD
 
+    if watch:
+        watch_screen(config, lambda opened, _: partial(show, opened))
     with open_consensus_only(config, OPEN_TIMEOUT_S) as opened:
-        while watch:
-            redraw_screen(partial(show, opened))
         raise SystemExit(show(opened))
 
 
@@ -176,12 +185,47 @@ def group_stages(marks: Mapping[str, DerivedStatus]) -> dict[str, tuple[dict[str
     return found
 
 
-def redraw_screen(show: Callable[[], object]) -> None:
-    """Clear the terminal, show something, and wait for a moment."""
+Show = Callable[[], object]
+
+
+def watch_screen(config: Path | None, make: Callable[[OpenConsensus, ExitStack], Show]) -> NoReturn:
+    """Show something again and again, until Ctrl-C. Resources that `make` puts on the stack stay open between turns.
+
+    A cluster that becomes unavailable does not end it: the error is shown instead, and a connection that closed is
+    opened again. Raises what the first opening raises.
+    """
+    was_open = False
+    while True:
+        try:
+            with open_consensus_only(config, OPEN_TIMEOUT_S) as opened, ExitStack() as stack:
+                was_open = True
+                show = make(opened, stack)
+                while redraw_screen(show):
+                    pass
+        except (UnavailableError, UnknownOutcomeError) as error:
+            if not was_open:
+                raise
+            _show_outage(error)
+
+
+def redraw_screen(show: Show) -> bool:
+    """Clear the terminal, show something, and wait for a moment. Return whether its connection is still open."""
     if sys.stdout.isatty():
-        print("\x1b[H\x1b[2J", end="")
-    show()
+        print("\x1b[H\x1b[2J", end="", flush=True)
+    try:
+        show()
+    except (UnavailableError, UnknownOutcomeError, ClosedError) as error:
+        if ends_process(error):
+            raise
+        _show_outage(error)
+        return not isinstance(error, ClosedError)
     sys.stdout.flush()
+    threading.Event().wait(WATCH_INTERVAL_S)
+    return True
+
+
+def _show_outage(error: TidemillError) -> None:
+    print(f"{error} This command continues to watch; Ctrl-C ends it.", file=sys.stderr, flush=True)
     threading.Event().wait(WATCH_INTERVAL_S)
 
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Annotated
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
 from tidemill.base.config.config import Config
-from tidemill.base.errors import MissingError, nearest_name
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.freshness import Verdict, resolve_status_name, verdict_of
 from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of
-from tidemill.cli.captured_tables import maintain_line, tables_of_any_name
-from tidemill.cli.cluster.status import Watch, read_stage_statuses, redraw_screen
+from tidemill.cli.cluster.status import Watch, read_stage_statuses, watch_screen
 from tidemill.cli.context import (
     EXIT_STUCK,
     OPEN_TIMEOUT_S,
@@ -23,11 +21,13 @@ from tidemill.cli.context import (
     JsonOption,
     OpenConsensus,
     open_consensus_only,
-    open_stores,
+    open_stores_of,
     print_json,
 )
-from tidemill.console.views.captures import shown_state
 from tidemill.console.views.stages import verdict_row
+
+if TYPE_CHECKING:
+    from tidemill.cli.context import OpenStores
 
 Name = Annotated[
     str,
@@ -37,53 +37,52 @@ Name = Annotated[
 
 def why(name: Name = "", config: ConfigOption = None, watch: Watch = False, as_json: JsonOption = False) -> None:
     """Show how fresh a table is and what blocks it. Exit 0 fresh, 1 lagging, 3 stuck: the worst up to its source."""
-    with open_consensus_only(config, OPEN_TIMEOUT_S) as opened:
-        while watch:
-            redraw_screen(lambda: _explain(name, config, opened, as_json))
-        raise SystemExit(_explain(name, config, opened, as_json))
+    if watch:
+        watch_screen(config, lambda opened, stack: _Explainer(name, opened, stack, as_json).explain)
+    with open_consensus_only(config, OPEN_TIMEOUT_S) as opened, ExitStack() as stack:
+        raise SystemExit(_Explainer(name, opened, stack, as_json).explain())
 
 
-def _explain(name: str, config: Path | None, opened: OpenConsensus, as_json: bool) -> int:
-    """Print the verdict, and return its exit code."""
-    marks = read_stage_statuses(opened)
-    note = ""
-    try:
-        start = resolve_status_name(marks, name) if name else max(marks, key=lambda n: severity_of(marks[n]))
-    except KeyError:
-        start, note = find_captured_table(config, name, marks)
-    found = verdict_of(marks, start)
-    silent = any(derived.report_age_ms > FRESHNESS_BUDGET_MS for derived in found.chain)
-    holder = find_lock_intruder(opened.config) if silent else ""
-    if holder:
-        found = msgspec.structs.replace(found, root=holder)
-    exit_code = EXIT_STUCK if holder else found.exit_code
-    if as_json:
-        print_json(verdict_row(found, exit_code) | ({"note": note} if note else {}))
-    else:
-        print("\n".join([*([note] if note else []), *format_verdict(found, exit_code)]))
-    return exit_code
+class _Explainer:
+    """Verdict on one name. The stores are opened when a name is no stage, and stay open until `stack` closes."""
 
+    def __init__(self, name: str, opened: OpenConsensus, stack: ExitStack, as_json: bool) -> None:
+        self._name = name
+        self._opened = opened
+        self._stack = stack
+        self._as_json = as_json
+        self._stores: OpenStores | None = None
 
-def find_captured_table(config: Path | None, name: str, marks: Mapping[str, DerivedStatus]) -> tuple[str, str]:
-    """Return the stage that stands for a captured table without a stage, and a note about the table.
+    def explain(self) -> int:
+        """Print the verdict, and return its exit code."""
+        marks = read_stage_statuses(self._opened)
+        name, note = self._name, ""
+        try:
+            start = resolve_status_name(marks, name) if name else max(marks, key=lambda n: severity_of(marks[n]))
+        except KeyError:
+            start, note = self._find_captured_table(marks)
+        found = verdict_of(marks, start)
+        silent = any(derived.report_age_ms > FRESHNESS_BUDGET_MS for derived in found.chain)
+        holder = find_lock_intruder(self._opened.config) if silent else ""
+        if holder:
+            found = msgspec.structs.replace(found, root=holder)
+        exit_code = EXIT_STUCK if holder else found.exit_code
+        if self._as_json:
+            print_json(verdict_row(found, exit_code, note))
+        else:
+            print("\n".join([*([note] if note else []), *format_verdict(found, exit_code)]))
+        return exit_code
 
-    Raises MissingError: the table is not captured, with the reason, or nothing has that name.
-    """
-    with open_stores(config) as opened:
-        rows = tables_of_any_name(opened.portal.call(opened.catalogue.all_tables()), name)
-    for row in rows:
-        stage = f"capture:{row.capture}/topics"
-        if row.state != "captured":
-            state = f"the table is {shown_state(row)}: capture={row.capture} table={row.table}"
-            raise MissingError(f"{state} reason: {row.reason}", fix=row.fix)
-        if stage in marks:
-            note = (
-                f"{row.table} is {shown_state(row)} by {row.capture} into topic {row.topic}; no pipeline maintains it."
-            )
-            return stage, f"{note} To maintain it as a table, add to a pipeline: {maintain_line(row)}"
-    near = nearest_name(name, [*marks, *(mark.partition(":")[2] for mark in marks)])
-    hint = f"Did you mean {near}? " if near else ""
-    raise MissingError(f"no such stage or table: name={name!r}.", fix=f"{hint}List them with: tidemill status")
+    def _find_captured_table(self, marks: Mapping[str, DerivedStatus]) -> tuple[str, str]:
+        """Return the stage of a captured table, and a note. Raises MissingError."""
+        from tidemill.console.captured_names import captured_table_stage
+        from tidemill.metastore.catalogue import PipelineRow
+
+        if self._stores is None:
+            self._stores = self._stack.enter_context(open_stores_of(self._opened))
+        call, catalogue = self._stores.portal.call, self._stores.catalogue
+        tables, pipelines = call(catalogue.all_tables()), call(catalogue.list(PipelineRow))
+        return captured_table_stage(marks, tables, pipelines, self._name)
 
 
 def find_lock_intruder(config: Config) -> str:

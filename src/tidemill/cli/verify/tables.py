@@ -15,13 +15,13 @@ import msgspec
 import pyarrow.compute as pc
 
 from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
-from tidemill.cli.captured_tables import maintain_line, tables_of_any_name
 from tidemill.cli.context import OpenStores
 from tidemill.cli.verify.canonical_values import canonical_column, float_canonicalizer, ordered_columns
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.derived import RecomputedTable
 from tidemill.cli.verify.table import Progress, Verified, verify_captured, verify_expected
 from tidemill.cli.verify.topic_fold import TopicFold
+from tidemill.console.captured_names import maintain_line, tables_of_any_name
 from tidemill.console.views.captures import shown_state
 from tidemill.metastore.catalogue import PipelineRow, TopicRow
 from tidemill.shards.api import Remap, Shard, ShardSchema

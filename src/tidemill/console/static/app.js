@@ -1,7 +1,7 @@
 // The page of a node: header, navigation, and the view that the URL names.
 import { render, Component } from "./vendor/preact.mjs";
 import { html, duration, number } from "./parts.js";
-import { BLIND_MS, answer, blindFor, linkTo, notify, place, subscribe, want } from "./store.js";
+import { BLIND_MS, answer, blindFor, givenSecret, linkTo, notify, place, subscribe, want } from "./store.js";
 import { Overview } from "./views/overview.js";
 import { Tables } from "./views/tables.js";
 import { Table } from "./views/table.js";
@@ -18,7 +18,7 @@ const VIEWS = {
   tables: {
     title: "Tables",
     polls: ([, name]) => name
-      ? { [path("/api/why", { name: `shard:${name}` })]: 2000, [`/api/tables/${encodeURIComponent(name)}`]: 5000, "/api/places": 2000 }
+      ? { [path("/api/place", { name })]: 3000 }
       : { "/api/places": 2000, "/api/tables": 10000 },
     view: ({ parts, ...rest }) => parts[1] ? html`<${Table} key=${parts[1]} name=${parts[1]} tab=${parts[2]} ...${rest} />` : html`<${Tables} ...${rest} />`,
   },
@@ -29,7 +29,7 @@ const VIEWS = {
   },
   "dead-letters": {
     title: "Dead letters",
-    polls: ([, table]) => (table ? { [path("/api/dead-letters", { table, limit: 50 })]: 10000 } : {}),
+    polls: ([, table], needsSecret) => (table && !needsSecret ? { [path("/api/dead-letters", { table, limit: 50 })]: 10000 } : {}),
     view: DeadLetters,
   },
   processes: { title: "Processes", polls: () => ({}), view: Processes },
@@ -39,21 +39,28 @@ const COUNTED = ["blind", "stuck", "waiting", "moving", "idle"];
 
 class Page extends Component {
   componentDidMount() {
-    subscribe(() => this.setState({}));
+    subscribe(() => { this.poll(); this.setState({}); });
     addEventListener("hashchange", () => this.move());
     setInterval(() => this.look(), 250);
     this.move();
   }
 
-  /** Show what the URL names: poll its paths, and begin at its top. */
+  /** Show what the URL names, from its top on. */
   move() {
     const parts = place();
     const view = VIEWS[parts[0] ?? ""] ?? VIEWS[""];
-    want({ [OVERVIEW]: 1000, ...view.polls(parts) });
     document.title = [parts[1], view.title, "tidemill"].filter(Boolean).join(" · ");
     if (parts.slice(0, 2).join("/") !== this.shown) scrollTo(0, 0);
     this.shown = parts.slice(0, 2).join("/");
     notify();
+  }
+
+  /** Rows are asked for only with the secret that they need: the first answer tells whether they need one. */
+  poll() {
+    const parts = place();
+    const { value } = answer(OVERVIEW);
+    const needsSecret = !givenSecret() && (value?.rows_need_secret ?? true);
+    want({ [OVERVIEW]: 1000, ...(VIEWS[parts[0] ?? ""] ?? VIEWS[""]).polls(parts, needsSecret) });
   }
 
   look() {

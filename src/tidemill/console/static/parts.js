@@ -56,7 +56,8 @@ export class Age extends Component {
 // States ------------------------------------------------------------------------------------------
 const LATE = new Set(["waiting", "stuck", "blind"]);
 export const isLate = (state) => LATE.has(state);
-export const State = ({ state }) => html`<span class="state ${state || "unknown"}">${state || "no report"}</span>`;
+const WORDS = { "": "no report", empty: "no records yet", unused: "not in use" };
+export const State = ({ state, word }) => html`<span class="state ${state || "unknown"}">${word ?? WORDS[state ?? ""] ?? state}</span>`;
 /** How far something is behind: it grows until the next answer if nothing moves. */
 export const Behind = ({ row, at }) => html`<${Age} ms=${row.behind_ms} at=${at} grows=${isLate(row.state)} />`;
 
@@ -86,9 +87,12 @@ export class Paged extends Component {
   }
 }
 
+/** A value of a row as text. NULL is marked; a value that did not arrive is empty. */
+export const Value = ({ text }) => (text === null ? html`<span class="null">NULL</span>` : text ?? "");
+
 export const Failure = ({ error }) => error ? html`<p class="failure" role="alert">${error}</p>` : null;
 
-export const isNumeric = (type) => /^(u?int|float|double|decimal|long|short)/.test(type);
+export const isNumeric = (type) => /^(u?int|float|double|decimal|long|short|bigint|smallint|numeric|real)/.test(type);
 
 /** A bar of `value` out of `most`. */
 export const Bar = ({ value, most, label }) => html`<progress value=${Math.min(value, most)} max=${Math.max(most, 1)} aria-label=${label}></progress>`;

@@ -33,8 +33,9 @@ export function linkTo(...parts) {
 let secret = "";
 export function giveSecret(text) {
   secret = text;
-  answers.clear();
+  for (const [path, { status }] of answers) if (status === 401) answers.delete(path);
   for (const path of polls.keys()) ask(path);
+  notify();
 }
 export const givenSecret = () => secret;
 

@@ -17,6 +17,7 @@ COPIES_MAX = 20
 TROUBLED_MAX = 20
 """Copies and uncaptured tables that the row of one capture lists; it counts the others."""
 _SLOT_FACTS = (
+    "slot", "slot_wal_status", "confirmed_lsn",
     "slot_retained_bytes", "slot_grows_bytes_per_s", "slot_headroom_bytes", "slot_full_in_s", "slot_pinned_bytes",
     "slot_pinned_by", "backlog_bytes", "queue_changes",
 )  # fmt: skip

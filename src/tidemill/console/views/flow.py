@@ -11,12 +11,20 @@ graph does not grow with the cluster.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tidemill.base.status.freshness import SHARD
-from tidemill.base.status.status import DerivedStatus, StageState, StatusReport, lag_of, severity_of
+from tidemill.base.status.status import (
+    NODE,
+    PROCESS,
+    DerivedStatus,
+    StageState,
+    StatusReport,
+    lag_of,
+    severity_of,
+)
 from tidemill.console.views.sentences import describe_name, describe_state
 
 if TYPE_CHECKING:
@@ -25,16 +33,37 @@ if TYPE_CHECKING:
 COLUMNS = ("sources", "topics", "pipelines", "tables", "clients")
 COLUMN_MAX = 12
 PRODUCERS = "producers"
+SHARED_TOPICS = "topics"
+"""Status of all topics at their target, where a node has too many for one status each."""
 SHAPES_OF_TABLES = "shapes:shards"
+EMPTY, UNUSED = "empty", "unused"
+"""States of topics without a status."""
+_SENTENCES = {
+    EMPTY: "The topic has no records yet.",
+    UNUSED: "No client has written to or read the topic since its nodes started.",
+}
 
 
 @dataclass
 class Catalogued:
-    """Contents of the catalogue: stream topic → partitions, capture → number of tables, and pipelines."""
+    """Contents of the catalogue: stream topic → partitions, capture → number of tables, and pipelines.
+
+    `unwritten` topics never had a record. `unused` ones have, but no node has used them since its start.
+    """
 
     topics: Mapping[str, int] = field(default_factory=dict)
     captures: Mapping[str, int] = field(default_factory=dict)
     pipelines: Sequence[PipelineRow] = ()
+    unwritten: Collection[str] = ()
+    unused: Collection[str] = ()
+
+
+def unreported_topics(marks: Mapping[str, DerivedStatus], topics: Iterable[str]) -> list[str]:
+    """Return the topics that no live node reports, though one could: no client has used them since it started."""
+    nodes = [derived for name, derived in marks.items() if name.startswith(PROCESS + NODE)]
+    if SHARED_TOPICS in marks or all(derived.state is StageState.BLIND for derived in nodes):
+        return []
+    return [topic for topic in topics if f"topic:{topic}" not in marks]
 
 
 def behind_ms(derived: DerivedStatus) -> int | None:
@@ -56,14 +85,24 @@ def flow_graph(
     return _Flow(marks, catalogued).build(reports)
 
 
-def table_places(marks: Mapping[str, DerivedStatus], pipelines: Iterable[PipelineRow]) -> list[dict[str, Any]]:
-    """Return every table that a pipeline maintains or a process reports: its input, its pipeline and its delay."""
+def table_places(
+    marks: Mapping[str, DerivedStatus], pipelines: Iterable[PipelineRow], only: str = ""
+) -> list[dict[str, Any]]:
+    """Return every table that a pipeline maintains or a process reports: its input, its pipeline and its delay.
+
+    With `only`, return at most the row of that table.
+    """
     rows = {
         table: (row.name, ", ".join(row.derived[table]) if table in row.derived else fed_by)
         for row in pipelines
         for table, fed_by in row.tables.items()
+        if only in ("", table)
     }
-    reported = {name.removeprefix(SHARD) for name in marks if name.startswith(SHARD) and "@" not in name}
+    reported = {
+        name.removeprefix(SHARD)
+        for name in marks
+        if name.startswith(SHARD) and "@" not in name and only in ("", name.removeprefix(SHARD))
+    }
     found = []
     for table in sorted({*rows, *reported}):
         derived = marks.get(SHARD + table)
@@ -127,8 +166,9 @@ class _Flow:
         for topic, partitions in self._catalogued.topics.items():
             name = f"topic:{topic}"
             # A node with many topics has one status for all topics that are at their target.
-            status = name if name in self._marks else "topics"
-            self._add("topics", name, topic, _count(partitions, "partition"), status=status)
+            status = name if name in self._marks else SHARED_TOPICS
+            rest = EMPTY if topic in self._catalogued.unwritten else UNUSED if topic in self._catalogued.unused else ""
+            self._add("topics", name, topic, _count(partitions, "partition"), status=status, rest=rest)
             self._connect(PRODUCERS, name, status)
 
     def _add_pipelines(self) -> None:
@@ -161,9 +201,10 @@ class _Flow:
             for table in self._nodes["tables"]:
                 self._connect(table, "clients", SHAPES_OF_TABLES)
 
-    def _add(self, column: str, name: str, title: str, note: str, status: str | None = None) -> None:
+    def _add(self, column: str, name: str, title: str, note: str, status: str | None = None, rest: str = "") -> None:
         delay = self._delay(name if status is None else status)
-        self._nodes[column][name] = _Node(name, title, note, delay, has_status=status != "")
+        rest = str(StageState.IDLE) if status == "" else rest
+        self._nodes[column][name] = _Node(name, title, note, delay, rest)
 
     def _connect(self, begin: str, end: str, status: str) -> None:
         delay = self._delay(status)
@@ -201,13 +242,13 @@ class _Delay(NamedTuple):
 
 
 class _Node(NamedTuple):
-    """Box of the graph. Without a status it stands for something outside, which no process reports."""
+    """Box of the graph. `rest` is its state while no process reports it: of something outside, or without work."""
 
     name: str
     title: str
     note: str
     delay: _Delay
-    has_status: bool
+    rest: str
 
     def row(self) -> dict[str, Any]:
         derived = self.delay.derived
@@ -215,9 +256,9 @@ class _Node(NamedTuple):
             "name": self.name,
             "title": self.title,
             "note": self.note,
-            "state": self.delay.state if self.has_status else "idle",
+            "state": self.delay.state or self.rest,
             "behind_ms": self.delay.behind_ms,
-            "sentence": describe_state(derived) if derived is not None else "",
+            "sentence": describe_state(derived) if derived is not None else _SENTENCES.get(self.rest, ""),
         }
 
 

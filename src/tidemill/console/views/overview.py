@@ -13,6 +13,7 @@ from tidemill.base.limits import NODE_BLIND_AFTER_MS, STATUS_BLIND_AFTER_MS
 from tidemill.base.status.drivers import driver_reports, pipeline_of
 from tidemill.base.status.status import NODE, PROCESS, DerivedStatus, StageState, StatusReport, derive_statuses
 from tidemill.console.views.captures import capture_rows
+from tidemill.console.views.events import restart_rows
 from tidemill.console.views.flow import Catalogued, flow_graph
 from tidemill.console.views.problems import problem_rows
 from tidemill.console.views.stages import latency_summaries, merge_latencies
@@ -41,6 +42,7 @@ def overview(
         "counts": {str(state): states[str(state)] for state in StageState},
         "problems": problems,
         "problems_more": more,
+        "restarts": restart_rows(reports, now_ms),
         "flow": flow_graph(marks, catalogued, reports),
         "captures": captures[:CAPTURES_MAX],
         "captures_more": max(0, len(captures) - CAPTURES_MAX),

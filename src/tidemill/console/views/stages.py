@@ -30,15 +30,15 @@ def status_answer(reports: Sequence[StatusReport], now_ms: int) -> dict[str, obj
     }
 
 
-def verdict_row(found: Verdict, exit_code: int) -> dict[str, object]:
-    """Return `why --json`. `exit_code` may be worse than that of the verdict alone."""
+def verdict_row(found: Verdict, exit_code: int, note: str = "") -> dict[str, object]:
+    """Return `why --json`. `exit_code` may be worse than that of the verdict alone. `note` is about the name."""
     return {
         "state": str(found.worst.state),
         "exit": exit_code,
         "worst": status_row(found.worst),
         "root": found.root,
         "chain": [status_row(derived) for derived in found.chain],
-    }
+    } | ({"note": note} if note else {})
 
 
 def merge_latencies(reports: Sequence[StatusReport]) -> LatencyBySource:

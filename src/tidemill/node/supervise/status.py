@@ -1,6 +1,7 @@
 """Report of `up` about its children: stages of those that do not start, and errors of their tables in the terminal.
 
-A driver that cannot even start cannot report itself. The report is empty while every child runs. Drivers that ended on
+A driver that cannot even start cannot report itself. The report also has the restarts of the last minutes. It is empty
+while every child runs. Drivers that ended on
 purpose must not be missed: the reports of drivers that ended with their parent, or that it no longer starts, are
 deleted.
 """
@@ -8,7 +9,7 @@ deleted.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import structlog
 
@@ -54,6 +55,8 @@ class SupervisorStatus:
         self._drivers = drivers
         self.announce: Callable[[Sequence[StatusReport]], bool] | None = None
         """Called with all reports every few seconds, until it returns True."""
+        self.restarts: Callable[[], Mapping[str, object]] = dict
+        """Returns the fact `restarts` of the report."""
         self._consensus: Consensus | None = None
         self._reported = False
         self._said: dict[str, str] = {}
@@ -97,6 +100,7 @@ class SupervisorStatus:
 
     async def forget_ended(self, ended: Collection[str]) -> None:
         """Delete the reports of processes that ended with their parent on purpose."""
+        self.restarts = dict
         try:
             async with asyncio.timeout(RETIRE_TIMEOUT_S):
                 board = await self._open_board()
@@ -125,8 +129,10 @@ class SupervisorStatus:
         return StatusBoard(self._consensus, self._rand)
 
     async def _publish(self) -> None:
-        report = self._tracker.report(self._process, self._clock.now_ms())
-        if report.marks:
+        restarts = self.restarts()
+        facts = {"restarts": dict(restarts)} if restarts else {}
+        report = self._tracker.report(self._process, self._clock.now_ms(), facts)
+        if report.marks or restarts:
             self._reported = True  # also when the outcome stays unknown
             await (await self._open_board()).publish(report)
         elif self._reported:  # an empty report that is not renewed would turn blind

@@ -42,6 +42,8 @@ BUDGET_MS = 30_000
 """Time after which a child that does not run steadily counts as stuck: more than STABLE_AFTER_S, so that one crash
 is never reported as stuck."""
 LAST_WORDS_BYTES = 16 << 10
+RESTART_SHOWN_MS = 300_000
+"""Time for which the end of a child is reported after it was started again."""
 
 log = structlog.get_logger()
 
@@ -66,6 +68,9 @@ class Child:
     ) -> None:
         self.spec = spec
         self.restarts = 0
+        self.ended_ms = 0
+        """Time of the last unplanned end; 0 = there was none."""
+        self.ended_with = ""
         self.log_path = log_dir / f"{spec.name}.log"
         self._clock = clock
         self._tracker = tracker
@@ -121,6 +126,7 @@ class Child:
         """Report the error under the child's stages every time; in the terminal and the log only when it is new."""
         is_paused = code == EXIT_CONFIGURATION
         now_ms = self._clock.now_ms()
+        self.ended_ms, self.ended_with = now_ms, words
         for mark in self.marks:
             self._tracker.set(mark, 0, 1, now_ms=now_ms, budget_ms=BUDGET_MS)
             self._tracker.fail(mark, words, now_ms=now_ms, parked=is_paused)
@@ -267,6 +273,16 @@ class Supervisor:
         self.children[spec.name] = child
         self._tasks.spawn(child.run(), name=f"supervise-{spec.name}")
         return child
+
+    def recent_restarts(self) -> dict[str, dict[str, object]]:
+        """Return {process: {"at_ms", "count", "reason"}} of the children that ended unexpectedly a short time ago."""
+        since_ms = self._clock.now_ms() - RESTART_SHOWN_MS
+        return {
+            mark: {"at_ms": child.ended_ms, "count": child.restarts, "reason": child.ended_with}
+            for child in self.children.values()
+            if child.ended_ms > since_ms
+            for mark in child.marks
+        }
 
     async def stop(self) -> None:
         await self._tasks.aclose()

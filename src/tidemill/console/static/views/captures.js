@@ -20,6 +20,9 @@ function Capture({ capture, at }) {
     <h2><a href=${linkTo("captures", capture.capture)}>${capture.capture}</a> <${State} state=${capture.state} /></h2>
     <p>${capture.sentence}${capture.held_by ? ` Blocked by ${capture.held_by}.` : ""}</p>
     <dl class="figures">
+      ${slot.slot && html`<div><dt>slot</dt><dd>${slot.slot}</dd></div>`}
+      ${slot.slot_wal_status && html`<div><dt>WAL status</dt><dd>${slot.slot_wal_status}</dd></div>`}
+      ${slot.confirmed_lsn && html`<div><dt>confirmed to</dt><dd>${slot.confirmed_lsn}</dd></div>`}
       <div><dt>WAL kept by the slot</dt><dd>${bytes(slot.slot_retained_bytes)}</dd></div>
       <div><dt>growth</dt><dd>${grows === null || grows === undefined ? "–" : `${bytes(Math.round(grows))}/s`}</dd></div>
       <div><dt>headroom</dt><dd>${slot.slot_headroom_bytes === null || slot.slot_headroom_bytes === undefined ? "no limit" : bytes(slot.slot_headroom_bytes)}</dd></div>
@@ -50,7 +53,7 @@ function CapturedTables({ name }) {
   return html`<section aria-labelledby="captured-title"><h2 id="captured-title">Its tables ${rows && html`<small>${plural(rows.length, "table")}</small>`}</h2>
     <${Failure} error=${status === 200 ? "" : error} />
     ${rows && html`<${Paged} items=${rows}>${(shown) => html`<${Rows} label="Captured tables" rows=${shown} keyOf=${(row) => row.table} empty="This capture has no table." columns=${[
-      { title: "table", cell: (row) => row.table },
+      { title: "table", cell: (row) => html`<a href=${linkTo("tables", row.table)}>${row.table}</a>` },
       { title: "state", cell: (row) => (row.copied || row.state !== "captured" ? row.state : "copying") },
       { title: "topic", wide: true, cell: (row) => row.topic },
       { title: "rows copied", number: true, cell: (row) => number(row.rows_copied) },

@@ -8,6 +8,7 @@ const TITLES = { sources: "Sources", topics: "Topics", pipelines: "Pipelines", t
 const GAP = 88; // between two columns, in px: 5.5rem of console.css at 16 px
 const PASSAGE = 30; // below the boxes, for edges past other columns: the padding of .flow
 const LABEL_PX = 30; // from a box to the middle of an edge's label: there the edges of a fan are apart
+const LABEL_WIDTH = 40, LABEL_HEIGHT = 14; // room of a label
 const LABELS_MAX = 40; // with more edges than that, only late ones have a label
 
 export class Flow extends Component {
@@ -37,8 +38,10 @@ export class Flow extends Component {
       if (!from || !to || from.right >= to.left) continue;
       const { right: x1, y: y1 } = from, { left: x2, y: y2 } = to, reach = (x2 - x1) / 2;
       if (reach < outer.width / 8) {
-        const nearEnd = fanOut.get(edge.from) >= fanIn.get(edge.to);
-        lines.push({ edge, x: nearEnd ? x2 - LABEL_PX : x1 + LABEL_PX, y: nearEnd ? y2 : y1, d: `M${x1} ${y1}C${x1 + reach} ${y1} ${x2 - reach} ${y2} ${x2} ${y2}` });
+        const ends = [[x1 + LABEL_PX, y1], [x2 - LABEL_PX, y2]];
+        const places = [...(fanOut.get(edge.from) > fanIn.get(edge.to) ? ends.reverse() : ends), [(x1 + x2) / 2, (y1 + y2) / 2]];
+        const [x, y] = places.find(([x, y]) => isFree(lines, x, y)) ?? places[0];
+        lines.push({ edge, x, y, d: `M${x1} ${y1}C${x1 + reach} ${y1} ${x2 - reach} ${y2} ${x2} ${y2}` });
       } else { // past other columns: through the gaps, and below all boxes
         const low = outer.height - PASSAGE / 2, gap = GAP / 2;
         lines.push({ edge, x: (x1 + x2) / 2, y: low, d: `M${x1} ${y1}C${x1 + gap} ${y1} ${x1 + gap / 2} ${low} ${x1 + 2 * gap} ${low}`
@@ -75,6 +78,8 @@ function withoutRepeats(lines) {
   const same = lines.filter(({ edge }) => edge.to === "clients" && edge.from.startsWith("shard:"));
   return lines.filter((line) => !same.includes(line) || line === same[same.length >> 1]);
 }
+
+const isFree = (lines, x, y) => lines.every((line) => line.edge.behind_ms === null || Math.abs(line.x - x) >= LABEL_WIDTH || Math.abs(line.y - y) >= LABEL_HEIGHT);
 
 function countBy(edges, end) {
   const found = new Map();

@@ -1,6 +1,6 @@
 // Dead letters: records that no table can hold, counted by reason, and the newest of them.
 import { html, Failure, Rows, moment, number, plural } from "../parts.js";
-import { answer, linkTo } from "../store.js";
+import { answer, givenSecret, linkTo } from "../store.js";
 import { SecretForm } from "./table.js";
 
 export function DeadLetters({ overview, parts }) {
@@ -13,12 +13,12 @@ export function DeadLetters({ overview, parts }) {
       { title: "letters", number: true, cell: (row) => number(row.count) },
     ]} />
   </section>
-  ${chosen && html`<${Letters} table=${chosen} />`}`;
+  ${chosen && html`<${Letters} table=${chosen} needsSecret=${overview.rows_need_secret} />`}`;
 }
 
-function Letters({ table }) {
+function Letters({ table, needsSecret }) {
   const { value, error, status } = answer(`/api/dead-letters?${new URLSearchParams({ table, limit: 50 })}`);
-  if (status === 401) return html`<${SecretForm} />`;
+  if (status === 401 || (needsSecret && !givenSecret())) return html`<${SecretForm} error=${error} />`;
   if (!value) return error ? html`<${Failure} error=${error} />` : html`<p class="quiet">Reading…</p>`;
   const partly = value.examined < value.total ? `, of the newest ${number(value.examined)}` : "";
   return html`<section aria-labelledby="reasons-title">

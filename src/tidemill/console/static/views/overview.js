@@ -16,13 +16,14 @@ export function Overview({ overview, at }) {
 }
 
 function Problems({ overview, at }) {
-  const { problems, problems_more: more, notices, not_ready: notReady } = overview;
+  const { problems, problems_more: more, notices, not_ready: notReady, restarts } = overview;
   const stories = [...(notReady ? [notReady] : []), ...notices];
   return html`<section aria-labelledby="problems-title">
     <h2 id="problems-title">Problems ${problems.length > 0 && html`<small>${plural(problems.length + more, "cause")}, the worst first</small>`}</h2>
     ${problems.length === 0 && html`<${Calm} overview=${overview} />`}
     <${Paged} items=${problems} size=${SHOWN_AT_FIRST}>${(shown) => html`<ol class="problems">${shown.map((problem) => html`<${Problem} key=${problem.name} problem=${problem} at=${at} />`)}</ol>`}<//>
     ${more > 0 && html`<p class="quiet">${plural(more, "further cause")}: see <code>tidemill status</code>.</p>`}
+    ${restarts.length > 0 && html`<ul class="notices" aria-label="Restarts">${restarts.map((restart) => html`<${Restart} key=${restart.process} restart=${restart} at=${at} />`)}</ul>`}
     ${stories.length > 0 && html`<ul class="notices">${stories.map((story) => html`<li>${story}</li>`)}</ul>`}
   </section>`;
 }
@@ -33,6 +34,12 @@ function Calm({ overview }) {
   const slowest = tables.nodes.reduce((worst, node) => ((node.behind_ms ?? -1) > (worst?.behind_ms ?? -1) ? node : worst), null);
   return html`<p class="calm">Every stage advances or has reached its target.
     ${slowest && slowest.behind_ms > 0 && html` The slowest table is <a href=${linkTo("tables", slowest.title)}>${slowest.title}</a>, ${duration(slowest.behind_ms)} behind its input.`}</p>`;
+}
+
+/** A process that ended a short time ago: it may be back before anything is late. */
+function Restart({ restart, at }) {
+  const { name, reason, count, ended_ms: ended, is_back: isBack } = restart;
+  return html`<li class=${isBack ? "" : "failure"}>${name[0].toUpperCase()}${name.slice(1)} ${isBack ? "was restarted" : "ended"} <span class="number"><${Age} ms=${ended} at=${at} /></span> ago${isBack ? "" : " and is being restarted"}: ${reason.replace(/[.]$/, "")}${count > 1 ? `; restart ${number(count)} since the start` : ""}.</li>`;
 }
 
 function Problem({ problem, at }) {

@@ -6,7 +6,7 @@ export function Processes({ overview, at }) {
     <h2 id="processes-title">Processes <small>${plural(overview.processes.length + overview.processes_more, "process").replace(/processs$/, "processes")}, silent ones first</small></h2>
     <${Rows} label="Processes" rows=${overview.processes} keyOf=${(row) => row.process} columns=${[
       { title: "process", cell: (row) => row.process },
-      { title: "state", cell: (row) => html`<${State} state=${row.state === "blind" ? "blind" : "moving"} />` },
+      { title: "state", cell: (row) => html`<${State} state=${row.state} word=${row.state === "blind" ? "blind" : "reports"} />` },
       { title: "last report", number: true, cell: (row) => html`<${Age} ms=${row.report_age_ms} at=${at} />` },
       { title: "pid", number: true, cell: (row) => (row.pid ? String(row.pid) : "–") },
       { title: "host", wide: true, cell: (row) => row.host || "–" },

@@ -2,17 +2,35 @@
 import { Component } from "../vendor/preact.mjs";
 import { html } from "../parts.js";
 
-export function Snippets({ table }) {
-  return html`<div class="snippets">${snippetsOf(table).map(([title, text, note]) => html`<${Snippet} key=${title} title=${title} text=${text} note=${note} />`)}</div>`;
+/** Without `table`, only a shape exists: a captured table, and the line of a pipeline that would maintain it. */
+export function Snippets({ table, shape, maintain }) {
+  const [curl, javaScript] = shapeSnippets(shape);
+  const shown = [
+    ...(maintain ? [["Pipeline", maintain, "In the build function of a pipeline: the table becomes an exact, versioned one."]] : []),
+    curl, ...(table ? tableSnippets(table) : []), javaScript,
+  ];
+  return html`<div class="snippets">${shown.map(([title, text, note]) => html`<${Snippet} key=${title} title=${title} text=${text} note=${note} />`)}</div>`;
 }
 
-function snippetsOf({ shard: name, key, columns }) {
+function shapeSnippets(shape) {
   const origin = location.origin;
+  return [
+    ["curl", `curl -i '${origin}/v1/shape?table=${shape}&offset=-1'`,
+      "Repeat with electric-handle and electric-offset of the response, and &live=true: it returns when the table changes."],
+    ["JavaScript", `import { Shape, ShapeStream } from "@electric-sql/client";
+
+const stream = new ShapeStream({
+  url: "${origin}/v1/shape",
+  params: { table: "${shape}" },
+});
+new Shape(stream).subscribe(({ rows }) => console.log(rows));`, "The unmodified Electric client: all rows, then every change."],
+  ];
+}
+
+function tableSnippets({ shard: name, key, columns }) {
   const first = key[0] ?? Object.keys(columns)[0];
   const variable = /^[a-z_][a-z0-9_]*$/i.test(name) ? name : "table";
   return [
-    ["curl", `curl -i '${origin}/v1/shape?table=tidemill.${name}&offset=-1'`,
-      "Repeat with electric-handle and electric-offset of the response, and &live=true: it returns when the table changes."],
     ["Python", `import tidemill
 
 with tidemill.connect("tidemill.toml") as cluster:
@@ -21,13 +39,6 @@ with tidemill.connect("tidemill.toml") as cluster:
     ["PySpark", `${variable} = spark.read.format("tidemill").load("${name}")
 ${variable}.show()`, "In any Spark session that has tidemill; append with df.write.format(\"tidemill\")."],
     ["SQL", `tidemill sql 'SELECT * FROM "${name}" ORDER BY "${first}" LIMIT 20'`, "DuckDB in a terminal, at one exact time (--as-of)."],
-    ["JavaScript", `import { Shape, ShapeStream } from "@electric-sql/client";
-
-const stream = new ShapeStream({
-  url: "${origin}/v1/shape",
-  params: { table: "tidemill.${name}" },
-});
-new Shape(stream).subscribe(({ rows }) => console.log(rows));`, "The unmodified Electric client: all rows, then every change."],
   ];
 }
 

@@ -1,55 +1,77 @@
 // One table: why it is as fresh as it is, its rows at a time, its changes as they arrive, schema, latencies, snippets.
 import { Component } from "../vendor/preact.mjs";
-import { html, Age, Failure, Rows, State, bytes, duration, isLate, isNumeric, moment, number, plural } from "../parts.js";
-import { answer, fetchJson, giveSecret, linkTo } from "../store.js";
+import { html, Age, Failure, Rows, State, Value, bytes, duration, isLate, isNumeric, moment, number, plural } from "../parts.js";
+import { answer, fetchJson, givenSecret, giveSecret, linkTo } from "../store.js";
 import { Latency } from "./overview.js";
 import { Live } from "./live.js";
 import { inputText } from "./tables.js";
 import { Snippets } from "./snippets.js";
 
 const TABS = { rows: "Rows", live: "Live", schema: "Schema", latency: "Latency", use: "Use it" };
+const SHAPE_TABS = ["use", "live", "schema"]; // of a captured table that no pipeline maintains
 
 const HOUR_MS = 3_600_000;
 
-export class Table extends Component {
-  /** Arrow keys move between the tabs, as in every tab list. */
+export function Table({ name, tab, overview }) {
+  const { value, at, error, status } = answer(`/api/place?${new URLSearchParams({ name })}`);
+  if (!value) return error ? html`<section><h2 class="name">${name}</h2><${Failure} error=${error} /></section>` : html`<p class="quiet">Reading…</p>`;
+  const { place, table, why, captured: [captured], maintained_as: maintained, maintain } = value;
+  const state = place?.state ?? captured?.state;
+  return html`<section aria-labelledby="table-title">
+    <h2 id="table-title" class="name">${name} ${state !== undefined && html`<${State} state=${state} />`}</h2>
+    ${place && html`<p class="quiet">from ${inputText(place.input)}${place.pipeline ? `, maintained by pipeline ${place.pipeline}` : ""}</p>`}
+    <${Failure} error=${status === 200 ? "" : error} />
+    <${Chain} verdict=${why} at=${at} />
+    ${place && !why && html`<p class="quiet">No process reports this table: its pipeline does not run.</p>`}
+    ${place && !table && html`<p>Not created yet: its pipeline creates the table when it first runs.</p>`}
+    ${!place && captured && html`<${Captured} captured=${captured} maintained=${maintained} />`}
+    ${!place && !table && !captured && html`<p>There is no table ${name}. <span class="quiet">${value.note}</span></p>`}
+    ${table ? html`<${Figures} table=${table} />
+      <${Tabs} name=${name} tab=${tab} names=${Object.keys(TABS)} panels=${{
+        rows: () => html`<${TableRows} table=${table} needsSecret=${overview.rows_need_secret} />`,
+        live: () => html`<${Live} key=${table.shard_id} shape=${`shard:${table.shard}`} columns=${table.columns} />`,
+        schema: () => html`<${Schema} table=${table} />`,
+        latency: () => html`<${TableLatency} row=${place} overview=${overview} />`,
+        use: () => html`<${Snippets} table=${table} shape=${`tidemill.${table.shard}`} />`,
+      }} />`
+      : !place && captured?.copied && html`<${Tabs} name=${name} tab=${tab} names=${SHAPE_TABS} panels=${{
+        live: () => html`<${Live} key=${captured.generation} shape=${captured.table} columns=${Object.fromEntries(captured.columns)} />`,
+        schema: () => html`<${CapturedColumns} columns=${captured.columns} />`,
+        use: () => html`<${Snippets} shape=${captured.table} maintain=${maintain} />`,
+      }} />`}
+  </section>`;
+}
+
+/** A captured table: where its changes go, and the tables that pipelines make of it. */
+function Captured({ captured, maintained }) {
+  const links = maintained.map((table, index) => html`${index > 0 && ", "}<a href=${linkTo("tables", table)}>${table}</a>`);
+  return html`<p>Captured by <a href=${linkTo("captures", captured.capture)}>${captured.capture}</a>${captured.topic ? ` into topic ${captured.topic}` : ""}.
+      ${links.length > 0 ? html` Maintained as ${links}.` : captured.state === "captured" && " No pipeline maintains it as a table."}</p>
+    ${captured.reason && html`<p>${captured.reason} ${captured.fix}</p>`}`;
+}
+
+/** Tabs of a table. Arrow keys move between them, as in every tab list. */
+class Tabs extends Component {
   turn(event, tab) {
-    const names = Object.keys(TABS);
+    const { names, name } = this.props;
     const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
     if (!step) return;
     const next = names[(names.indexOf(tab) + step + names.length) % names.length];
-    location.replace(linkTo("tables", this.props.name, next));
+    location.replace(linkTo("tables", name, next));
     document.getElementById(`tab-${next}`).focus();
   }
 
-  render({ name, tab: given, overview }) {
-    const tab = given in TABS ? given : "rows";
-    const why = answer(`/api/why?${new URLSearchParams({ name: `shard:${name}` })}`);
-    const { value: table, error, status } = answer(`/api/tables/${encodeURIComponent(name)}`);
-    const row = (answer("/api/places").value ?? []).find((each) => each.table === name);
-    return html`<section aria-labelledby="table-title">
-      <h2 id="table-title" class="name">${name} ${row && html`<${State} state=${row.state} />`}</h2>
-      ${row && html`<p class="quiet">from ${inputText(row.input)}${row.pipeline ? `, maintained by pipeline ${row.pipeline}` : ""}</p>`}
-      <${Chain} verdict=${why.value} at=${why.at} missing=${why.status === 404} />
-      <${Failure} error=${status === 200 ? "" : error} />
-      ${table && html`<${Figures} table=${table} />
-        <div role="tablist" aria-label="About this table">${Object.entries(TABS).map(([key, title]) => html`
-          <a key=${key} id=${`tab-${key}`} role="tab" href=${linkTo("tables", name, key)} aria-selected=${key === tab} aria-controls="tab-panel" tabindex=${key === tab ? 0 : -1}
-            onClick=${(event) => { event.preventDefault(); location.replace(linkTo("tables", name, key)); }} onKeyDown=${(event) => this.turn(event, tab)}>${title}</a>`)}</div>
-        <div role="tabpanel" id="tab-panel" aria-labelledby=${`tab-${tab}`} tabindex="-1">
-          ${tab === "rows" && html`<${TableRows} table=${table} />`}
-          ${tab === "live" && html`<${Live} key=${table.shard_id} table=${table} />`}
-          ${tab === "schema" && html`<${Schema} table=${table} />`}
-          ${tab === "latency" && html`<${TableLatency} row=${row} overview=${overview} />`}
-          ${tab === "use" && html`<${Snippets} table=${table} />`}
-        </div>`}
-    </section>`;
+  render({ name, tab: given, names, panels }) {
+    const tab = names.includes(given) ? given : names[0];
+    return html`<div role="tablist" aria-label="About this table">${names.map((key) => html`
+      <a key=${key} id=${`tab-${key}`} role="tab" href=${linkTo("tables", name, key)} aria-selected=${key === tab} aria-controls="tab-panel" tabindex=${key === tab ? 0 : -1}
+        onClick=${(event) => { event.preventDefault(); location.replace(linkTo("tables", name, key)); }} onKeyDown=${(event) => this.turn(event, tab)}>${TABS[key]}</a>`)}</div>
+    <div role="tabpanel" id="tab-panel" aria-labelledby=${`tab-${tab}`} tabindex="-1">${panels[tab]()}</div>`;
   }
 }
 
 /** The chain from the table to its source, worst marked, as `tidemill why` prints it. */
-function Chain({ verdict, at, missing }) {
-  if (missing) return html`<p class="quiet">No process reports this table: its pipeline does not run.</p>`;
+function Chain({ verdict, at }) {
   if (!verdict) return null;
   return html`<ol class="chain" aria-label="From this table to its source">${verdict.chain.map((stage) => {
     const isWorst = stage.name === verdict.worst.name && isLate(stage.state);
@@ -74,7 +96,9 @@ function Figures({ table }) {
 
 /** Rows at one time. The slider covers the readable times; the newest time is read again on request. */
 class TableRows extends Component {
-  componentDidMount() { this.read(null); }
+  componentDidMount() { if (!this.needsSecret()) this.read(null); }
+
+  needsSecret() { return this.props.needsSecret && !givenSecret(); }
 
   async read(asOf) {
     const request = (this.request = {});
@@ -89,7 +113,7 @@ class TableRows extends Component {
   }
 
   render({ table }, { sample, error, status, busy, asked }) {
-    if (status === 401) return html`<${SecretForm} onGiven=${() => this.read(asked)} />`;
+    if (status === 401 || this.needsSecret()) return html`<${SecretForm} error=${error} onGiven=${() => this.read(asked)} />`;
     const most = Math.max(table.upper - 1, table.since), least = table.since || Math.max(0, most - HOUR_MS);
     const at = sample?.as_of_ms ?? most;
     return html`<form class="controls" onSubmit=${(event) => { event.preventDefault(); this.read(new FormData(event.target).get("as_of")); }}>
@@ -102,7 +126,7 @@ class TableRows extends Component {
     ${sample && html`<p class="quiet" aria-live="polite">${describeSample(sample)}</p>
       <${Rows} label="Rows" rows=${sample.rows} empty="The table has no rows at this time." columns=${Object.keys(sample.columns).map((name, index) => ({
         title: name, number: isNumeric(sample.columns[name]), text: true,
-        cell: (row) => (row[index] === null ? html`<span class="null">NULL</span>` : row[index]),
+        cell: (row) => html`<${Value} text=${row[index]} />`,
       }))} />`}`;
   }
 }
@@ -136,18 +160,27 @@ function Schema({ table }) {
     ]} />`}`;
 }
 
+const CapturedColumns = ({ columns }) => html`<${Rows} label="Columns" rows=${columns} columns=${[
+  { title: "column", cell: ([name]) => name },
+  { title: "type", cell: ([, type]) => type },
+  { title: "key", cell: ([, , index]) => (index >= 0 ? `key ${index + 1}` : "") },
+]} />`;
+
+/** Latencies of the table's source; of a derived table those of every source, because its inputs have them. */
 function TableLatency({ row, overview }) {
-  const [kind, name] = (row?.input ?? "").split(":");
+  if (!row?.pipeline) return html`<p class="quiet">Programs write this table: there is no commit to measure from.</p>`;
+  const [kind, name] = row.input.split(":");
   const source = `${kind}/${name}`;
-  const chosen = source in overview.latency ? { [source]: overview.latency[source] } : overview.latency;
-  return Object.keys(chosen).length ? html`<${Latency} latency=${chosen} title="From the commit to this table" />`
+  const chosen = name === undefined ? overview.latency : source in overview.latency ? { [source]: overview.latency[source] } : {};
+  return Object.keys(chosen).length ? html`<${Latency} latency=${chosen} title=${name === undefined ? "From the commit to its inputs" : "From the commit to this table"} />`
     : html`<p class="quiet">Nothing was measured yet: no commit has passed since the processes started.</p>`;
 }
 
 /** Asks for the secret of shapes, which rows need, too. */
-export function SecretForm({ onGiven = () => {} }) {
+export function SecretForm({ error = "", onGiven = () => {} }) {
   return html`<form class="controls" onSubmit=${(event) => { event.preventDefault(); giveSecret(new FormData(event.target).get("secret")); onGiven(); }}>
     <p>Rows of tables need the secret of shapes (<code>shapes.secret</code>).</p>
+    <${Failure} error=${error} />
     <label>Secret <input type="password" name="secret" autocomplete="off" required /></label> <button type="submit">Use it</button>
   </form>`;
 }
