@@ -37,7 +37,7 @@ READING = ("tidemill sql", "python ")
 seconds behind its source."""
 COMMAND_S = 4 * DEADLINE_S
 """Deadline of a command: an installation takes minutes."""
-ENDS_WITHIN_S = 60.0
+ENDS_WITHIN_S = DEADLINE_S
 
 
 class Walk:
