@@ -25,8 +25,8 @@ from tidemill.spark.decode import block_decoder
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records, Slice, cut_blocks
 from tidemill.spark.decode.stream import StreamDecoder
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.resolve import resolve
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.resolve import resolve
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.records import columns_from_fields

@@ -48,7 +48,7 @@ from tidemill.base.config.config import load
 from tidemill.base.errors import MissingError, UnavailableError
 from tidemill.shards.registry import open_remap
 from tidemill.spark.ingest.fetch_decode import boot_id
-from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.merge.mirror import Mirror
 
 HERE = Path(__file__).parent
 BEHIND_MS = 3_600_000

@@ -18,7 +18,7 @@ from tidemill.cli.context import OpenConsensus, OpenStores, open_stores
 from tidemill.metastore.catalogue import CaptureTableRow
 
 REPORT = StatusReport("node:n1", 1, (StageStatus("capture:shop/topics", 1, 1), StageStatus("node:n1", 1, 1)))
-"""Of a node that has been silent since long ago."""
+"""The report of a node that has been silent for a long time."""
 AWAY = UnavailableError("no process of the cluster is running.", fix="Start one: tidemill up.")
 
 

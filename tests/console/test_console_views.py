@@ -156,10 +156,10 @@ def test_a_topic_that_no_process_reports_has_no_records_or_is_not_in_use() -> No
 
 def test_a_topic_is_without_records_only_where_a_live_node_could_report_it() -> None:
     topics = ["clicks", "returns"]
-    assert unreported_topics(derive_statuses(shop(NOW_MS), NOW_MS), topics) == ["returns"]
-    assert unreported_topics(derive_statuses(shop(NOW_MS), NOW_MS + 60_000), topics) == []
+    assert unreported_topics(shop(NOW_MS), topics, NOW_MS) == ["returns"]
+    assert unreported_topics(shop(NOW_MS), topics, NOW_MS + 60_000) == []
     shared = StatusReport("node:n2", NOW_MS, (StageStatus("topics", 1, 1),))
-    assert unreported_topics(derive_statuses([*shop(NOW_MS), shared], NOW_MS), topics) == []
+    assert unreported_topics([*shop(NOW_MS), shared], topics, NOW_MS) == []
 
 
 def test_a_driver_that_was_killed_and_is_back_is_an_event() -> None:

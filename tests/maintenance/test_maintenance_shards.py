@@ -16,6 +16,12 @@ from tidemill.shards.read.holds import hold_during
 from tidemill.shards.state.checkpoint import assemble_state, decode_header, encode_header
 from tidemill.shards.state.restore import restore_shard
 from tidemill.shards.state.state import check_invariants
+from tidemill.shards.state.stream_registers import (
+    STREAM_REGISTERS,
+    count_queries,
+    is_restored,
+    stream_register,
+)
 
 
 async def test_ten_minutes_of_updates_leave_twice_what_lives_and_the_window() -> None:
@@ -365,3 +371,18 @@ async def test_a_restored_shard_is_tended_though_its_keeper_s_lease_begins_at_th
     await again.frontiers()
     assert again.state.since > shard.state.since + 100_000
     assert fresh.upkeep.facts()["failing"] == 0
+
+
+async def test_registers_of_streaming_queries_go_with_their_table_and_a_restore_marks_its_tables() -> None:
+    world = World()
+    shard, consensus = await world.open(), world.consensus()
+    await world.write(shard, KEYS)
+    kept, gone = stream_register(shard.shard_id, "query"), stream_register("dropped", "query")
+    for key in (kept, gone):
+        await consensus.cas(key, 0, b"", "n")
+    await world.orphans.run(StepBudget(world.clock, 1))
+    assert [key for key, _ in await consensus.scan(STREAM_REGISTERS)] == [kept]
+    assert world.orphans.facts()["stream_queries"] == 1 and not await is_restored(consensus, shard.shard_id)
+    fresh, again = await restored_elsewhere(world, shard)
+    assert await is_restored(fresh.consensus(), again.shard_id)
+    assert await count_queries(fresh.consensus(), again.shard_id) == 0

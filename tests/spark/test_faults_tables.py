@@ -197,7 +197,7 @@ def test_f309_a_scratch_directory_that_cannot_be_written_is_told_and_heals(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file replaces the directory. Work without scratch continues; other work waits and resumes without a restart."""
-    monkeypatch.setattr("tidemill.spark.upsert.mirror.SPILL_BYTES", 1 << 20)
+    monkeypatch.setattr("tidemill.spark.merge.mirror.SPILL_BYTES", 1 << 20)
     topic = harbour.create_topic("clicks")
     with pipeline(harbour, tmp_path, f"def build(p):\n    {CLICKS}\n") as runner:
         harbour.produce(topic, [(b"k", {"click_id": "a"})])

@@ -11,8 +11,8 @@ from support.spark.upsert_world import SCHEMA, ModelShard, Writer
 from tidemill.shards.parts.arrow_rows import rows_at, rows_equal, values_at
 from tidemill.shards.parts.parts import sort_updates
 from tidemill.shards.parts.row_hash import hash_rows
-from tidemill.spark.upsert.key_grouping import group_by_key
-from tidemill.spark.upsert.sorted_runs import SortedRun
+from tidemill.spark.merge.key_grouping import group_by_key
+from tidemill.spark.merge.sorted_runs import SortedRun
 
 ROWS = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 2), st.integers(0, 2)), max_size=30)
 FLOATS = [0.0, -0.0, 1.5, float("nan"), None]

@@ -1,4 +1,4 @@
-"""`tidemill.spark.read` under Spark Connect: what a frame reads is held while its client has a frame made from it."""
+"""Spark Connect, with a client that has no py4j: reads, writes, changes, and what needs a session with a JVM."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.spark
 
 
-def test_what_a_frame_of_spark_connect_reads_is_held_until_its_last_descendant_is_gone(tmp_path: Path) -> None:
+def test_a_client_without_a_jvm_reads_writes_and_follows_and_holds_what_its_frames_read(tmp_path: Path) -> None:
     """The program runs in a separate process: one with a classic session cannot have another."""
     tests = Path(__file__).parents[1]
     done = subprocess.run(
@@ -25,4 +25,7 @@ def test_what_a_frame_of_spark_connect_reads_is_held_until_its_last_descendant_i
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
+    run, build = found.pop("needs_jvm")
+    assert "a pipeline needs a session with a JVM" in run and "`pyspark-client`, which has no JVM" in build
+    assert found.pop("changes") == [[1, 10, 1]]
     assert found == {"connect": True, "held": ["dataframe"], "gone": [], "counted": 29_990, "after": 1}

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import TIME, Column, ShardSchema
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
+from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION, RECORD_KEY, UNCHANGED, command_schema
 from tidemill.spark.source.corrupt import CorruptRecordMode
 from tidemill.spark.source.options import SourceOptions
 from tidemill.spark.source.stream import RowReader, stream_columns
 from tidemill.spark.types import spark_schema
-from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, RECORD_KEY, UNCHANGED, command_schema
 
 SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "string")), ("k",))
 

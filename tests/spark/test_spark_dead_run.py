@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from support.spark.upsert_world import SCHEMA
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
 from tidemill.spark.ingest.dead_letters import RUN_RECORDS_MIN, DeadLetterRun, StepDeadLetters
-from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, no_commands
+from tidemill.spark.merge.commands import Commands, Truncate, command_schema, no_commands
 
 
 def commands(*orders: int, partition: int = 0) -> Commands:

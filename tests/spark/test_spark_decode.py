@@ -20,8 +20,8 @@ from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.dead_letter_rows import DEAD_BYTES_MAX
 from tidemill.spark.decode.records import Records, Slice, cut_blocks, cut_slices
 from tidemill.spark.decode.stream import StreamDecoder
+from tidemill.spark.merge.commands import Truncate
 from tidemill.spark.types import stream_schema
-from tidemill.spark.upsert.commands import Truncate
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 

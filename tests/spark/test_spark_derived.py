@@ -24,8 +24,8 @@ from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.spark import Pipeline
 from tidemill.spark.definition import DerivedTable
 from tidemill.spark.derived.derivation import Derivation
-from tidemill.spark.upsert.diff import diff_commands
-from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.merge.diff import diff_commands
+from tidemill.spark.merge.mirror import Mirror
 
 
 def test_a_derived_table_follows_its_inputs_and_keeps_its_history(harbour: Any, tmp_path: Path) -> None:

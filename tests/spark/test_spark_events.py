@@ -37,7 +37,7 @@ from tidemill.spark.decode import block_decoder as objects_module
 from tidemill.spark.decode.avro import AvroVersion
 from tidemill.spark.decode.captured import Captured, CapturedDecoder
 from tidemill.spark.decode.records import Records
-from tidemill.spark.upsert.commands import ORDER
+from tidemill.spark.merge.commands import ORDER
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 
 TYPES: dict[str, tuple[int, int, str, tuple[str, ...], tuple[str, ...]]] = {

@@ -21,8 +21,8 @@ from tidemill.shards.parts.row_hash import bucket_of, hash_rows
 from tidemill.spark.decode.records import Slice, SliceDescriptor
 from tidemill.spark.ingest.step_planner import Step, split_descriptors
 from tidemill.spark.ingest.steps import distributed_step, shuffle
-from tidemill.spark.upsert import range_mirror
-from tidemill.spark.upsert.range_mirror import HashRange, RangeMirrorCache, cut_by_hash
+from tidemill.spark.merge import range_mirror
+from tidemill.spark.merge.range_mirror import HashRange, RangeMirrorCache, cut_by_hash
 from tidemill.topics.api import BatchRef
 
 

@@ -20,7 +20,7 @@ from tidemill.spark import Pipeline
 from tidemill.spark.definition import DerivedTable
 from tidemill.spark.derived import group_mirror
 from tidemill.spark.derived.derivation import Derivation
-from tidemill.spark.upsert.mirror import Mirror
+from tidemill.spark.merge.mirror import Mirror
 
 CLICKS = ShardSchema((Column("id", "string"), Column("product", "int64")), ("id",))
 LINES = ShardSchema((Column("order", "int64"), Column("no", "int32"), Column("item", "int32"), Column("n", "int64")),

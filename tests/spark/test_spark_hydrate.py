@@ -19,8 +19,8 @@ from tidemill.shards.read import read_handle
 from tidemill.shards.registry import open_shard
 from tidemill.spark.ingest.fetch_decode import mirror_identity
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.upsert import mirror
-from tidemill.spark.upsert.mirror import Mirror, build_mirror
+from tidemill.spark.merge import mirror
+from tidemill.spark.merge.mirror import Mirror, build_mirror
 
 Update = tuple[int, int, int, int]
 """(key, value, time, diff)"""

@@ -13,6 +13,7 @@ import pytest
 from tidemill.base.errors import InvalidError
 from tidemill.spark.session import java
 from tidemill.spark.session.java import find_bash, find_java
+from tidemill.spark.session.session import log_option
 
 
 def runtime(home: Path, version: str, modules: str = "java.base jdk.incubator.vector") -> Path:
@@ -85,6 +86,11 @@ def test_a_jvm_that_does_not_start_is_told_in_its_own_words(tmp_path: Path) -> N
     assert "Spark's JVM did not start: " in done.stdout, (tmp_path / "log").read_text()
     assert "Unrecognized VM option 'Nope'" in done.stdout
     assert "said before" not in done.stdout
+
+
+def test_the_configuration_of_sparks_log_is_a_file() -> None:
+    option, _, path = log_option().partition("=file://")
+    assert option == "-Dlog4j2.configurationFile" and Path(path).is_file()
 
 
 @pytest.mark.spark

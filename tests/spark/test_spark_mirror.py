@@ -17,8 +17,8 @@ from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Column
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema
-from tidemill.spark.upsert import mirror as mirror_file
-from tidemill.spark.upsert.mirror import RUNS_MAX, Mirror
+from tidemill.spark.merge import mirror as mirror_file
+from tidemill.spark.merge.mirror import RUNS_MAX, Mirror
 
 
 def rows(found: pa.Table) -> dict[int, int]:
@@ -128,7 +128,7 @@ def test_a_saved_mirror_of_another_shard_boot_or_schema_is_not_trusted(tmp_path:
 def test_a_mirror_that_was_saved_under_an_older_version_goes_on_under_the_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidemill.spark.upsert.sorted_runs.PIECE_ROWS", 64)
+    monkeypatch.setattr("tidemill.spark.merge.sorted_runs.PIECE_ROWS", 64)
     mirror = Mirror(SCHEMA, directory=tmp_path)
     mirror.apply(delta(*[(k, k, 0, 1) for k in range(200)]), 0, 1)
     mirror.apply(delta((5, 5, 1, -1), (6, 6, 1, -1), (6, 7, 1, 1)), 1, 2)
@@ -251,7 +251,7 @@ def test_a_run_of_the_form_before_is_made_anew(tmp_path: Path) -> None:
 def test_a_mirror_in_files_needs_no_memory_for_what_is_not_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tidemill.spark.upsert.sorted_runs.PIECE_ROWS", 1_000)
+    monkeypatch.setattr("tidemill.spark.merge.sorted_runs.PIECE_ROWS", 1_000)
     monkeypatch.setattr(mirror_file, "SPILL_BYTES", 1)
     mirror = Mirror(SCHEMA, directory=tmp_path)
     mirror.apply(delta(*[(k, k, 0, 1) for k in range(100_000)]), 0, 1)
@@ -268,7 +268,7 @@ def test_a_mirror_in_files_needs_no_memory_for_what_is_not_asked_for(
 
 def test_runs_of_many_pieces_are_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The run is in memory or in a file; keys that share a hash stay in one piece."""
-    from tidemill.spark.upsert import sorted_runs as runs
+    from tidemill.spark.merge import sorted_runs as runs
 
     monkeypatch.setattr(runs, "PIECE_ROWS", 50)
     for directory, spill in ((None, 1 << 40), (tmp_path, 1)):

@@ -22,7 +22,7 @@ from support.spark.running import pipeline
 from support.waiting import eventually
 from tidemill.base.errors import MissingError
 from tidemill.consensus.status.board import StatusBoard
-from tidemill.spark.pipeline import session_run
+from tidemill.spark.pipeline import run_lease
 from tidemill.spark.session.java import ensure_spark_home, find_java
 
 pytestmark = [pytest.mark.spark, pytest.mark.processes]
@@ -96,8 +96,8 @@ def test_f335_a_killed_job_leaves_its_tables_exact_beside_another_driver(
     with submitted(harbour, root) as second, pipeline(harbour, tmp_path / "driver", BESIDE):
         eventually(lambda: second.poll() is not None or len(list(root.glob("started-*"))) == 2, "it has started again")
         eventually(lambda: second.poll() is not None or stored(harbour, "by_product"), "the pipeline derives")
-        monkeypatch.setattr(session_run, "LEASE_WAIT_MS", 0)
-        lease = session_run.RunLease(harbour.urls, "p", "session", "a third")
+        monkeypatch.setattr(run_lease, "LEASE_WAIT_MS", 0)
+        lease = run_lease.RunLease(harbour.urls, "p", "session", "a third")
         assert (holder := lease.acquire()) is not None and f" on {os.uname().nodename}" in holder
         lease.close()
         more(5)

@@ -13,7 +13,8 @@ from support.waiting import eventually
 from tidemill.base.errors import InvalidError
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.spark import Pipeline, run
-from tidemill.spark.pipeline import session_run
+from tidemill.spark.pipeline import pipeline_run, run_lease, session_run
+from tidemill.spark.session import requirements
 
 pytestmark = pytest.mark.spark
 
@@ -74,8 +75,8 @@ def test_f336_a_pipeline_of_another_process_is_named_and_one_that_is_taken_over_
     harbour: Any, spark: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given = {**stores_of(harbour), "scratch": tmp_path / "scratch"}
-    monkeypatch.setattr(session_run, "LEASE_WAIT_MS", 300)
-    other = session_run.RunLease(harbour.urls, "shop", "session", "local-7 pid 9 on there")
+    monkeypatch.setattr(run_lease, "LEASE_WAIT_MS", 300)
+    other = run_lease.RunLease(harbour.urls, "shop", "session", "local-7 pid 9 on there")
     assert other.acquire() is None
     with pytest.raises(InvalidError, match="by=local-7 pid 9 on there") as refused:
         run(spark, shop, **given)
@@ -85,7 +86,7 @@ def test_f336_a_pipeline_of_another_process_is_named_and_one_that_is_taken_over_
         lease = found._lease
         portal, consensus = harbour.portal, harbour.stores.consensus
         portal.call(consensus.release(lease._name, lease._holder, lease._lease.term))  # type: ignore[union-attr]
-        taken = session_run.RunLease(harbour.urls, "shop", "session", "a third")
+        taken = run_lease.RunLease(harbour.urls, "shop", "session", "a third")
         assert taken.acquire() is None
         eventually(lambda: not found.is_running)
         assert found.status().state == "failed" and "by=a third" in found.status().error
@@ -98,7 +99,8 @@ def test_a_session_that_ends_ends_its_pipeline_without_an_error(harbour: Any, sp
     """The context of the test process outlives the test, so only this run believes that it was stopped."""
     stopped = threading.Event()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(session_run, "is_context_stopped", lambda _: stopped.is_set())
+        for module in (pipeline_run, requirements):
+            patch.setattr(module, "is_context_stopped", lambda _: stopped.is_set())
         found = run(spark, shop, **stores_of(harbour), scratch=tmp_path / "scratch")
         stopped.set()
         eventually(lambda: not found.is_running)
@@ -111,11 +113,11 @@ def test_a_session_without_what_a_pipeline_needs_is_refused_by_name(
     spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(InvalidError, match=r"setting=spark\.remote"):
-        session_run.check_session(SimpleNamespace())  # type: ignore[arg-type]
-    monkeypatch.setattr(session_run, "is_context_stopped", lambda _: False)
-    with pytest.raises(InvalidError, match=r"Spark is too old: version=4\.0\.1"):
-        session_run.check_session(SimpleNamespace(_jsparkSession=None, version="4.0.1"))  # type: ignore[arg-type]
-    session_run.check_session(spark)
+        requirements.check_pipeline_session(SimpleNamespace())  # type: ignore[arg-type]
+    monkeypatch.setattr(requirements, "is_context_stopped", lambda _: False)
+    with pytest.raises(InvalidError, match=r"a pipeline needs Spark 4\.0 or newer: version=3\.5\.9"):
+        requirements.check_pipeline_session(SimpleNamespace(_jsparkSession=None, version="3.5.9"))  # type: ignore[arg-type]
+    requirements.check_pipeline_session(spark)
 
 
 def test_a_pipeline_has_the_name_of_its_function_or_of_its_file() -> None:

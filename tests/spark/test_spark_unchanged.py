@@ -23,7 +23,7 @@ from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
-from tidemill.spark.upsert.commands import (
+from tidemill.spark.merge.commands import (
     Commands,
     Truncate,
     filter_commands,
@@ -31,8 +31,8 @@ from tidemill.spark.upsert.commands import (
     partial_command_schema,
     times_of,
 )
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.resolve import resolve
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.resolve import resolve
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 
 PROGRAM = Path(__file__).parents[1] / "support" / "capture" / "process.py"

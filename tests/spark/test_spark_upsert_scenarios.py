@@ -12,11 +12,11 @@ from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.consolidate import sum_contents
 from tidemill.shards.parts.schema import contents_schema
-from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, no_commands
-from tidemill.spark.upsert.diff import check_distinct
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.operator import UpsertOperator
-from tidemill.spark.upsert.resolve import resolve
+from tidemill.spark.merge.commands import Commands, Truncate, command_schema, no_commands
+from tidemill.spark.merge.diff import check_distinct
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.operator import UpsertOperator
+from tidemill.spark.merge.resolve import resolve
 
 
 def fed(*rows: tuple[int, int, int, int]) -> pa.Table:
@@ -148,7 +148,7 @@ def test_m4111_drain_crosses_probe_window() -> None:
 
 
 def test_m4112_drain_reads_spilled_chunks(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    monkeypatch.setattr("tidemill.spark.upsert.mirror.SPILL_BYTES", 1)
+    monkeypatch.setattr("tidemill.spark.merge.mirror.SPILL_BYTES", 1)
     mirror = Mirror(SCHEMA, directory=tmp_path)
     shard = ModelShard()
     writer = Writer(shard)

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from sim.scenarios.shard_upserts import RestashingOperator
 from support.spark.upsert_world import SCHEMA, ModelShard, Set, Writer, commands, oracle
-from tidemill.spark.upsert.commands import Truncate
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.operator import UpsertOperator
+from tidemill.spark.merge.commands import Truncate
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.operator import UpsertOperator
 
 TIMES = 12
 

@@ -16,8 +16,8 @@ from tidemill.base.status.status import StageState, derive_status
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.spark.ingest.step_planner import STEP_BYTES
+from tidemill.spark.merge.mirror import MANIFEST
 from tidemill.spark.pipeline import status_report
-from tidemill.spark.upsert.mirror import MANIFEST
 
 PIPELINE = """
 def build(p):

@@ -26,9 +26,9 @@ from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
 from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.spark.derived.idle_advance import advance_idle
+from tidemill.spark.merge.range_mirror import HashRange
 from tidemill.spark.source import TidemillSource
 from tidemill.spark.source.write import FrameWriter
-from tidemill.spark.upsert.range_mirror import HashRange
 from tidemill.spark.write import commit as committing
 from tidemill.spark.write import staging
 from tidemill.spark.write.commit import CommitLimits, WriteCommit

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import pkgutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import pytest
 import tidemill.spark
 from support.spark.frames import SMALL, batches
 from support.spark.frames import config as config
-from tidemill.base.errors import UnknownOutcomeError
+from tidemill.base.errors import InvalidError, UnknownOutcomeError
 from tidemill.shards.api import Column, staged_key
+from tidemill.shards.state.stream_registers import STREAM_REGISTERS, mark_restored
+from tidemill.spark.write import stream_epoch
 from tidemill.spark.write.commit import WriteCommit
 from tidemill.spark.write.schema_match import WriteFrame
 from tidemill.spark.write.staging import stage_rows
@@ -68,6 +72,41 @@ def test_f337_an_epoch_is_appended_once_though_the_state_has_forgotten_it(
 
 
 async def _nothing(*_: Any) -> None: ...
+
+
+def restored(harbour: Any) -> None:
+    """Leave the table as a restore does: the state, without the registers of queries."""
+    shard_id, consensus = harbour.shard("stock").shard_id, harbour.stores.consensus
+    for key, version in harbour.portal.call(consensus.scan(STREAM_REGISTERS)):
+        harbour.portal.call(consensus.drop(key, version.seq))
+    harbour.portal.call(mark_restored(consensus, shard_id, "nonce"))
+
+
+def test_f338_a_query_whose_epochs_a_restore_may_lack_is_refused(harbour: Any) -> None:
+    append(harbour, 0, [(1, 10)], query="ahead")
+    append(harbour, 0, [(2, 20)], query="forgotten")
+    append(harbour, 1, [(2, 21)], query="forgotten")
+    for n in range(63):
+        append(harbour, 0, [(3, n)], query=f"other-{n}")
+    append(harbour, 1, [(1, 11)], query="ahead")
+    restored(harbour)
+    append(harbour, 1, [(1, 11)], query="ahead")  # the state knows it
+    append(harbour, 2, [(1, 12)], query="ahead")
+    append(harbour, 0, [(4, 40)], query="new")
+    for query, epoch, known in (("forgotten", 1, -1), ("other-62", 2, 0)):
+        with pytest.raises(UnknownOutcomeError, match=f"restored.*query={query} epoch={epoch} newest_known={known}"):
+            append(harbour, epoch, [(2, 22)], query=query)
+    assert stock(harbour) == {1: 12, 2: 21, 3: 62, 4: 40}
+
+
+def test_the_queries_that_have_written_a_table_are_limited(harbour: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_epoch, "QUERIES_MAX", 2)
+    for query in ("a", "b"):
+        append(harbour, 0, [(1, 10)], query=query)
+    with pytest.raises(InvalidError, match="too many streaming queries have written the table: table=stock limit=2"):
+        append(harbour, 0, [(1, 11)], query="c")
+    append(harbour, 1, [(1, 12)], query="a")
+    assert stock(harbour) == {1: 12}
 
 
 def written(directory: Path, name: str, rows: list[tuple[int, int | None]]) -> None:
@@ -127,3 +166,9 @@ def test_upsert_writes_and_deletes_in_one_append(harbour: Any, spark: Any, confi
         tidemill.spark.upsert(wide, "stock", config=config)
     tidemill.spark.upsert(wide, "stock", merge_schema=True, config=config)
     assert [row["note"] for row in harbour.contents("stock")] == ["x", None, None]
+
+
+def test_no_sub_package_has_the_name_of_a_function() -> None:
+    """Python sets an imported sub-package as an attribute of its package, in the place of the function."""
+    assert {found.name for found in pkgutil.iter_modules(tidemill.spark.__path__)}.isdisjoint(tidemill.spark.__all__)
+    assert inspect.isfunction(tidemill.spark.upsert)

@@ -106,8 +106,7 @@ class ClusterReader:
         self, reports: Sequence[StatusReport], streams: Mapping[str, TopicRow]
     ) -> tuple[set[str], set[str]]:
         """Return the topics that never had a record, and those that no client has used since the nodes started."""
-        marks = derive_statuses(reports, self._node.clock.now_ms())
-        unreported = set(unreported_topics(marks, streams))
+        unreported = set(unreported_topics(reports, streams, self._node.clock.now_ms()))
         if not unreported:
             return set(), set()
         written = await self._written.update(self._stores().consensus)

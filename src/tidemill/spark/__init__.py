@@ -1,6 +1,6 @@
 """spark: pipelines that keep exact keyed tables in shards, on PySpark.
 
-    topics ─► ingest (sources, steps) ─► decode ─► upsert ─► shard
+    topics ─► ingest (sources, steps) ─► decode ─► merge ─► shard
     shards ─► derived (user functions) ─► shard;  shards ─► read, source ─► DataFrames ─► write
     session: Java and Spark;  pipeline: the driver process
 
@@ -11,7 +11,7 @@ topics or shards: its code runs on executors and uses only the interfaces of the
 Invariant (one live row): a key has at most one live row. The order of commands decides the winner of each (key, time),
 never the batch they arrived in.
 Invariant (three-way rule): a command below the shard's upper is dropped, one at the upper is processed, one above is
-stashed. `upsert.operator.classify` is the only implementation.
+stashed. `merge.operator.classify` is the only implementation.
 Invariant (mirror of the output): the operator's state mirrors the output shard only, and is tagged with the upper that
 it mirrors.
 Invariant (recompute): a lost compare-and-append is recomputed from the new upper, never trimmed. An abort deletes
@@ -21,8 +21,6 @@ Invariant (scratch checkpoint): Spark's checkpoint may be fresh, deleted, stale 
 
 from __future__ import annotations
 
-import sys
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -34,25 +32,6 @@ if TYPE_CHECKING:
     from tidemill.spark.table_reader import read as read
 
 __all__ = ["Pipeline", "build_session", "read", "register", "run", "upsert"]
-
-
-class _Package(ModuleType):
-    """Make the sub-package `upsert` callable as the function of that name."""
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name == "upsert" and isinstance(value, ModuleType):
-            value.__class__ = _UpsertPackage
-        super().__setattr__(name, value)
-
-
-class _UpsertPackage(ModuleType):
-    def __call__(self, *arguments: Any, **options: Any) -> None:
-        from tidemill.spark.source.batch_upsert import upsert
-
-        upsert(*arguments, **options)
-
-
-sys.modules[__name__].__class__ = _Package
 
 
 def __getattr__(name: str) -> Any:

@@ -31,7 +31,7 @@ from tidemill.shards.read.holds import as_of_ms, hold_during
 from tidemill.shards.read.read_plan import PlanNotPossibleError, plan_parts
 from tidemill.spark.session.python_worker import translate_missing_source
 from tidemill.spark.settings import find_cluster
-from tidemill.spark.source import registered_urls
+from tidemill.spark.source import registered_urls, source_format
 from tidemill.spark.source.batch import readable_at
 from tidemill.spark.stores import Stores, shared_stores
 from tidemill.spark.types import spark_schema
@@ -117,7 +117,7 @@ def frame_at(
     try:
         return _native_plan(spark, portal, stores, shard, at, again), ""
     except PlanNotPossibleError as why:
-        reader = spark.read.format("tidemill").schema(spark_schema(shard.schema.columns))
+        reader = spark.read.format(source_format(spark)).schema(spark_schema(shard.schema.columns))
         with translate_missing_source():
             return reader.options(table=shard.name, as_of=str(at), **where).load(), str(why)
 
@@ -163,12 +163,12 @@ def _track_use(frame: DataFrame) -> _FrameUse:
     the table of the data source. Under Spark Connect, through one to the frame's plan, which is a node in the plan of
     every frame derived from it.
     """
-    from py4j.protocol import Py4JError
-
     plan = getattr(frame, "_jdf", None)
     if plan is None:
         node = weakref.ref(frame._plan)
         return _FrameUse(lambda: node() is not None, LINGER_S)
+    from py4j.protocol import Py4JError  # not part of pyspark-client
+
     leaf = plan.queryExecution().analyzed().collectLeaves().apply(0)
     kind = leaf.getClass().getSimpleName()
     if kind not in ("LogicalRelation", "DataSourceV2Relation"):

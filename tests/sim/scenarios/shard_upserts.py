@@ -29,10 +29,10 @@ from tidemill.shards.api import TIME, Batch, HistoryLostError, SchemaEvolvedErro
 from tidemill.shards.bindings.remap import LogRemap
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema import arrow_type, contents_schema
-from tidemill.spark.upsert.commands import Commands, command_schema, filter_commands, times_of
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.operator import UpsertOperator
-from tidemill.spark.upsert.resolve import MirrorLookup, Resolved, resolve
+from tidemill.spark.merge.commands import Commands, command_schema, filter_commands, times_of
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.operator import UpsertOperator
+from tidemill.spark.merge.resolve import MirrorLookup, Resolved, resolve
 
 FAULTS = ("restash-below-upper", "trim-batch", "drain-twice", "trust-checkpoint")
 

@@ -35,7 +35,7 @@ from tidemill.shards.read import part_reader
 from tidemill.shards.state import apply as apply_rules
 from tidemill.shards.state import state_machine
 from tidemill.shards.state.state import Garbage, ShardState
-from tidemill.spark.upsert import operator, resolve
+from tidemill.spark.merge import operator, resolve
 
 
 async def run(world: World, fault: str = "") -> None:

@@ -12,9 +12,9 @@ from tidemill.shards.registry import open_shard
 from tidemill.spark.decode.captured import Captured, CapturedDecoder
 from tidemill.spark.decode.records import Records
 from tidemill.spark.ingest.sources import captured_schema
-from tidemill.spark.upsert.commands import Commands
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.resolve import resolve
+from tidemill.spark.merge.commands import Commands
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.resolve import resolve
 from tidemill.topics.batch import Record
 from tidemill.topics.batch.records import columns_from_fields
 

@@ -7,10 +7,10 @@ from collections.abc import Iterable
 import pyarrow as pa
 
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.spark.upsert.commands import Commands, Truncate, command_schema
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.operator import UpsertOperator
-from tidemill.spark.upsert.resolve import Resolved
+from tidemill.spark.merge.commands import Commands, Truncate, command_schema
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.operator import UpsertOperator
+from tidemill.spark.merge.resolve import Resolved
 
 SCHEMA = ShardSchema((Column("k", "int64"), Column("v", "int64")), ("k",))
 Set = tuple[int, int | None, int, int]

@@ -114,7 +114,7 @@ def _run_deep_check(config: Config, as_json: bool, contents: bool) -> NoReturn:
 
 def _check_mirrors(config: Config, findings: Findings) -> None:
     """Check the mirrors of pipelines whose scratch directory is below this node's data directory."""
-    from tidemill.spark.upsert.sorted_runs import verify_run
+    from tidemill.spark.merge.sorted_runs import verify_run
 
     paths = sorted(Path(config.node.data).glob("**/mirrors/**/run-*.arrow"))
     for number, path in enumerate(paths):

@@ -30,7 +30,7 @@ from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
 from tidemill.spark.definition import Pipeline, load_pipeline
 from tidemill.spark.ingest.sources import TopicFeed, column_forms
-from tidemill.spark.upsert.commands import ORDER
+from tidemill.spark.merge.commands import ORDER
 from tidemill.topics.batch.records import columns_from_fields
 from tidemill.topics.l1.reader import open_l1_reader
 from tidemill.topics.partition_reader import LogPartitionReader

@@ -11,7 +11,7 @@ from tidemill.shards.api import TIME, Binding, Remap
 from tidemill.spark.decode.records import cut_blocks, cut_slices
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.ingest.sources import TopicFeed
-from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION
+from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION
 from tidemill.topics.api import PartitionReader
 
 BINDINGS_AT_ONCE = 2_000

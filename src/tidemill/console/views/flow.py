@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tidemill.base.status.freshness import SHARD
 from tidemill.base.status.status import (
     NODE,
-    PROCESS,
     DerivedStatus,
     StageState,
     StatusReport,
+    derive_process,
     lag_of,
     severity_of,
 )
@@ -58,12 +58,13 @@ class Catalogued:
     unused: Collection[str] = ()
 
 
-def unreported_topics(marks: Mapping[str, DerivedStatus], topics: Iterable[str]) -> list[str]:
+def unreported_topics(reports: Sequence[StatusReport], topics: Iterable[str], now_ms: int) -> list[str]:
     """Return the topics that no live node reports, though one could: no client has used them since it started."""
-    nodes = [derived for name, derived in marks.items() if name.startswith(PROCESS + NODE)]
-    if SHARED_TOPICS in marks or all(derived.state is StageState.BLIND for derived in nodes):
+    nodes = [report for report in reports if report.process.startswith(NODE)]
+    reported = {mark.name for report in nodes for mark in report.marks}
+    if SHARED_TOPICS in reported or all(derive_process(node, now_ms).state is StageState.BLIND for node in nodes):
         return []
-    return [topic for topic in topics if f"topic:{topic}" not in marks]
+    return [topic for topic in topics if f"topic:{topic}" not in reported]
 
 
 def behind_ms(derived: DerivedStatus) -> int | None:

@@ -4,7 +4,8 @@
     2  its register             the name is free; a writer that opens it with a schema creates a new shard, with upper 0
     3  its log                  one rollup of an empty shard stays (some hundred bytes)
     later, by maintenance       rows of the checkpoint (`checkpoint/stages`), objects and bindings that only it used
-                                (`upkeep`): only when no restore can need them any more
+                                (`upkeep`): only when no restore can need them any more; registers of streaming
+                                queries that wrote it (`orphans`)
 
 A pipeline that writes the shard creates it again from its source: the topic from its log start on; a captured table's
 topic begins with the table's snapshot. An interrupted run is run again, and every step finds what was done. A shard of

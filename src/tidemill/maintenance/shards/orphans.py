@@ -1,4 +1,5 @@
-"""The job `orphans`: delete objects below `shards/` that no shard names any more, by age and by reference.
+"""The job `orphans`: delete objects below `shards/` that no shard names any more, by age and by reference, and the
+registers of streaming queries that wrote a dropped shard.
 
     of an existing shard   written orphans_after_s ago, named by no batch and no garbage: first `Sweep` forbids that
                            such an old part is ever published, then it is deleted (a writer may only have been paused)
@@ -13,9 +14,12 @@ their shard.
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 
+from tidemill.base.errors import ConflictError, UnknownOutcomeError
+from tidemill.consensus.api import Versioned
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.scheduler import JobContext, MaintenanceJob, StepBudget
 from tidemill.objects.store import ObjectMeta
@@ -24,6 +28,7 @@ from tidemill.shards.handle import LogShard
 from tidemill.shards.registry import list_created_shards
 from tidemill.shards.state.state import ShardState
 from tidemill.shards.state.state_machine import open_machine
+from tidemill.shards.state.stream_registers import STREAM_REGISTERS
 
 PREFIX = "shards/"
 LISTING_BATCH = 20_000
@@ -45,6 +50,7 @@ class OrphanCollector(MaintenanceJob):
         self._deleted = self._deleted_bytes = 0
         self._unstamped = self._counted = 0
         """Objects retained because their keys have no time: in the last whole listing, and in this one so far."""
+        self._stream_queries = 0
 
     def facts(self) -> dict[str, object]:
         return {
@@ -52,6 +58,7 @@ class OrphanCollector(MaintenanceJob):
             "deleted_bytes": self._deleted_bytes,
             "gone_shards": len(self._gone),
             "kept_unstamped": self._unstamped,
+            "stream_queries": self._stream_queries,
         }
 
     async def run(self, budget: StepBudget) -> bool:
@@ -63,11 +70,13 @@ class OrphanCollector(MaintenanceJob):
                 break
         more = len(found) >= LISTING_BATCH
         self._after = found[-1].key if more else ""
-        # Read after the listing: every shard with a listed object is registered, and its state names them.
+        registers = await g.consensus.scan(STREAM_REGISTERS)
+        # Read after the listings: every shard with a listed object is registered, and its state names them.
         created = {create.shard_id: create for create in await list_created_shards(g.consensus)}
         if self._created - created.keys():
             self._gone.clear()  # a dropped shard may have named parts under another id: their wait begins now
         self._created = set(created)
+        await self._drop_stream_registers(registers, created.keys())
         states: dict[str, ShardState] = {}
         handles: dict[str, LogShard] = {}
         try:
@@ -92,6 +101,15 @@ class OrphanCollector(MaintenanceJob):
             self._seen = set()
             self._unstamped, self._counted = self._counted, 0
         return more
+
+    async def _drop_stream_registers(self, found: Sequence[tuple[str, Versioned]], created: Set[str]) -> None:
+        """Drop the registers of shards that do not exist any more. A query that was just starting may write one again:
+        the next run drops it."""
+        gone = [(key, version.seq) for key, version in found if key.split("/")[1] not in created]
+        for key, seq in gone:
+            with contextlib.suppress(ConflictError, UnknownOutcomeError):  # the next run looks again
+                await self._g.consensus.drop(key, seq)
+        self._stream_queries = len(found) - len(gone)
 
     async def _delete_shard_orphans(
         self, shard: LogShard, metas: list[ObjectMeta], states: dict[str, ShardState]

@@ -1,6 +1,7 @@
 """Write shards and bindings back into empty consensus (RFC 0002 §6). The same attempt may repeat every step.
 
     shard/<new id>        [creation, rollup…], truncated to the rollup
+    stream-write/<id>/…   the mark that registers of streaming queries are lost
     shard/<name>          the register: the creation with the new id
     remap/<source>        the bindings, one record each, from position 0
 
@@ -26,6 +27,7 @@ from tidemill.shards.state.codec import encode_command, encode_state
 from tidemill.shards.state.commands import REGISTER_PREFIX, Create
 from tidemill.shards.state.state import ShardState
 from tidemill.shards.state.state_machine import shard_log_name
+from tidemill.shards.state.stream_registers import mark_restored
 
 BINDINGS_PER_APPEND = 1000
 
@@ -53,6 +55,7 @@ async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, att
     await _check_attempt(consensus, log, head.start, attempt)
     if head.start == 0:
         await consensus.truncate(log, 1)
+    await mark_restored(consensus, shard_id, rand.nonce())
     # The register last: before it exists, no process can find the log.
     key = REGISTER_PREFIX + state.name
     found = await consensus.head(key)

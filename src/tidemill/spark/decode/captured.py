@@ -51,8 +51,8 @@ from tidemill.spark.decode.schema_versions import (
     places_between,
     version_at,
 )
-from tidemill.spark.upsert.commands import Commands, Truncate
-from tidemill.spark.upsert.toast_fill import unchanged_columns
+from tidemill.spark.merge.commands import Commands, Truncate
+from tidemill.spark.merge.toast_fill import unchanged_columns
 from tidemill.topics.batch import RecordColumns
 
 OP_HEADER = "tm.op"

@@ -17,7 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from tidemill.spark.decode.newline_text import Places
-from tidemill.spark.upsert.commands import RECORD_KEY, UNCHANGED
+from tidemill.spark.merge.commands import RECORD_KEY, UNCHANGED
 from tidemill.topics.batch import RecordColumns
 
 UNCHANGED_HEADER, WAS_HEADER = "tm.unchanged", "tm.was"

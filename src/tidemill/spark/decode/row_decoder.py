@@ -21,7 +21,7 @@ from tidemill.shards.api import TIME, Column, ShardSchema
 from tidemill.shards.parts.key_hash import normalize_keys
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode.records import Records
-from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, command_schema
+from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION, command_schema
 
 FLOATS = frozenset({"float32", "float64"})
 NESTED_MAX = 500

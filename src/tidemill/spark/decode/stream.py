@@ -32,7 +32,7 @@ from tidemill.spark.decode.json_dialect import DeclaredDialect
 from tidemill.spark.decode.newline_text import Places
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.row_decoder import build_command_table, check_nesting, row_decoder, rows_to_columns
-from tidemill.spark.upsert.commands import Commands
+from tidemill.spark.merge.commands import Commands
 from tidemill.topics.batch import RecordColumns
 
 _EPOCH = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)

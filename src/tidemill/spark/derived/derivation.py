@@ -47,11 +47,11 @@ from tidemill.spark.derived.group_mirror import NO_GROUPS, groups_of
 from tidemill.spark.derived.idle_advance import LAG_MS, advance_idle
 from tidemill.spark.derived.inputs import DerivedInput, GroupedInput
 from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.merge.commands import Commands
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.resolve import resolve
 from tidemill.spark.stores import Stores
 from tidemill.spark.types import columns_of, spark_schema
-from tidemill.spark.upsert.commands import Commands
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.resolve import resolve
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

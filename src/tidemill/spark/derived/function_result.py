@@ -19,10 +19,10 @@ from tidemill.shards.parts.key_hash import normalize_keys
 from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import conform_rows, contents_schema
 from tidemill.spark.derived.group_mirror import groups_of
-from tidemill.spark.upsert.commands import Commands
-from tidemill.spark.upsert.diff import diff_commands
-from tidemill.spark.upsert.key_grouping import group_by_key
-from tidemill.spark.upsert.resolve import MirrorLookup
+from tidemill.spark.merge.commands import Commands
+from tidemill.spark.merge.diff import diff_commands
+from tidemill.spark.merge.key_grouping import group_by_key
+from tidemill.spark.merge.resolve import MirrorLookup
 
 OMITTED = "rows of the result have no unique key"
 

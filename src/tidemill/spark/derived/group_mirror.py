@@ -17,9 +17,9 @@ import pyarrow as pa
 from tidemill.shards.api import ShardSchema
 from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import contents_schema
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.resolve import HashRows
-from tidemill.spark.upsert.sorted_runs import SortedRun, merge_runs
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.resolve import HashRows
+from tidemill.spark.merge.sorted_runs import SortedRun, merge_runs
 
 _HALF = np.uint64(32)
 _LOWER = np.uint64(0xFFFFFFFF)

@@ -5,5 +5,5 @@
     dead_letters: records that cannot be applied
     table_ownership: one source per table
 
-Owns the position of each table, derived from its own upper. Decoding is `decode`, the operator is `upsert`.
+Owns the position of each table, derived from its own upper. Decoding is `decode`, the operator is `merge`.
 """

@@ -31,8 +31,8 @@ from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
 from tidemill.spark.ingest.sources import TopicFeed
-from tidemill.spark.upsert.commands import ORDER, PARTITION, Commands
-from tidemill.spark.upsert.toast_fill import LostCommand
+from tidemill.spark.merge.commands import ORDER, PARTITION, Commands
+from tidemill.spark.merge.toast_fill import LostCommand
 
 RUN_RECORDS_MIN = 10
 """A run of this many dead letters without a good record is no accident; for a table that holds nothing, one

@@ -30,8 +30,7 @@ from tidemill.spark.decode.records import Records, SliceDescriptor, cut_blocks, 
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.step_planner import Step, StepPlanner
-from tidemill.spark.stores import Stores, shared_objects
-from tidemill.spark.upsert.commands import (
+from tidemill.spark.merge.commands import (
     BEFORE_ALL,
     Commands,
     Truncate,
@@ -40,6 +39,7 @@ from tidemill.spark.upsert.commands import (
     no_commands,
     times_of,
 )
+from tidemill.spark.stores import Stores, shared_objects
 from tidemill.topics.batch_reads import read_batches
 
 T = TypeVar("T")

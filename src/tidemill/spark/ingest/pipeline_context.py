@@ -37,6 +37,7 @@ from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.steps.distributed_step import sweep_pending
 from tidemill.spark.ingest.table_ownership import TableOwnership
 from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.session.requirements import is_context_stopped
 from tidemill.spark.settings import DriverSettings
 from tidemill.spark.stores import Stores
 
@@ -150,17 +151,6 @@ def feed_status_name(pipeline: str, source: str) -> str:
 def executors_status_name(pipeline: str) -> str:
     """Return the name of the status that reports that a cluster has no executor left."""
     return f"pipeline:{pipeline}:executors"
-
-
-def is_context_stopped(spark: SparkSession) -> bool:
-    """Return whether Spark has stopped the context, as it does when the master removed it; it never restarts one."""
-    try:
-        return bool(spark.sparkContext._jsc.sc().isStopped())
-    except (OSError, AttributeError):
-        return True  # the connection to the JVM is broken
-    except Exception as error:  # py4j raises exceptions of any type
-        log.warning("cannot determine whether Spark runs", error=str(error).splitlines()[0][:200])
-        return True
 
 
 @contextmanager

@@ -22,10 +22,10 @@ from tidemill.shards.parts.key_hash import has_unnormalized_keys
 from tidemill.spark.ingest.dead_letters import DeadLetterRun
 from tidemill.spark.ingest.fetch_decode import mirror_identity
 from tidemill.spark.ingest.sources import TopicFeed
+from tidemill.spark.merge.mirror import Mirror, build_mirror
+from tidemill.spark.merge.operator import UpsertOperator
+from tidemill.spark.merge.resolve import KeyChanges, Resolved
 from tidemill.spark.stores import Stores
-from tidemill.spark.upsert.mirror import Mirror, build_mirror
-from tidemill.spark.upsert.operator import UpsertOperator
-from tidemill.spark.upsert.resolve import KeyChanges, Resolved
 
 SAVE_EVERY = 500
 """Appends between two saves of the mirror: the most that a restart after a crash has to read again."""

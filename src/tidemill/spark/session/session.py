@@ -20,6 +20,7 @@ from tidemill.base.errors import UnavailableError
 from tidemill.spark.session.cds_archive import archive_options
 from tidemill.spark.session.java import ensure_spark_home, export_java, find_bash, find_java
 from tidemill.spark.session.python_worker import BUILT_SETTING
+from tidemill.spark.session.requirements import check_has_jvm, spark_version
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -30,7 +31,7 @@ QUOTED_BYTES, WORDS_LINES = 4096, 4
 LOCAL_DIRECTORY = "spark-local"
 """Directory of Spark's shuffles and blocks in the scratch directory."""
 PYTHON_SETTING = "spark.pyspark.python"
-CHECKPOINT_MANAGER = "org.apache.spark.sql.execution.streaming.checkpointing.FileSystemBasedCheckpointFileManager"
+CHECKPOINT_MANAGER_SETTING = "spark.sql.streaming.checkpointFileManagerClass"
 
 STREAMING_SETTINGS: dict[str, str] = {
     # The JVM talks to Python workers over Unix sockets, which halves the cost of every hand-over to Python, because
@@ -39,7 +40,7 @@ STREAMING_SETTINGS: dict[str, str] = {
     "spark.python.unix.domain.socket.enabled": "true",
     # Without libhadoop the default manager forks readlink and chmod for every checkpoint file (30-60 ms per
     # trigger). The raw file system does not fork, but breaks the RocksDB state store: stateless queries only.
-    "spark.sql.streaming.checkpointFileManagerClass": CHECKPOINT_MANAGER,
+    # `checkpoint_manager` adds the class, whose name depends on Spark's version.
     "spark.hadoop.fs.file.impl": "org.apache.hadoop.fs.RawLocalFileSystem",
     # The default of 200 shuffle partitions means 200 tasks for a thousand rows.
     "spark.sql.shuffle.partitions": "2",
@@ -109,6 +110,14 @@ def log_option() -> str:
     return f"-Dlog4j2.configurationFile={Path(__file__).with_name('log4j2.properties').as_uri()}"
 
 
+def checkpoint_manager() -> str:
+    """Return the class of checkpoints without forks; Spark 4.1 moved it."""
+    import pyspark
+
+    package = "checkpointing." if spark_version(pyspark.__version__) >= (4, 1) else ""
+    return f"org.apache.spark.sql.execution.streaming.{package}FileSystemBasedCheckpointFileManager"
+
+
 def session_settings(
     master: str = "local[*]", *, scratch: Path | None = None, driver_memory: str = "1g", quick: bool = True
 ) -> dict[str, str]:
@@ -117,6 +126,7 @@ def session_settings(
     jvm = [log_option(), *archive_options(), *(QUICK_JVM if quick else ())]
     found = {
         **STREAMING_SETTINGS,
+        CHECKPOINT_MANAGER_SETTING: checkpoint_manager(),
         **QUIET_SETTINGS,
         **(LOCAL_SETTINGS if is_local(master) else {}),
         "spark.driver.memory": driver_memory,
@@ -138,11 +148,12 @@ def build_session(
 ) -> SparkSession:
     """Return a session tuned for short micro-batches; `extra` settings override the defaults.
 
-    Finds Java and bash. Raises InvalidError if one is missing; UnavailableError, with the JVM's output, if it does not
-    start. Workers run this interpreter, unless PYSPARK_PYTHON or the setting spark.pyspark.python names another one;
-    those of a cluster are prepared by `code_shipping.ship_code`. A session that is already active in the process is
-    returned unchanged, except for our SQL settings that can be set later.
+    Finds Java and bash. Raises InvalidError if one is missing, or PySpark is `pyspark-client`; UnavailableError,
+    with the JVM's output, if it does not start. Workers run this interpreter, unless PYSPARK_PYTHON or the setting
+    spark.pyspark.python names another one; those of a cluster are prepared by `code_shipping.ship_code`. A session
+    that is already active in the process is returned unchanged, except for our SQL settings that can be set later.
     """
+    check_has_jvm()
     find_bash()
     export_java(find_java())
     home = ensure_spark_home()

@@ -22,6 +22,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
+import pyspark
+import structlog
 from pyspark.sql.datasource import (
     DataSource,
     DataSourceReader,
@@ -32,6 +34,7 @@ from pyspark.sql.datasource import (
 
 from tidemill.base.errors import InvalidError
 from tidemill.spark.session.python_worker import check_session_python
+from tidemill.spark.session.requirements import check_spark_version
 from tidemill.spark.source.batch import ShardReader, shard_schema
 from tidemill.spark.source.changes import META, ChangesReader
 from tidemill.spark.source.options import (
@@ -46,6 +49,7 @@ from tidemill.spark.source.options import (
     table_options,
 )
 from tidemill.spark.source.progress_stream import DESCRIPTOR_COLUMNS, ProgressReader
+from tidemill.spark.source.spark_versions import STREAM_ARROW_WRITER_SINCE
 from tidemill.spark.source.stream import RowReader, stream_columns
 from tidemill.spark.source.write import EpochWriter, FrameWriter
 from tidemill.spark.types import spark_schema
@@ -53,6 +57,8 @@ from tidemill.spark.types import spark_schema
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
     from pyspark.sql.types import StructType
+
+log = structlog.get_logger()
 
 __all__ = ["DESCRIPTOR_COLUMNS", "TidemillSource", "register"]
 
@@ -68,11 +74,28 @@ def register(spark: SparkSession, objects: str = "", consensus: str = "") -> Non
     class Configured(TidemillSource):  # pickled by value for workers, together with its URLs
         registered = given
 
-    spark.dataSource.register(Configured)
+    try:
+        spark.dataSource.register(Configured)
+    except Exception as error:  # py4j's exception in a classic session, PySpark's under Connect
+        if "[DATA_SOURCE_ALREADY_EXISTS]" not in str(error):
+            raise
+        # Spark 4.0 has found the package itself, and lets no session replace that.
+        if given:
+            Configured.name = classmethod(lambda _: REGISTERED_FORMAT)  # type: ignore[assignment]
+            spark.dataSource.register(Configured)
+            _formats[spark] = REGISTERED_FORMAT
+            log.info(f'format("tidemill") ignores the registered URLs in Spark {spark.version}; name them as options')
     _registered[spark] = given
 
 
+REGISTERED_FORMAT = "tidemill_registered"
 _registered: WeakKeyDictionary[SparkSession, dict[str, str]] = WeakKeyDictionary()
+_formats: WeakKeyDictionary[SparkSession, str] = WeakKeyDictionary()
+
+
+def source_format(spark: SparkSession) -> str:
+    """Return the name of the data source that has the URLs given to `register`."""
+    return _formats.get(spark, TidemillSource.name())
 
 
 def registered_urls(spark: SparkSession) -> dict[str, str]:
@@ -112,6 +135,12 @@ class TidemillSource(DataSource):  # type: ignore[misc]
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         options = self._read_options()
         options.check_applicable(STREAM_WRITE, "a streaming write")
+        check_spark_version(
+            pyspark.__version__,
+            STREAM_ARROW_WRITER_SINCE,
+            'writeStream.format("tidemill")',
+            fix="Use foreachBatch with tidemill.spark.upsert.",
+        )
         return EpochWriter(options, schema, overwrite)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:

@@ -40,5 +40,7 @@ def upsert(
         df = df.withColumn(DELETE_COLUMN, expr(delete_when) if isinstance(delete_when, str) else delete_when)
         options["delete"] = DELETE_COLUMN
     given = {name: value for name, value in options.items() if value}
+    from tidemill.spark.source import source_format
+
     with translate_missing_source():
-        df.write.format("tidemill").mode("append").options(**given).save(table)
+        df.write.format(source_format(df.sparkSession)).mode("append").options(**given).save(table)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.limits import MIB
@@ -26,6 +25,7 @@ from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
 from tidemill.shards.read.part_reader import PartReader, fetch_through
 from tidemill.spark.source.batch import check_columns
 from tidemill.spark.source.options import SourceOptions
+from tidemill.spark.source.spark_versions import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from tidemill.spark.stores import shared_objects, shared_stores
 
 if TYPE_CHECKING:
@@ -60,6 +60,8 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
         self._schema = schema
         self._target: int | None = None
         self._opened: tuple[LogShard, MovingHold] | None = None
+        self._offered: Offset | None = None
+        """Offset that was returned last."""
 
     def initialOffset(self) -> Offset:
         return {"ts": self._options.number("start", 0)}
@@ -67,37 +69,55 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
     def getDefaultReadLimit(self) -> ReadLimit:
         return ReadMaxRows(self._options.number("max_rows", MAX_ROWS))
 
-    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
+    def latestOffset(self, start: Offset | None = None, limit: ReadLimit | None = None) -> Offset:
         """Return the end of a batch of whole appends with at most the limit's rows; `start` if there is nothing more.
 
         On a storage error the query tries again later; but a query with trigger availableNow must not take that for the
-        end.
+        end. Without `start` (`spark_versions`), the first answer is the shard's upper.
         """
-        portal, _ = shared_stores(self._options.urls)
-        frontier = int(start["ts"])
+        start = start or self._offered
         try:
-            shard, hold = self._open(start)
-            upper = portal.call(shard.wait_upper(frontier, 0 if self._target is not None else WAIT_S))
-            if self._target is not None:
-                upper = min(upper, self._target)
-            held = min(frontier, upper) if frontier else upper
-            if held:
-                portal.call(hold.move_to(held - 1))
-            if upper <= frontier:
-                return start
-            if frontier == 0:
-                return {"ts": upper, "shard": shard.shard_id}
-            end, rows = frontier, 0
-            for batch in portal.call(shard.batches(frontier)):
-                rows += sum(part.rows for part in batch.parts)
-                if isinstance(limit, ReadMaxRows) and end > frontier and rows > limit.max_rows:
-                    break
-                end = min(batch.upper, upper)
-            return {"ts": end, "shard": shard.shard_id}
+            found = self._newest_offset() if start is None else self._next_offset(start, limit)
         except (UnavailableError, UnknownOutcomeError):
-            if self._target is not None:
+            if self._target is not None or start is None:
                 raise
             return start
+        self._offered = found
+        return found
+
+    def _newest_offset(self) -> Offset:
+        """Return the shard's upper, and hold all history: it is unknown where the query continues."""
+        portal, _ = shared_stores(self._options.urls)
+        shard, hold = self._open({})
+        since, upper = portal.call(shard.frontiers())
+        initial = self.initialOffset()
+        if upper <= int(initial["ts"]):
+            return initial
+        portal.call(hold.move_to(since))
+        return {"ts": upper, "shard": shard.shard_id}
+
+    def _next_offset(self, start: Offset, limit: ReadLimit | None) -> Offset:
+        portal, _ = shared_stores(self._options.urls)
+        frontier = int(start["ts"])
+        shard, hold = self._open(start)
+        upper = portal.call(shard.wait_upper(frontier, 0 if self._target is not None else WAIT_S))
+        if self._target is not None:
+            upper = min(upper, self._target)
+        held = min(frontier, upper) if frontier else upper
+        if held:
+            portal.call(hold.move_to(held - 1))
+        if upper <= frontier:
+            return start
+        if frontier == 0:
+            return {"ts": upper, "shard": shard.shard_id}
+        limit = limit or self.getDefaultReadLimit()
+        end, rows = frontier, 0
+        for batch in portal.call(shard.batches(frontier)):
+            rows += sum(part.rows for part in batch.parts)
+            if isinstance(limit, ReadMaxRows) and end > frontier and rows > limit.max_rows:
+                break
+            end = min(batch.upper, upper)
+        return {"ts": end, "shard": shard.shard_id}
 
     def prepareForTriggerAvailableNow(self) -> None:
         portal, _ = shared_stores(self._options.urls)
@@ -105,6 +125,7 @@ class ChangesReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # typ
 
     def partitions(self, start: Offset, end: Offset) -> Sequence[InputPartition]:
         portal, _ = shared_stores(self._options.urls)
+        self._open(start)
         shard, hold = self._open(end)
         lower, upper = int(start["ts"]), int(end["ts"])
         objects = self._options.objects

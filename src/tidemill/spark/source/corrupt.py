@@ -22,8 +22,8 @@ from tidemill.base.errors import InvalidError
 from tidemill.shards.api import TIME, Column
 from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.shards.parts.schema import arrow_type
+from tidemill.spark.merge.commands import ORDER, PARTITION, RECORD_KEY, UNCHANGED
 from tidemill.spark.source.options import SourceOptions
-from tidemill.spark.upsert.commands import ORDER, PARTITION, RECORD_KEY, UNCHANGED
 
 MODES = ("PERMISSIVE", "FAILFAST", "DROPMALFORMED")
 COLUMN = "_corrupt_record"

@@ -15,13 +15,18 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from tidemill.base.errors import TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import Tasks, error_sentence
 from tidemill.shards.api import Column
 from tidemill.spark.source.bindings import SourceBindings
 from tidemill.spark.source.options import SourceOptions
+from tidemill.spark.source.spark_versions import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxRows,
+    SupportsTriggerAvailableNow,
+)
 from tidemill.spark.source.stream import PACE_MS, FeedPartition, suppress_broken_pipe
 from tidemill.spark.stores import Stores, shared_stores
 
@@ -47,6 +52,8 @@ class ProgressReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # ty
         self._target: Offset | None = None
         self._offered_ms = 0
         """Time at which the newest batch was offered."""
+        self._offered: Offset | None = None
+        """Offset that was returned last."""
         self._logged: dict[str, str] = {}
         """Source → the error that stalls it."""
 
@@ -61,17 +68,23 @@ class ProgressReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # ty
         most = self._options.number("max_rows", 0)
         return ReadMaxRows(most) if most else ReadAllAvailable()
 
-    def latestOffset(self, start: Offset, limit: ReadLimit) -> Offset:
+    def latestOffset(self, start: Offset | None = None, limit: ReadLimit | None = None) -> Offset:
         """Return the end of the newest binding of each source, or its present offset if no later one exists, or none
         can be read: the others continue. A query with trigger availableNow must not take that for the end.
 
-        Raises any permanent error, HistoryLostError or CorruptError, if the stream has only this source.
+        Without `start` (`spark_versions`), the first answer is the newest end of each. Raises any permanent error,
+        HistoryLostError or CorruptError, if the stream has only this source.
         """
         portal, stores = shared_stores(self._options.urls)
+        start = self._offered if start is None else start
+        is_known = start is not None
+        if is_known and limit is None:
+            limit = self.getDefaultReadLimit()
         most = limit.max_rows if isinstance(limit, ReadMaxRows) else None
-        end = portal.call(self._latest_offset(stores, start, most))
+        end = portal.call(self._latest_offset(stores, start or {}, most, is_known))
         if end != start:
             self._offered_ms = stores.clock.now_ms()
+        self._offered = end
         return end
 
     def prepareForTriggerAvailableNow(self) -> None:
@@ -119,7 +132,7 @@ class ProgressReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # ty
         """Return the offset of a source. A checkpoint of an earlier release has one time, under `ts`."""
         return offset.get(one.source, offset.get("ts", self._options.number("start", 0)))
 
-    async def _latest_offset(self, stores: Stores, start: Offset, most: int | None) -> Offset:
+    async def _latest_offset(self, stores: Stores, start: Offset, most: int | None, is_known: bool) -> Offset:
         pace_ms = self._options.number("pace_ms", PACE_MS)
         if self._target is None and start:
             early_ms = pace_ms - (stores.clock.now_ms() - self._offered_ms)
@@ -127,7 +140,7 @@ class ProgressReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # ty
                 await asyncio.sleep(min(early_ms, pace_ms) / 1000)
             await self._wait_any(stores, start)
         ends = await asyncio.gather(
-            *(self._read_end(stores, one, self._source_offset(start, one), most) for one in self._sources)
+            *(self._read_end(stores, one, self._source_offset(start, one), most, is_known) for one in self._sources)
         )
         end = {one.source: end for one, end in zip(self._sources, ends, strict=True)}
         if self._target is None and end == start:
@@ -157,11 +170,12 @@ class ProgressReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # ty
         finally:
             await tasks.aclose()
 
-    async def _read_end(self, stores: Stores, one: SourceBindings, at: int, most: int | None) -> int:
+    async def _read_end(self, stores: Stores, one: SourceBindings, at: int, most: int | None, is_known: bool) -> int:
+        """Return the end of the source's newest binding that fits. `is_known`: it is at the offset `at` now."""
         try:
             end = await one.end_within(stores, at, most, None if self._target is None else self._target[one.source])
         except TidemillError as error:
-            if self._target is not None:
+            if self._target is not None or not is_known:
                 raise
             self._on_unreadable(one, error)
             return at

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 from pyspark.sql.datasource import DataSourceStreamReader, InputPartition
-from pyspark.sql.streaming.datasource import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.shards.api import Column
@@ -25,6 +24,7 @@ from tidemill.spark.ingest.sources import SourceNotReadyError, TopicFeed, captur
 from tidemill.spark.source.bindings import SourceBindings
 from tidemill.spark.source.corrupt import CorruptRecordMode
 from tidemill.spark.source.options import SourceOptions
+from tidemill.spark.source.spark_versions import ReadLimit, ReadMaxRows, SupportsTriggerAvailableNow
 from tidemill.spark.stores import Stores, shared_stores
 from tidemill.spark.types import COMMAND_META, stream_schema
 
@@ -90,6 +90,8 @@ class RowReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: i
         self._bindings = SourceBindings(options.source, options.text("table"))
         self._offered_ms = 0
         """Time at which the newest batch was offered."""
+        self._offered: dict[str, int] | None = None
+        """Offset that was returned last."""
 
     def initialOffset(self) -> dict[str, int]:
         """Return the start of the stream, option start=MS or 0. Spark calls it twice at start and gets the same
@@ -102,23 +104,29 @@ class RowReader(DataSourceStreamReader, SupportsTriggerAvailableNow):  # type: i
     def getDefaultReadLimit(self) -> ReadLimit:
         return ReadMaxRows(self._options.number("max_rows", MAX_ROWS))
 
-    def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
+    def latestOffset(self, start: dict[str, int] | None = None, limit: ReadLimit | None = None) -> dict[str, int]:
         """Return the end of the newest binding, or `start` if no later one exists.
 
         On a storage error the query tries again later; but a query with trigger availableNow must not take that for the
-        end.
+        end. Without `start` (`spark_versions`), the first answer is the newest end.
         """
         portal, stores = shared_stores(self._options.urls)
         pace_ms = self._options.number("pace_ms", PACE_MS)
+        start = start or self._offered
+        limit = limit or self.getDefaultReadLimit()
         try:
-            end = portal.call(self._latest_end(stores, start["ts"], limit, pace_ms))
+            if start is None:
+                end = max(self._options.number("start", 0), portal.call(self._bindings.end(stores)))
+            else:
+                end = portal.call(self._latest_end(stores, start["ts"], limit, pace_ms))
         except (UnavailableError, UnknownOutcomeError):
-            if self._target is not None:
+            if self._target is not None or start is None:
                 raise
             return start
-        if end > start["ts"]:
+        if start is None or end > start["ts"]:
             self._offered_ms = stores.clock.now_ms()
-        return {"ts": end}
+        self._offered = {"ts": end}
+        return self._offered
 
     def prepareForTriggerAvailableNow(self) -> None:
         portal, stores = shared_stores(self._options.urls)

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 import msgspec
 import structlog
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
+from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.shards.api import staged_key
 from tidemill.spark.source.options import SourceOptions
+from tidemill.spark.source.spark_versions import DataSourceStreamArrowWriter
 from tidemill.spark.stores import shared_objects, shared_stores
 from tidemill.spark.types import columns_of
 from tidemill.spark.write.commit import WriteCommit, open_existing, pipeline_sources

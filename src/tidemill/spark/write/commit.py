@@ -32,12 +32,12 @@ from tidemill.shards.parts.schema import conform_rows, contents_schema
 from tidemill.shards.read.hash_ranges import RANGE_BYTES, RANGE_ROWS, RANGES_MAX, range_between, read_range
 from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
 from tidemill.shards.read.part_reader import fetch_through
+from tidemill.spark.merge.commands import LIVE, Commands
+from tidemill.spark.merge.diff import check_distinct, diff_commands, rows_as_commands
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.range_mirror import HashRange
+from tidemill.spark.merge.resolve import resolve
 from tidemill.spark.stores import Stores
-from tidemill.spark.upsert.commands import LIVE, Commands
-from tidemill.spark.upsert.diff import check_distinct, diff_commands, rows_as_commands
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.range_mirror import HashRange
-from tidemill.spark.upsert.resolve import resolve
 from tidemill.spark.write import WRITES
 from tidemill.spark.write.schema_match import WriteFrame, required_schema
 from tidemill.spark.write.staging import STAGE_BYTES, Staged, read_staged_rows

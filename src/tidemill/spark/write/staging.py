@@ -22,8 +22,8 @@ from tidemill.shards.parts.arrow_rows import Index, combine_columns, rows_at, to
 from tidemill.shards.parts.checksums import seal_bytes, unseal_bytes
 from tidemill.shards.parts.row_hash import bucket_of, hash_rows
 from tidemill.shards.parts.schema import conform_rows, contents_schema
-from tidemill.spark.upsert.commands import LIVE
-from tidemill.spark.upsert.range_mirror import HashRange
+from tidemill.spark.merge.commands import LIVE
+from tidemill.spark.merge.range_mirror import HashRange
 from tidemill.spark.write.schema_match import WriteFrame
 
 STAGE_ROWS = 256 << 10

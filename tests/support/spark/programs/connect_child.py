@@ -22,18 +22,22 @@ from support.spark.harbour import Harbour  # noqa: E402
 from support.spark.pipelines import until  # noqa: E402
 from support.spark.wide_table import append, holds, merge, rows  # noqa: E402
 from tidemill.base.clock import SystemClock  # noqa: E402
+from tidemill.base.errors import InvalidError  # noqa: E402
 from tidemill.maintenance.shards.upkeep import collect_garbage  # noqa: E402
 from tidemill.shards.compaction.compaction import compact_once  # noqa: E402
-from tidemill.spark import read  # noqa: E402
+from tidemill.spark import build_session, read, run, upsert  # noqa: E402
 from tidemill.spark import table_reader as reading  # noqa: E402
 
 COUNT = 30_000
 reading.USE_CHECK_S, reading.LINGER_S = 0.05, 0.2
 
+CLASSIC = ("py4j", "py4j.protocol", "py4j.java_gateway")
 harbour = Harbour(directory)
 append(harbour, "t", 10, rows(range(COUNT), 0, 5, 1))
 merge(harbour, "t", 9)
 spark = SparkSession.builder.remote("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+for name in CLASSIC:
+    sys.modules[name] = None  # type: ignore[assignment]  # as with pyspark-client, which has no py4j
 read_at_first = [part.object_key for batch in harbour.shard("t").state.batches for part in batch.parts]
 frame = read(spark, "t", as_of=9, objects=harbour.urls.objects, consensus=harbour.urls.consensus)
 descendant = frame.where("k >= 10").groupBy("s").count()
@@ -65,6 +69,25 @@ def let_go() -> bool:
 until(let_go, "the hold ends")
 after = harbour.portal.call(collected())
 connect = "connect" in type(spark).__module__
-print(json.dumps({"connect": connect, "held": held, "gone": gone, "counted": counted, "after": len(after)}))
+
+# The other ways: the data source plans and runs on the server, so the client needs nothing but its plans.
+cluster = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
+upsert(spark.createDataFrame([(1, 10), (2, 20)], "id long, n long"), "stock", key="id", **cluster)
+upsert(spark.createDataFrame([(2, None)], "id long, n long"), "stock", delete_when="n IS NULL", **cluster)
+source = spark.readStream.format("tidemill").options(table="stock", changes="true", **cluster).load()
+query = source.writeStream.format("parquet").option("checkpointLocation", str(directory / "checkpoint"))
+query.trigger(availableNow=True).start(str(directory / "changes")).awaitTermination(120)
+changes = spark.read.schema(source.schema).parquet(str(directory / "changes")).select("id", "n", "_diff").collect()
+needs_jvm = []
+for refused in (lambda: run(spark, lambda p: None, name="p", **cluster), lambda: build_session("p")):
+    try:
+        refused()
+    except InvalidError as error:
+        needs_jvm.append(str(error))
+found = {"connect": connect, "held": held, "gone": gone, "counted": counted, "after": len(after)}
+found |= {"changes": [list(row) for row in changes], "needs_jvm": needs_jvm}
+print(json.dumps(found))
+for name in CLASSIC:
+    del sys.modules[name]
 spark.stop()
 harbour.close()

@@ -123,7 +123,7 @@ class TableRows extends Component {
       <label class="slider">Earlier <input type="range" key=${at} min=${least} max=${most} defaultValue=${Math.min(Math.max(at, least), most)} aria-label="Time within the retained history" onChange=${(event) => this.read(event.target.value)} /> now</label>
     </form>
     <${Failure} error=${error} />
-    ${sample && html`<p class="quiet" aria-live="polite">${describeSample(sample)}</p>
+    ${sample && html`<p class="quiet" aria-live="polite">${describeSample(sample, table)}</p>
       <${Rows} label="Rows" rows=${sample.rows} empty="The table has no rows at this time." columns=${Object.keys(sample.columns).map((name, index) => ({
         title: name, number: isNumeric(sample.columns[name]), text: true,
         cell: (row) => html`<${Value} text=${row[index]} />`,
@@ -131,9 +131,9 @@ class TableRows extends Component {
   }
 }
 
-function describeSample(sample) {
+function describeSample(sample, table) {
   const when = `as of ${moment(sample.as_of_ms)}, ${duration(Date.now() - sample.as_of_ms)} ago`;
-  if (sample.total === null) return `${plural(sample.rows.length, "row")} of a large table, in no order, ${when}. Use tidemill sql for the others.`;
+  if (sample.total === null) return `${plural(sample.rows.length, "row")} of a table of ${plural(table.updates, "update")}, in no order, ${when}. It is too large to be read whole: use tidemill sql for the others.`;
   const shown = sample.rows.length < sample.total ? `, the first ${number(sample.rows.length)}` : "";
   return `${plural(sample.total, "row")}${shown}${sample.key.length ? `, by ${sample.key.join(", ")}` : ""}, ${when}.`;
 }

@@ -27,10 +27,10 @@ from tidemill.spark.ingest.steps.shuffle import (
     resolve_range,
 )
 from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.merge.commands import BEFORE_ALL
+from tidemill.spark.merge.resolve import KeyChanges, no_changes
+from tidemill.spark.merge.sorted_runs import SortedRun, open_run
 from tidemill.spark.stores import Stores
-from tidemill.spark.upsert.commands import BEFORE_ALL
-from tidemill.spark.upsert.resolve import KeyChanges, no_changes
-from tidemill.spark.upsert.sorted_runs import SortedRun, open_run
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

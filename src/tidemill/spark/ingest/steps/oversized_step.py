@@ -27,8 +27,7 @@ from tidemill.spark.ingest.dead_letters import letters_of_lost
 from tidemill.spark.ingest.fetch_decode import decode_blocks, fetch_table
 from tidemill.spark.ingest.step_planner import STEP_BYTES, Step, split_descriptors
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.stores import Stores
-from tidemill.spark.upsert.commands import (
+from tidemill.spark.merge.commands import (
     RECORD_KEY,
     UNCHANGED,
     Commands,
@@ -37,10 +36,11 @@ from tidemill.spark.upsert.commands import (
     partial_command_schema,
     times_of,
 )
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.range_mirror import cut_by_hash
-from tidemill.spark.upsert.resolve import KeyChanges, no_changes, resolve
-from tidemill.spark.upsert.sorted_runs import SortedRun
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.range_mirror import cut_by_hash
+from tidemill.spark.merge.resolve import KeyChanges, no_changes, resolve
+from tidemill.spark.merge.sorted_runs import SortedRun
+from tidemill.spark.stores import Stores
 
 RANGE_RECORDS = 250_000
 RANGE_BYTES = 64 << 20

@@ -24,13 +24,13 @@ from tidemill.spark.decode.records import SliceDescriptor
 from tidemill.spark.ingest.dead_letters import letters_of_lost
 from tidemill.spark.ingest.fetch_decode import fetch_and_decode, from_ipc, to_ipc
 from tidemill.spark.ingest.sources import TopicFeed
+from tidemill.spark.merge.commands import Commands, Truncate, command_schema, concat_commands
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.range_mirror import HashRange, cut_by_hash, open_range_mirror
+from tidemill.spark.merge.resolve import Resolved, resolve
+from tidemill.spark.merge.sorted_runs import SortedRun, write_run
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import shared_objects
-from tidemill.spark.upsert.commands import Commands, Truncate, command_schema, concat_commands
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.range_mirror import HashRange, cut_by_hash, open_range_mirror
-from tidemill.spark.upsert.resolve import Resolved, resolve
-from tidemill.spark.upsert.sorted_runs import SortedRun, write_run
 
 PENDING_RUN_NAME = "pending-{}-{}.arrow"
 """Name of a task's run next to the mirror, by range and attempt: the driver adopts or deletes it."""

@@ -34,8 +34,8 @@ from tidemill.spark.ingest.steps.distributed_step import DistributedStep
 from tidemill.spark.ingest.steps.oversized_step import OversizedStep
 from tidemill.spark.ingest.table_schedule import ScheduledTable, TableSchedule
 from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.merge.commands import Commands
 from tidemill.spark.stores import Stores
-from tidemill.spark.upsert.commands import Commands
 
 if TYPE_CHECKING:
     from pyspark import SparkContext

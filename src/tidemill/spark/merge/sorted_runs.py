@@ -35,7 +35,7 @@ from tidemill.shards.parts.checksums import checksum
 from tidemill.shards.parts.row_hash import U64
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.parts.schema_evolution import convert_to_schema
-from tidemill.spark.upsert.key_grouping import exact_keys, group_by_key
+from tidemill.spark.merge.key_grouping import exact_keys, group_by_key
 
 FILE_FORMAT = b"tm-run-3"
 _END = struct.Struct("<QQQ8s")

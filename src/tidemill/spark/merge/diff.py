@@ -13,10 +13,10 @@ from tidemill.shards.api import TIME, ShardSchema
 from tidemill.shards.parts.arrow_rows import Mask, combine_columns, format_scalar, rows_at
 from tidemill.shards.parts.key_hash import normalize_keys
 from tidemill.shards.parts.row_hash import hash_rows
-from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, Commands, command_schema
-from tidemill.spark.upsert.key_grouping import group_by_key
-from tidemill.spark.upsert.resolve import MirrorLookup
-from tidemill.spark.upsert.sorted_runs import SortedRun
+from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION, Commands, command_schema
+from tidemill.spark.merge.key_grouping import group_by_key
+from tidemill.spark.merge.resolve import MirrorLookup
+from tidemill.spark.merge.sorted_runs import SortedRun
 
 
 def check_distinct(schema: ShardSchema, rows: pa.Table) -> SortedRun:

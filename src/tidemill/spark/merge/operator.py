@@ -30,9 +30,9 @@ import pyarrow as pa
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import ShardSchema
 from tidemill.shards.parts.row_hash import hash_rows
-from tidemill.spark.upsert.commands import Commands, filter_commands, join_commands, no_commands, times_of
-from tidemill.spark.upsert.mirror import Mirror
-from tidemill.spark.upsert.resolve import HashRows, Resolved, resolve
+from tidemill.spark.merge.commands import Commands, filter_commands, join_commands, no_commands, times_of
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.resolve import HashRows, Resolved, resolve
 
 BELOW = np.int8(-1)
 AT = np.int8(0)

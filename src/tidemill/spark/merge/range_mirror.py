@@ -18,9 +18,9 @@ from tidemill.shards.parts.arrow_rows import Index, rows_at
 from tidemill.shards.parts.consolidate import sum_contents
 from tidemill.shards.parts.row_hash import U64, bucket_of, hash_rows
 from tidemill.shards.parts.schema import part_schema
+from tidemill.spark.merge.mirror import Mirror
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import shared_stores
-from tidemill.spark.upsert.mirror import Mirror
 
 CACHE_BYTES = 256 << 20
 """Limit of the size of all range mirrors that one worker caches."""

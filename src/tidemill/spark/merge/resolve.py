@@ -36,9 +36,9 @@ from tidemill.shards.parts.arrow_rows import (
 )
 from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import contents_schema, update_schema
-from tidemill.spark.upsert.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema, concat_commands
-from tidemill.spark.upsert.key_grouping import exact_keys, group_by_key
-from tidemill.spark.upsert.toast_fill import LostCommand, fill_unchanged, has_unchanged
+from tidemill.spark.merge.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema, concat_commands
+from tidemill.spark.merge.key_grouping import exact_keys, group_by_key
+from tidemill.spark.merge.toast_fill import LostCommand, fill_unchanged, has_unchanged
 
 HashRows = Callable[[pa.Table, tuple[str, ...]], U64]
 

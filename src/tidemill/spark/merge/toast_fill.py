@@ -22,11 +22,11 @@ import pyarrow.compute as pc
 
 from tidemill.shards.api import TIME, ShardSchema
 from tidemill.shards.parts.arrow_rows import Index, Mask, combine_columns, int64s, rows_at, to_mask, values_at
-from tidemill.spark.upsert.commands import LIVE, ORDER, PARTITION, RECORD_KEY, UNCHANGED, command_schema
-from tidemill.spark.upsert.key_grouping import group_by_key
+from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION, RECORD_KEY, UNCHANGED, command_schema
+from tidemill.spark.merge.key_grouping import group_by_key
 
 if TYPE_CHECKING:
-    from tidemill.spark.upsert.resolve import HashRows, MirrorLookup
+    from tidemill.spark.merge.resolve import HashRows, MirrorLookup
 
 
 class LostCommand(msgspec.Struct, frozen=True):

@@ -29,9 +29,9 @@ from tidemill.shards.parts.arrow_rows import Index, combine_columns, int64s, row
 from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import contents_schema, part_schema
 from tidemill.shards.read.hash_ranges import FetchPart, read_batch_ordered
-from tidemill.spark.upsert.key_grouping import group_by_key
-from tidemill.spark.upsert.resolve import HashRows, KeyChanges
-from tidemill.spark.upsert.sorted_runs import (
+from tidemill.spark.merge.key_grouping import group_by_key
+from tidemill.spark.merge.resolve import HashRows, KeyChanges
+from tidemill.spark.merge.sorted_runs import (
     SortedRun,
     convert_run,
     count_live_keys,
