@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tidemill.base.config.config import load, parse
+from tidemill.base.config.env_file import env_line
 from tidemill.base.config.listeners import HttpSection
 from tidemill.base.config.shapes import ShapesSection
 from tidemill.base.errors import InvalidError
@@ -289,3 +290,37 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     assert (absolute.node.data, absolute.objects_url, absolute.consensus_url) == (
         "/var/t", "s3://b/p", "postgresql://h/d",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("SHOP_DSN=postgresql://me:a b@host/shop", "postgresql://me:a b@host/shop"),
+        ("export SHOP_DSN='host=h password=p\"q' # why", 'host=h password=p"q'),
+        ('SHOP_DSN="say \\"x\\""', 'say "x"'),
+        ("SHOP_DSN='open", "'open"),
+        ("SHOP_DSN=", ""),
+    ],
+)
+def test_a_variable_that_the_environment_lacks_is_read_from_the_file_next_to_the_configuration(
+    tmp_path: Path, line: str, value: str
+) -> None:
+    path = write(tmp_path, '[capture.shop]\ndsn = "${SHOP_DSN}"\n')
+    (tmp_path / ".env").write_text(f"# comment\nnot a line\n\n{line}\nOTHER=1\n")
+    assert load(path, environ={}).capture["shop"].dsn == value
+    assert load(path, environ={"SHOP_DSN": "mine"}).capture["shop"].dsn == "mine"
+
+
+def test_a_file_of_variables_that_cannot_be_read_matters_only_if_it_is_needed(tmp_path: Path) -> None:
+    path = write(tmp_path, '[capture.shop]\ndsn = "${SHOP_DSN}"\n')
+    (tmp_path / ".env").write_bytes(b"SHOP_DSN=\xff\n")
+    assert load(path, environ={"SHOP_DSN": "mine"}).capture["shop"].dsn == "mine"
+    with pytest.raises(InvalidError, match=r"variables cannot be read: path=.*\.env reason=it is not UTF-8"):
+        load(path, environ={})
+
+
+@pytest.mark.parametrize("value", ["plain", "two words", "it's", 'a "b" \\ $HOME', "#x"])
+def test_a_line_for_the_file_of_variables_reads_back(tmp_path: Path, value: str) -> None:
+    path = write(tmp_path, '[capture.shop]\ndsn = "${SHOP_DSN}"\n')
+    (tmp_path / ".env").write_text(env_line("SHOP_DSN", value))
+    assert load(path, environ={}).capture["shop"].dsn == value

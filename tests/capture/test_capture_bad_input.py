@@ -15,6 +15,7 @@ from support.waiting import until
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.errors import SlotLostError
+from tidemill.capture.setup.inspection import inspect_database
 from tidemill.capture.setup.privileges import check_database, diagnose_capture
 from tidemill.metastore.catalogue import CaptureRow, TopicRow
 
@@ -160,6 +161,31 @@ def test_wal_level_and_slots(replica_level_server: EmbeddedPostgres) -> None:
         "no replication slot is free",
         "the capture's patterns match no table",
     ]
+
+
+def test_an_inspection_reports_every_problem_of_the_server_and_the_switches_of_managed_services(
+    replica_level_server: EmbeddedPostgres,
+) -> None:
+    def problems(user: str = "postgres") -> list[str]:
+        dsn = replica_level_server.dsn.replace("postgres@", f"{user}@")
+        found = asyncio.run(inspect_database("shop", dsn))
+        return [error.fix for error in found.problems] + [s for s in found.statements if "ROLE" in s or "rds_" in s]
+
+    with psycopg.connect(replica_level_server.dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE t (id int PRIMARY KEY)")
+        connection.execute("CREATE ROLE reader LOGIN")
+        level, slots, role, statement = problems("reader")
+        assert "ALTER SYSTEM SET wal_level" in level and "max_replication_slots" in slots
+        assert role == f"Run {statement}." and statement == 'ALTER ROLE "reader" REPLICATION'
+        connection.execute("CREATE ROLE rds_replication")
+        connection.execute("ALTER DATABASE postgres SET rds.logical_replication = 'off'")
+        level, _, role, statement = problems("reader")
+        assert "parameter group" in level and statement == 'GRANT rds_replication TO "reader"'
+        connection.execute(statement)
+        assert len(problems("reader")) == 2
+        connection.execute("ALTER DATABASE postgres RESET rds.logical_replication")
+        connection.execute("ALTER DATABASE postgres SET cloudsql.logical_decoding = 'off'")
+        assert "cloudsql.logical_decoding" in problems()[0]
 
 
 async def test_rc9_an_invalidated_slot_is_an_error_and_its_way_out_copies_all_anew(

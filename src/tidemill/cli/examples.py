@@ -7,6 +7,7 @@ from typing import Any
 from typer.core import TyperGroup
 
 EXAMPLES: dict[str, tuple[str, ...]] = {
+    "init": ("tidemill init shop --dsn postgresql://me@localhost:5432/shop",),
     "up": ("tidemill up", "tidemill up --config shop/tidemill.toml --instances 2"),
     "pipeline check": ("tidemill pipeline check shop.py", "tidemill pipeline check shop.py --cluster"),
     "pipeline run": ("tidemill pipeline run shop --instances 2 --master 'local[4]'",),

@@ -50,6 +50,12 @@ class Entry(NamedTuple):
 
 
 COMMANDS = {
+    "init": Entry(
+        RUN,
+        "Write the files of a new cluster for a PostgreSQL database: configuration, pipeline, page.",
+        "init.command",
+        "init",
+    ),
     "up": Entry(RUN, "Run a node (Kafka, HTTP, capture) and the Spark drivers of its pipelines.", "cluster.up", "up"),
     "pipeline": Entry(RUN, "Check, run, list, describe, restart and delete pipelines.", "pipeline.commands", "app"),
     "restore": Entry(

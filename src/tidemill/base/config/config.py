@@ -1,5 +1,5 @@
-"""`tidemill.toml` as plain data. Components are not configured here but passed in; `${ENV}` expands environment
-variables.
+"""`tidemill.toml` as plain data. Components are not configured here but passed in; `${NAME}` expands a variable of the
+environment, or of the file `.env` next to it.
 
 Every value may also come from the environment as TIDEMILL_<SECTION>__<KEY>, which overrides the file.
 """
@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import ValidationError, field_validator
 
 from tidemill.base.address import Address
+from tidemill.base.config.env_file import ENV_FILE, read_env_file
 from tidemill.base.config.listeners import HttpSection, KafkaSection, SecuritySection
 from tidemill.base.config.sections import (
     NAME,
@@ -123,7 +124,7 @@ def load(path: Path | None = None, *, environ: Mapping[str, str] | None = None) 
     found = find_file(path, environ=environ)
     chosen, text = found or Path(DEFAULT_FILE), _read_text(found) if found else ""
     try:
-        values = tomllib.loads(_VARIABLE.sub(lambda m: _expand_variable(m.group(1), environ), text))
+        values = tomllib.loads(_expand_variables(text, environ, chosen.parent / ENV_FILE))
     except tomllib.TOMLDecodeError as error:
         raise InvalidError(f"{chosen} is not TOML: {error}.", fix="Correct that line.") from error
     _overlay_environment(values, environ)
@@ -297,10 +298,21 @@ def _read_text(path: Path) -> str:
         ) from error
 
 
-def _expand_variable(name: str, environ: Mapping[str, str]) -> str:
-    if name not in environ:
-        raise InvalidError(f"the configuration uses ${{{name}}}, which is not set.", fix=f"Export {name}.")
-    return environ[name].replace("\\", "\\\\").replace('"', '\\"')
+def _expand_variables(text: str, environ: Mapping[str, str], env_file: Path) -> str:
+    """Return the text with the values of its variables. The file is read only if the environment lacks one of them."""
+    known = environ
+    if not environ.keys() >= set(_VARIABLE.findall(text)):
+        known = {**read_env_file(env_file), **environ}
+
+    def value(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in known:
+            raise InvalidError(
+                f"the configuration uses ${{{name}}}, which is not set.", fix=f"Export {name}, or set it in {env_file}."
+            )
+        return known[name].replace("\\", "\\\\").replace('"', '\\"')
+
+    return _VARIABLE.sub(value, text)
 
 
 def _overlay_environment(values: dict[str, Any], environ: Mapping[str, str]) -> None:

@@ -121,6 +121,15 @@ def server_address(dsn: str) -> str:
     return f"{host}:{parts.get('port') or os.environ.get('PGPORT') or 5432}"
 
 
+def database_name(dsn: str) -> str:
+    """Return the database of a DSN, as libpq will use it: the user's name if it names none. Raises InvalidError if it
+    cannot be parsed.
+    """
+    parts = _parse_dsn(dsn)
+    user = parts.get("user") or os.environ.get("PGUSER") or "postgres"
+    return str(parts.get("dbname") or os.environ.get("PGDATABASE") or user)
+
+
 def _parse_dsn(dsn: str) -> dict[str, Any]:
     import psycopg
     from psycopg.conninfo import conninfo_to_dict

@@ -81,11 +81,7 @@ async def diagnose_capture(
         except InvalidError as error:  # no pattern matches
             return "", [*problems, error]
         missing = await find_missing_statements(wire, config, found.able)
-        full = (
-            {table.name: await find_partial_identities(wire, table.oid) for table in found.able}
-            if config.requires_full_identity and missing
-            else {}
-        )
+        asked = await find_replaced_identities(wire, config, found.able, missing)
         if config.failover and facts.version >= FAILOVER_VERSION:
             try:
                 await check_standbys(wire)
@@ -93,8 +89,6 @@ async def diagnose_capture(
                 problems.append(error)
     finally:
         await wire.aclose()
-    asked = {name: _identities_to_replace(identities, missing) for name, identities in full.items()}
-    asked = {name: identities for name, identities in asked.items() if identities}
     if asked and keep is not None:
         await keep(asked)
     run = f"Have an administrator run: {'; '.join(missing)};" if missing else ""
@@ -141,11 +135,21 @@ def _format_slot_names(slots: set[str]) -> str:
     return ", ".join(literal(name).strip() for name in sorted(slots))
 
 
-def _identities_to_replace(identities: Identities, missing: Sequence[str]) -> Identities:
-    """Return the identities that the statements replace."""
-    return {
-        oid: (name, before) for oid, (name, before) in identities.items() if full_identity_statement(name) in missing
-    }
+async def find_replaced_identities(
+    wire: PgConnection, config: CaptureConfig, tables: Sequence[TableInfo], statements: Sequence[str]
+) -> dict[str, Identities]:
+    """Return, by table, the identities that the statements replace."""
+    if not config.requires_full_identity or not statements:
+        return {}
+    found: dict[str, Identities] = {}
+    for table in tables:
+        identities = (await find_partial_identities(wire, table.oid)).items()
+        replaced = {
+            oid: (name, before) for oid, (name, before) in identities if full_identity_statement(name) in statements
+        }
+        if replaced:
+            found[table.name] = replaced
+    return found
 
 
 def _format_way_back(asked: dict[str, Identities]) -> str:

@@ -27,6 +27,8 @@ log = structlog.get_logger()
 OLDEST_VERSION = 140_000
 FAILOVER_VERSION = 170_000
 INVALIDATION_VERSION = 170_000
+RDS_ROLE = "rds_replication"
+"""Role of Amazon RDS and Aurora whose members may replicate, without the attribute."""
 _REMEDIES = {
     "idle_timeout": "Raise idle_replication_slot_timeout.",
     "wal_level_insufficient": "Set wal_level = logical.",
@@ -65,6 +67,15 @@ class SlotState(msgspec.Struct, frozen=True):
     """Reason of the invalidation, as PostgreSQL 17 and newer report it"""
 
 
+class ServerProblem(msgspec.Struct, frozen=True):
+    """One reason why the server cannot be captured. `statement`: the SQL with which an administrator removes it, "" if
+    that takes something else.
+    """
+
+    error: InvalidError | UnavailableError
+    statement: str = ""
+
+
 async def check_server(wire: PgConnection, config: CaptureConfig) -> ServerFacts:
     """Check the settings of the server and the privileges of the role. Raises InvalidError, which names the missing
     setting or privilege and the statement that sets it, and UnavailableError.
@@ -77,65 +88,78 @@ async def check_server(wire: PgConnection, config: CaptureConfig) -> ServerFacts
 
 async def find_server_problems(wire: PgConnection, config: CaptureConfig) -> tuple[ServerFacts, list[TidemillError]]:
     """Return facts about the server, and every setting and privilege that prevents a capture. Only reads."""
+    problems: list[TidemillError] = [problem.error for problem in await list_server_problems(wire, config)]
     if wire.server_version < OLDEST_VERSION:
-        old = InvalidError(f"PostgreSQL is too old: version={wire.server_version}.", fix="Use PostgreSQL 14 or newer.")
-        return ServerFacts(wire.server_version, "", 0), [old]
-    found: list[TidemillError] = []
+        return ServerFacts(wire.server_version, "", 0), problems
+    sender_timeout = await wire.value("SELECT setting::int FROM pg_settings WHERE name = 'wal_sender_timeout'")
+    system_id = await wire.value("SELECT system_identifier FROM pg_control_system()")
+    return ServerFacts(wire.server_version, system_id or "", int(sender_timeout or 0)), problems
+
+
+async def list_server_problems(wire: PgConnection, config: CaptureConfig) -> list[ServerProblem]:
+    """Return everything about the server and the role that prevents the capture, the most basic first.
+
+    Managed services have their own switches instead of `ALTER SYSTEM` and `ALTER ROLE`: a parameter of Amazon RDS
+    (rds.logical_replication) and of Cloud SQL (cloudsql.logical_decoding), and RDS's role rds_replication.
+    """
+    if wire.server_version < OLDEST_VERSION:
+        error = InvalidError(
+            f"PostgreSQL is too old: version={wire.server_version}.", fix="Use PostgreSQL 14 or newer."
+        )
+        return [ServerProblem(error)]
     rows = await wire.query(
         "SELECT current_setting('wal_level'), current_setting('max_replication_slots')::int,"
-        " current_setting('max_wal_senders')::int, pg_is_in_recovery(),"
-        " (SELECT setting::int FROM pg_settings WHERE name = 'wal_sender_timeout'),"
-        " (SELECT rolreplication OR rolsuper FROM pg_roles WHERE rolname = current_user), current_user,"
+        " current_setting('max_wal_senders')::int, pg_is_in_recovery(), (rolreplication OR rolsuper OR EXISTS (SELECT"
+        f" FROM pg_roles g WHERE g.rolname = {literal(RDS_ROLE)} AND pg_has_role(g.oid, 'USAGE'))), current_user,"
         " (SELECT count(*) FROM pg_replication_slots),"
-        f" EXISTS (SELECT FROM pg_replication_slots WHERE slot_name = {literal(config.slot)})"
+        f" EXISTS (SELECT FROM pg_replication_slots WHERE slot_name = {literal(config.slot)}),"
+        f" EXISTS (SELECT FROM pg_roles WHERE rolname = {literal(RDS_ROLE)}),"
+        " current_setting('rds.logical_replication', true), current_setting('cloudsql.logical_decoding', true)"
+        " FROM pg_roles WHERE rolname = current_user"
     )
-    wal_level, slots, senders, in_recovery, sender_timeout, may_replicate, user, used, exists = rows[0]
+    wal_level, slots, senders, in_recovery, may_replicate, user, used, exists, has_rds_role, rds, cloud_sql = rows[0]
     restart = "and restart PostgreSQL."
+    found: list[ServerProblem] = []
     if wal_level != "logical":
-        found.append(
-            InvalidError(
-                f"PostgreSQL does not log logical changes: wal_level={wal_level}.",
-                fix=f"Run ALTER SYSTEM SET wal_level = 'logical' {restart}",
-            )
-        )
+        statement = "ALTER SYSTEM SET wal_level = 'logical'"
+        fix = f"Run {statement} {restart}"
+        if rds:
+            statement, fix = "", "Set rds.logical_replication = 1 in its parameter group, and reboot it."
+        elif cloud_sql:
+            statement, fix = "", "Set its flag cloudsql.logical_decoding to on, which restarts it."
+        error = InvalidError(f"PostgreSQL does not log logical changes: wal_level={wal_level}.", fix=fix)
+        found.append(ServerProblem(error, statement))
     if in_recovery == "t":
         # A promoted standby is a primary, so an operator may not have to act.
-        found.append(
-            UnavailableError(
-                f"the server is a standby: {wire.target}.",
-                fix="Point the DSN at the primary, or promote the standby.",
-            )
+        standby = UnavailableError(
+            f"the server is a standby: {wire.target}.",
+            fix="Point the DSN at the primary, or promote the standby.",
         )
+        found.append(ServerProblem(standby))
     if int(senders or 0) < 1:
-        found.append(
-            InvalidError(
-                f"no WAL senders are allowed: max_wal_senders={senders}.",
-                fix=f"Run ALTER SYSTEM SET max_wal_senders = 10 {restart}",
-            )
+        statement = "ALTER SYSTEM SET max_wal_senders = 10"
+        error = InvalidError(
+            f"no WAL senders are allowed: max_wal_senders={senders}.", fix=f"Run {statement} {restart}"
         )
+        found.append(ServerProblem(error, statement))
     if exists != "t" and int(used or 0) >= int(slots or 0):
-        found.append(
-            InvalidError(
-                f"no replication slot is free: max_replication_slots={slots} used={used}.",
-                fix=f"Drop an unused slot, or raise max_replication_slots {restart}",
-            )
+        error = InvalidError(
+            f"no replication slot is free: max_replication_slots={slots} used={used}.",
+            fix=f"Drop an unused slot, or raise max_replication_slots {restart}",
         )
+        found.append(ServerProblem(error))
     if may_replicate != "t":
-        found.append(
-            InvalidError(
-                f"the role lacks the REPLICATION attribute: role={user}.",
-                fix=f"Run ALTER ROLE {identifier(user or '')} REPLICATION.",
-            )
-        )
-    system_id = await wire.value("SELECT system_identifier FROM pg_control_system()")
+        role = identifier(user or "")
+        statement = f"GRANT {RDS_ROLE} TO {role}" if has_rds_role == "t" else f"ALTER ROLE {role} REPLICATION"
+        error = InvalidError(f"the role lacks the REPLICATION attribute: role={user}.", fix=f"Run {statement}.")
+        found.append(ServerProblem(error, statement))
     if config.failover and wire.server_version < FAILOVER_VERSION:
-        found.append(
-            InvalidError(
-                f"this PostgreSQL has no failover slots: version={wire.server_version // 10_000}.",
-                fix=f"Remove capture.{config.name}.failover from tidemill.toml, or use PostgreSQL 17 or newer.",
-            )
+        error = InvalidError(
+            f"this PostgreSQL has no failover slots: version={wire.server_version // 10_000}.",
+            fix=f"Remove capture.{config.name}.failover from tidemill.toml, or use PostgreSQL 17 or newer.",
         )
-    return ServerFacts(wire.server_version, system_id or "", int(sender_timeout or 0)), found
+        found.append(ServerProblem(error))
+    return found
 
 
 async def find_stream_problems(wire: PgConnection, config: CaptureConfig) -> list[TidemillError]:

@@ -24,13 +24,13 @@ def check_capture(config: Config, name: str) -> list[Result]:
             name, section.dsn, tuple(section.tables), identity=section.identity, manual=section.manual,
             failover=section.failover, envelope=section.envelope, cleanup=section.cleanup,
         )  # fmt: skip
-        diagnosing = diagnose_capture(settings, lambda asked: _store_prior_identities(config, name, asked))
+        diagnosing = diagnose_capture(settings, lambda asked: store_prior_identities(config, name, asked))
         line, problems = portal.call(diagnosing)
     key = f"capture.{name}"
     return [failed(key, problem) for problem in problems] or [passed(key, line)]
 
 
-async def _store_prior_identities(config: Config, capture: str, asked: dict[str, dict[int, tuple[str, str]]]) -> None:
+async def store_prior_identities(config: Config, capture: str, asked: dict[str, dict[int, tuple[str, str]]]) -> None:
     """Store the replica identities that tables have before an administrator sets FULL, for `capture list` and `capture
     drop`. If the stores do not answer, the identities are only printed."""
     if not asked:

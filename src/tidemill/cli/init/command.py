@@ -1,0 +1,128 @@
+"""`tidemill init`: inspect a database, and write the files of a cluster for it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from tidemill.base.config.config import load
+from tidemill.base.config.env_file import ENV_FILE
+from tidemill.base.config.sections import NAME, NOT_A_NAME
+from tidemill.base.errors import InvalidError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.capture.postgres.connection import database_name, describe_dsn
+from tidemill.capture.setup.inspection import Inspection, inspect_database
+from tidemill.cli.cluster.capture_checks import store_prior_identities
+from tidemill.cli.context import EXIT_FAILED
+from tidemill.cli.init.files import CONFIG_FILE, PRIVATE, file_texts
+from tidemill.cli.init.plan import Plan, capture_name, make_plan
+from tidemill.cli.output.output import TABLE, Output
+
+
+def init(
+    dsn: Annotated[
+        str, typer.Option("--dsn", envvar="DATABASE_URL", help="The database, for example postgresql://me@host/shop.")
+    ],
+    directory: Annotated[Path, typer.Argument(metavar="[DIR]", help="Directory of the cluster.")] = Path(),
+    name: Annotated[str, typer.Option("--name", help="Name of the capture. Default: the database's name.")] = "",
+    tables: Annotated[
+        list[str] | None,
+        typer.Option("--tables", help="Tables to capture, with * and ?; repeatable. Default: all in schema public."),
+    ] = None,
+    out: Output = TABLE,
+) -> None:
+    """Write the files of a new cluster for a PostgreSQL database: configuration, pipeline, page.
+
+    Prints the SQL that an administrator has to run before the database can be captured, and exits with 1 if there is
+    any. A file that exists is kept; where tidemill.toml exists, nothing is written. The database is only read.
+    """
+    if (directory / CONFIG_FILE).exists():
+        raise InvalidError(
+            f"there is a cluster already, and nothing was written: path={directory / CONFIG_FILE}.",
+            fix="Choose another directory: tidemill init DIR --dsn …",
+        )
+    capture = name or capture_name(database_name(dsn))
+    if not NAME.match(capture):
+        raise InvalidError(f"bad capture name: {NOT_A_NAME.format(capture)}.", fix="Correct --name.")
+    with BlockingPortal() as portal:
+        found = portal.call(inspect_database(capture, dsn, tables or ()))
+    if not found.tables:
+        reasons = "; ".join(refusal.reason.rstrip(".") for refusal in found.refused.values())
+        raise InvalidError(f"no table can be captured, and nothing was written: {reasons}.", fix="Correct one of them.")
+    plan = make_plan(capture, found)
+    texts = file_texts(plan, dsn)
+    existing = [path for path in texts if (directory / path).exists()]
+    for path, text in texts.items():
+        if path not in existing:
+            _write(directory / path, text, private=path in PRIVATE)
+    created = [path for path in texts if path not in existing]
+    if found.replaced_identities:
+        with BlockingPortal() as portal:
+            config = load(directory / CONFIG_FILE, environ={**os.environ, plan.variable: dsn})
+            portal.call(store_prior_identities(config, capture, found.replaced_identities))
+    if out.is_text:
+        _print(directory, dsn, plan, found, created, existing)
+    else:
+        rows = [{"name": table.name, "source": table.source} for table in plan.tables]
+        out.rows(rows, value=_to_value(plan, found, created, existing))
+    if found.problems or found.statements:
+        raise typer.Exit(EXIT_FAILED)
+
+
+def _write(path: Path, text: str, *, private: bool) -> None:
+    """Create a file. Raises FileExistsError if another process was faster."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def next_commands(directory: Path, plan: Plan) -> list[tuple[str, str]]:
+    """Return the next five commands, each with a comment."""
+    commands = [
+        (f"cd {shlex.quote(str(directory))}", ""),
+        ("tidemill doctor", "checks this machine and the database"),
+        ("tidemill up", "then open http://127.0.0.1:8600/app/"),
+        ("tidemill status", "in another terminal"),
+        (f"tidemill sql 'SELECT * FROM {plan.count.name}'", "a table that Spark maintains"),
+        (f"tidemill why {plan.shown.name}", "how fresh a table is, and what blocks it"),
+    ]
+    return commands[:5] if directory != Path() else commands[1:]
+
+
+def _to_value(plan: Plan, found: Inspection, created: list[str], existing: list[str]) -> dict[str, object]:
+    return {
+        "capture": plan.capture,
+        "tables": {table.name: table.source for table in plan.tables},
+        "refused": {name: refusal.reason for name, refusal in found.refused.items()},
+        "problems": [{"problem": error.message, "fix": error.fix} for error in found.problems],
+        "statements": list(found.statements),
+        "created": created,
+        "existing": existing,
+    }
+
+
+def _print(directory: Path, dsn: str, plan: Plan, found: Inspection, created: list[str], existing: list[str]) -> None:
+    version = f"{found.version // 10_000}.{found.version % 10_000}"
+    print(f"PostgreSQL {version}  {describe_dsn(dsn)}")
+    count = len(plan.tables)
+    print(f"  {count} {'table' if count == 1 else 'tables'}: {', '.join(table.source for table in plan.tables)}")
+    for refusal in found.refused.values():
+        print(f"  not captured: {refusal.reason} {refusal.fix}")
+    for error in found.problems:
+        print(f"  {error}")
+    if found.statements:
+        print("An administrator has to run:\n" + "\n".join(f"  {statement};" for statement in found.statements))
+    print(f"created in {directory}: {', '.join(created) or 'nothing'}")
+    for path in existing:
+        note = f"; add {plan.variable} to it" if path == ENV_FILE else ""
+        print(f"  kept, because it exists: {path}{note}")
+    commands = next_commands(directory, plan)
+    width = max(len(command) for command, _ in commands)
+    print("next:")
+    for command, note in commands:
+        print(f"  {command:{width}}  # {note}" if note else f"  {command}")
