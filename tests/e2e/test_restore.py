@@ -30,7 +30,7 @@ from tidemill.maintenance.restore.plan import plan_restore
 from tidemill.metastore.backup.restore_source import find_source
 from tidemill.objects.factory import open_objects
 
-pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.postgres]
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = {

@@ -28,7 +28,7 @@ from support.postgres import EmbeddedPostgres
 from support.waiting import slowness
 from tidemill.cli.context import EXIT_STUCK, EXIT_UNAVAILABLE
 
-pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.spark, pytest.mark.postgres]
 
 BUDGET_S = 5.0
 LIMIT_S = BUDGET_S + 5.0

@@ -13,7 +13,7 @@ from support.docs.walk import Walk, path_with
 from support.postgres import EmbeddedPostgres
 from tidemill.spark.session.java import ensure_spark_home, find_java
 
-pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.browser]
+pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.browser, pytest.mark.timeout(1800)]
 
 TO_A_LIVE_PAGE = ("database", "live-page")
 

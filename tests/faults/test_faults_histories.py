@@ -20,7 +20,7 @@ from support.faults.cluster import Cluster, until
 from support.lagging_standby import Pair
 from support.waiting import eventually
 
-pytestmark = [pytest.mark.postgres, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.postgres
 
 TOPIC = "records"
 QUICK = """

@@ -21,7 +21,6 @@ MARKS = {"librdkafka": pytest.mark.node, "franz-go": pytest.mark.go}
 
 
 @pytest.mark.extended
-@pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, ())) for name in SUITES])
 @pytest.mark.processes
 def test_a_clients_own_suite_passes_but_for_what_is_written_down(

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pytest
 
 from support.consensus.urls import url as url
 from support.metastore.domain_world import DomainWorld, rows_of
@@ -125,7 +124,6 @@ def everything(url: str, bucket: Path) -> dict[bytes, tuple[int, bytes]]:
     return found
 
 
-@pytest.mark.timeout(180)
 def test_acknowledged_commits_survive_kill_after_kill_and_the_next_node_leads_in_time(url: str, tmp_path: Path) -> None:
     bucket = tmp_path / "bucket"
     source = random.Random(7)

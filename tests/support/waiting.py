@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 SCALE = float(os.environ.get("TIDEMILL_TEST_PATIENCE", "1"))
 """Raise it on a machine on which everything is slower."""
-DEADLINE_S = 120.0 * SCALE
+DEADLINE_S = 240.0 * SCALE
 """Deadline for one condition, or one answer of another process."""
-SCENARIO_S = 400.0 * SCALE
+SCENARIO_S = 800.0 * SCALE
 """Deadline for a whole scenario of many waits; below pytest's timeout."""
 
 

@@ -35,7 +35,7 @@ ROLE = "tidemill"
 READING = ("tidemill sql", "python ")
 """Commands that are repeated until they print what the page shows: Spark takes a while to start, and a table is some
 seconds behind its source."""
-COMMAND_S = 4 * DEADLINE_S
+COMMAND_S = 2 * DEADLINE_S
 """Deadline of a command: an installation takes minutes."""
 ENDS_WITHIN_S = DEADLINE_S
 
