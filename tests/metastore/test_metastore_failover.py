@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-
 from support.consensus.urls import url as url
 from support.metastore.domain_world import DomainWorld, rows_of
 from support.waiting import DEADLINE_S, eventually, run

@@ -31,6 +31,7 @@ from tidemill.console.app import console_routes
 from tidemill.node.node import Node
 
 PROMISED_S = 5.0 * max(1.0, SCALE)
+"""Seconds within which a fault is named, on an idle machine: multiply it by `slowness`."""
 ENDPOINT_S = 3.0 * max(1.0, SCALE)
 """An HTTP path that reads the status board answers within two seconds, on a machine that runs other tests as well."""
 
