@@ -28,6 +28,7 @@ from tidemill.shapes.log.chunks import split_chunk
 from tidemill.shapes.log.log import ShapeLog
 from tidemill.shapes.log.log_offset import BASE_END, BEFORE_ALL
 from tidemill.shapes.loop_share import LoopShare
+from tidemill.shapes.reporting import SourceProgress, shards_progress
 from tidemill.shapes.shards.feed import ShardFeed, shard_schema_json, shard_where_types
 from tidemill.shapes.shards.pg_text import (
     date_text,
@@ -45,6 +46,22 @@ from tidemill.shards.registry import open_shard
 
 SCHEMA = ShardSchema((Column("id", "int32"), Column("v", "string")), ("id",))
 BAG = ShardSchema((Column("id", "int32"), Column("v", "string")), ())
+
+
+def live(shard: str, seen: int) -> LiveShape:
+    shape = LiveShape("h", ShapeDefinition(Source("shard", "", "shard", shard)), b"{}", ShapeLog())
+    shape.mark_ready()
+    shape.publish(seen)
+    return shape
+
+
+def test_a_table_that_is_late_is_no_delay_of_the_shapes_over_it() -> None:
+    """Each shape is compared with the newest one of its own table."""
+    assert shards_progress([]) == SourceProgress(0, 0, "ms")
+    assert shards_progress([live("fresh", 90_000), live("late", 10_000)]) == SourceProgress(90_000, 90_000, "ms")
+    assert shards_progress([live("fresh", 90_000), live("late", 10_000), live("late", 7_000)]) == SourceProgress(
+        87_000, 90_000, "ms"
+    )
 
 
 class Bench:

@@ -14,7 +14,7 @@ import asyncio
 from tidemill.base.clock import Clock
 from tidemill.shapes.live_shapes import LiveShapes
 from tidemill.shapes.loop_share import LoopShare
-from tidemill.shapes.reporting import SHARDS_STATUS, SourceProgress, set_metrics
+from tidemill.shapes.reporting import SHARDS_STATUS, SourceProgress, set_metrics, shards_progress
 from tidemill.shapes.tables.capture_tap import ShapeTap
 from tidemill.shapes.tables.table_shapes import TableShapes
 
@@ -72,8 +72,7 @@ class Housekeeping:
             f"shapes:{name}": SourceProgress(min(tap.evaluated_position(), tap.taken), tap.taken, "lsn")
             for name, tap in taps.items()
         }
-        seen = [shape.last_seen for shape in live.over_shards if shape.state == "live"]
-        sources[SHARDS_STATUS] = SourceProgress(min(seen, default=0), max(seen, default=0), "ms")
+        sources[SHARDS_STATUS] = shards_progress(live.over_shards)
         words = f"; {budget.used_bytes >> 20} of {budget.limit_bytes >> 20} MiB"
         live.reporter.clear_recovered(live.by_definition)
         live.reporter.publish(

@@ -46,6 +46,21 @@ class SourceProgress(msgspec.Struct, frozen=True):
     unit: str
 
 
+def shards_progress(shapes: Iterable[LiveShape]) -> SourceProgress:
+    """Return the progress of live shapes over shards. The distance to the target is that of the shape that is furthest
+    behind another shape of its own shard: a shard whose pipeline is late delays no shape.
+    """
+    newest: dict[str, int] = {}
+    oldest: dict[str, int] = {}
+    for shape in shapes:
+        if shape.state == "live":
+            shard, seen = str(shape.definition.source), shape.last_seen
+            newest[shard] = max(newest.get(shard, seen), seen)
+            oldest[shard] = min(oldest.get(shard, seen), seen)
+    target = max(newest.values(), default=0)
+    return SourceProgress(target - max((newest[each] - oldest[each] for each in newest), default=0), target, "ms")
+
+
 class ShapeReporter:
     """Publishes the statuses. The service calls it once a second, and when a shape fails."""
 
