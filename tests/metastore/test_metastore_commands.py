@@ -22,15 +22,9 @@ def test_a_lost_consensus_is_planned_restored_and_checked(directory: Path) -> No
     assert refused.returncode == 2 and "the bucket has one" in refused.stderr
     planned = command(directory, "restore", "--dry-run")
     assert planned.returncode == 0, planned
-    for words in (
-        "incarnation 1",
-        "domain  ",
-        " s old",
-        "topic   clicks  partitions 2",
-        "table   table",
-        "total   topics 1",
-    ):
-        assert words in planned.stdout, (words, planned.stdout)
+    said = " ".join(planned.stdout.split())
+    for words in ("incarnation 1", "domain ", " s old", "topic clicks partitions 2", "table table", "total topics 1"):
+        assert words in said, (words, planned.stdout)
     done = command(directory, "restore")
     assert done.returncode == 0, done
     assert "incarnation 2; start it with: tidemill up" in done.stdout
