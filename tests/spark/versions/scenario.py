@@ -81,7 +81,7 @@ try:
     query.options(key="id", **cluster).trigger(availableNow=True).start("copy").awaitTermination(120)
     seen["copy"] = rows(reader.load("copy"))
 except Exception as error:
-    seen["copy"] = next(line for line in str(error).splitlines() if "needs Spark" in line)[-200:]
+    seen["copy"] = next(line for line in str(error).splitlines() if "needs Spark 4" in line)
 
 
 # pipeline
