@@ -18,7 +18,8 @@ from support.cli.process import run_tidemill
 from support.waiting import DEADLINE_S
 from tidemill.cli.examples import EXAMPLES
 
-LINES = {name: EXAMPLES[name][0].removeprefix("tidemill ") for name in SHOWN}
+LINES = {name: EXAMPLES[name][0].removeprefix("tidemill ").replace(":5432/", ":1/") for name in SHOWN}
+"""Nothing listens on port 1, where a PostgreSQL may listen on its own."""
 Outcome = tuple[int, str]
 FILE = (2, "tidemill: no such configuration file: path=nope.toml")
 VARIABLE = (2, "tidemill: the configuration uses ${NO_SUCH_VARIABLE}, which is not set")
@@ -26,8 +27,9 @@ EARLY: dict[str, Outcome] = {
     "pipeline check": (1, "shop.py: no such pipeline file: file=shop.py"),
     "schema register": (2, "tidemill: the schema cannot be read: file=clicks.avsc reason=No such file"),
     "schema check": (2, "tidemill: the schema cannot be read: file=clicks.avsc reason=No such file"),
+    "init": (4, "tidemill: PostgreSQL does not answer: server=localhost:1 dbname=shop"),
 }
-"""Outcomes of commands that read another file first."""
+"""Outcomes of commands that read another file first, or ask the database of a cluster that does not exist yet."""
 ELSEWHERE: dict[str, Outcome] = EARLY | {
     "pipeline run": (2, "tidemill: no such pipeline in the configuration: pipeline=shop. Known: none"),
     "restore": (2, "tidemill: the bucket contains no cluster: path="),
@@ -91,7 +93,7 @@ def test_with_a_cluster_that_was_never_started(tmp_path: Path, name: str) -> Non
 def test_with_a_configuration_file_that_is_missing(tmp_path: Path, name: str) -> None:
     options = {option for param in SHOWN[name].params for option in param.opts}
     if "--config" not in options:
-        assert name == "version"
+        assert name in ("version", "init")
         return
     check(tmp_path, f"{LINES[name].partition(' --config')[0]} --config nope.toml", EARLY.get(name, FILE))
 
