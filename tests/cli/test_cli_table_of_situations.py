@@ -19,7 +19,7 @@ from support.waiting import DEADLINE_S
 from tidemill.cli.examples import EXAMPLES
 
 LINES = {name: EXAMPLES[name][0].removeprefix("tidemill ").replace(":5432/", ":1/") for name in SHOWN}
-"""Nothing listens on port 1, where a PostgreSQL may listen on its own."""
+"""Examples that reach no PostgreSQL: one may listen on the usual port, none does on port 1."""
 Outcome = tuple[int, str]
 FILE = (2, "tidemill: no such configuration file: path=nope.toml")
 VARIABLE = (2, "tidemill: the configuration uses ${NO_SUCH_VARIABLE}, which is not set")

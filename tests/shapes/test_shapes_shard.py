@@ -56,7 +56,7 @@ def live(shard: str, seen: int) -> LiveShape:
 
 
 def test_a_table_that_is_late_is_no_delay_of_the_shapes_over_it() -> None:
-    """Each shape is compared with the newest one of its own table."""
+    """Each shape is compared with the newest one of the same table."""
     assert shards_progress([]) == SourceProgress(0, 0, "ms")
     assert shards_progress([live("fresh", 90_000), live("late", 10_000)]) == SourceProgress(90_000, 90_000, "ms")
     assert shards_progress([live("fresh", 90_000), live("late", 10_000), live("late", 7_000)]) == SourceProgress(

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 VERSIONS = Path(__file__).parent / "versions"
-INSTALLED = [folder.name for folder in sorted((VERSIONS / "installed").glob("4.*"))]
+FURTHER = Path(sys.prefix) / "spark-versions"
+INSTALLED = [folder.name for folder in sorted(FURTHER.glob("4.*"))]
 ALL = ["4.0", "4.1", "4.2", "4.3"]
 TESTED = ALL if len(INSTALLED) == 3 else sorted({"4.0", *INSTALLED})
 """4.3, which all other tests run with, takes part only where all others do (`./dev spark-versions`)."""
@@ -38,7 +39,7 @@ def test_reads_writes_streams_and_a_pipeline_work_on_spark(version: str, tmp_pat
     if version != "4.3":
         if version not in INSTALLED:
             pytest.skip(f"PySpark {version} is not installed, see tests/spark/versions/install")
-        path = [str(VERSIONS / "installed" / version), environ.get("PYTHONPATH", "")]
+        path = [str(FURTHER / version), environ.get("PYTHONPATH", "")]
         environ["PYTHONPATH"] = os.pathsep.join(path)
     done = subprocess.run(
         [sys.executable, VERSIONS / "scenario.py", tmp_path],

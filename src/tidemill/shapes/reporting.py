@@ -48,7 +48,7 @@ class SourceProgress(msgspec.Struct, frozen=True):
 
 def shards_progress(shapes: Iterable[LiveShape]) -> SourceProgress:
     """Return the progress of live shapes over shards. The distance to the target is that of the shape that is furthest
-    behind another shape of its own shard: a shard whose pipeline is late delays no shape.
+    behind another shape of the same shard: a shard whose pipeline is late delays no shape.
     """
     newest: dict[str, int] = {}
     oldest: dict[str, int] = {}
