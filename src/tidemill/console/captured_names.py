@@ -1,4 +1,4 @@
-"""Captured tables by the name that a user gives, and what `why` reports about one that no pipeline maintains."""
+"""Lookup of captured tables by a user's name, and the note of `why` for a captured table without a pipeline."""
 
 from __future__ import annotations
 

@@ -105,7 +105,8 @@ class ClusterReader:
     async def _idle_topics(
         self, reports: Sequence[StatusReport], streams: Mapping[str, TopicRow]
     ) -> tuple[set[str], set[str]]:
-        """Return the topics that never had a record, and those that no client has used since the nodes started."""
+        """Return the topics without any record, and the topics with records but without a client since the nodes
+        started."""
         unreported = set(unreported_topics(reports, streams, self._node.clock.now_ms()))
         if not unreported:
             return set(), set()

@@ -1,4 +1,4 @@
-"""Results of the checks of `tidemill doctor`. A check that fails in an unexpected way is a result, too."""
+"""Results of the checks of `tidemill doctor`. An unexpected exception of a check is a result as well."""
 
 from __future__ import annotations
 

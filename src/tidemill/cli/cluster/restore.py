@@ -13,8 +13,9 @@ from tidemill.base.errors import InvalidError, MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.status.logging import configure_logs
 from tidemill.cli.context import ConfigOption, DryRunOption, ProgressBars
+from tidemill.cli.output.data_lines import Row
 from tidemill.cli.output.output import TABLE, Output
-from tidemill.cli.output.text_table import Column, Row
+from tidemill.cli.output.text_table import Column
 
 if TYPE_CHECKING:
     from tidemill.consensus.api import Consensus

@@ -41,8 +41,9 @@ from tidemill.base.status.status import (
     severity_of,
 )
 from tidemill.cli.context import EXIT_GOOD, OPEN_TIMEOUT_S, ConfigOption, OpenConsensus, open_consensus_only
+from tidemill.cli.output.data_lines import Row
 from tidemill.cli.output.output import JSON, TABLE, Output, print_table
-from tidemill.cli.output.text_table import Column, Row
+from tidemill.cli.output.text_table import Column
 from tidemill.console.views.stages import facts_by_process, latency_summaries, merge_latencies, stage_rows
 
 BAR = 40

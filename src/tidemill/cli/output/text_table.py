@@ -14,7 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import date, datetime, time
 from typing import Any, NamedTuple
 
-Row = Mapping[str, Any]
+from tidemill.cli.output.data_lines import Row
+
 GAP = "  "
 LEAST_WIDTH = 10
 """Width below which no column is folded."""

@@ -8,7 +8,8 @@ from typing import Any
 from tidemill.base.status.drivers import driver_reports
 from tidemill.base.status.status import StatusReport
 from tidemill.cli.context import OpenStores
-from tidemill.cli.output.text_table import Column, Row
+from tidemill.cli.output.data_lines import Row
+from tidemill.cli.output.text_table import Column
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.console.views.pipelines import PipelineView, pipeline_views
 from tidemill.metastore.catalogue import PipelineRow

@@ -10,8 +10,9 @@ import typer
 
 from tidemill.base.errors import MissingError
 from tidemill.cli.context import ConfigOption, OpenConsensus, open_consensus_only
+from tidemill.cli.output.data_lines import Row
 from tidemill.cli.output.output import TABLE, Output
-from tidemill.cli.output.text_table import Column, Row
+from tidemill.cli.output.text_table import Column
 from tidemill.console.views.tables import history_rows, table_description, table_row
 
 if TYPE_CHECKING:
