@@ -163,6 +163,8 @@ NOTICE_BUDGET_MS = 1 << 52
 """Freshness budget of a stage that may wait for any time without being stuck."""
 PROCESS = "process:"
 NODE = "node:"
+RESTARTS = "restarts"
+"""Fact of a supervisor: process → {"at_ms", "count", "reason"}."""
 FOUNDATIONS = ("objects", "consensus", "metastore", "descriptors")
 """Foundations of each process, in its own experience. Their statuses are never merged, but listed as `name@process`."""
 _TROUBLE = {StageState.IDLE: 0, StageState.MOVING: 1, StageState.WAITING: 2, StageState.STUCK: 3, StageState.BLIND: 4}

@@ -6,11 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from tidemill.base.status.status import PROCESS, StatusReport
+from tidemill.base.status.status import PROCESS, RESTARTS, StatusReport
 from tidemill.console.views.sentences import describe_name
 
-RESTARTS = "restarts"
-"""Fact of a supervisor: process → {"at_ms", "count", "reason"}."""
 RESTARTS_MAX = 6
 
 

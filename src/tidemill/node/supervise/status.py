@@ -17,7 +17,7 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ClosedError, TidemillError
 from tidemill.base.limits import STATUS_PUBLISH_INTERVAL_S
 from tidemill.base.runtime.tasks import error_sentence, is_fault
-from tidemill.base.status.status import StatusReport, StatusTracker
+from tidemill.base.status.status import RESTARTS, StatusReport, StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import StatusBoard
@@ -130,7 +130,7 @@ class SupervisorStatus:
 
     async def _publish(self) -> None:
         restarts = self.restarts()
-        facts = {"restarts": dict(restarts)} if restarts else {}
+        facts = {RESTARTS: dict(restarts)} if restarts else {}
         report = self._tracker.report(self._process, self._clock.now_ms(), facts)
         if report.marks or restarts:
             self._reported = True  # also when the outcome stays unknown
