@@ -72,7 +72,7 @@ def _make_view(
                     [], part_schema(shard.schema).empty_table(), contents_schema(shard.schema).empty_table()
                 )
             else:
-                plan = plan_parts(portal, stores.objects, shard, found.value.at)
+                plan = plan_parts(portal, stores.objects, shard, found.value.batches, found.value.at)
         except PlanNotPossibleError:
             with table._stream_chosen(found, None, None, end=found.exit) as rows:
                 _copy_rows(connection, copy_name, rows)

@@ -21,6 +21,8 @@ from tidemill.shards.handle import LogShard
 from tidemill.shards.read.hash_ranges import cut_ranges, read_range
 from tidemill.shards.read.holds import HOLD_ABOVE_BYTES, HOLD_TTL_MS, MovingHold
 from tidemill.shards.read.part_reader import fetch_through
+from tidemill.shards.read.planned_rows import read_planned
+from tidemill.shards.read.read_plan import PlanNotPossibleError, ReadPlan, plan_parts
 
 if TYPE_CHECKING:
     import polars as pl
@@ -76,14 +78,25 @@ def read_rows(
     columns: Sequence[str],
     wanted: list[int] | None,
 ) -> Iterator[pa.Table]:
-    """Yield `columns` of the contents, by ranges of the hash; `wanted`: only rows with these hashes. Raises
-    HistoryLostError, CorruptError, UnavailableError."""
+    """Yield `columns` of the contents: as planned, or by ranges of the hash where no plan exists, or only rows with the
+    hashes `wanted` are asked for. Raises HistoryLostError, CorruptError, UnavailableError."""
     fetch = fetch_through(portal, objects, whole=len(columns) == len(shard.schema.columns))
     try:
+        plan = None if wanted is not None else _plan(portal, objects, shard, found)
+        if plan is not None:
+            yield from read_planned(plan, shard.schema, fetch, columns)
+            return
         for chosen_range in cut_ranges(found.batches, wanted):
             yield from read_range(shard.schema, chosen_range, found.at, fetch, columns)
     except MissingError as error:
         raise portal.call(shard.explain_missing(error, found.batches)) from error
+
+
+def _plan(portal: BlockingPortal, objects: ObjectStore, shard: LogShard, found: ReadSelection) -> ReadPlan | None:
+    try:
+        return plan_parts(portal, objects, shard, found.batches, found.at)
+    except PlanNotPossibleError:
+        return None
 
 
 @asynccontextmanager

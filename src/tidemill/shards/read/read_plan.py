@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from tidemill.base.errors import CorruptError
 from tidemill.base.limits import MIB
@@ -50,6 +52,7 @@ Measured in CPU-s with files and with rows: 5,000 rows 0.22 and 0.11, 30,000 row
 KNOWN_MAX = 8192
 
 UNTIL_COLUMN = "_until"
+_NO_HASHES = np.zeros(0, dtype=np.uint64)
 
 
 class PlanNotPossibleError(Exception):
@@ -63,23 +66,31 @@ class ReadPlan(NamedTuple):
     gone     the key columns in order, then until when; use positions, since a key column may be named `_until`, too.
              If it has no rows, it may lack columns
     live     the shard's columns
+    gone_hashes  of the rows of `gone`, ascending
     """
 
     settled: list[Part]
     gone: Any
     live: Any
+    gone_hashes: Any = _NO_HASHES
 
 
 def plan_parts(
-    portal: BlockingPortal, objects: ObjectStore, shard: LogShard, at: int, *, again: bool = False, no_files: str = ""
+    portal: BlockingPortal,
+    objects: ObjectStore,
+    shard: LogShard,
+    chosen: Sequence[Batch],
+    at: int,
+    *,
+    again: bool = False,
+    no_files: str = "",
 ) -> ReadPlan:
-    """Plan a read of the shard at time `at`.
+    """Plan a read of the shard at time `at` from the batches that were chosen for it.
 
     If `again`, the handle plans repeatedly, so decoded parts are cached, and a small shard is read here whole.
     `no_files` is the reason why the engine cannot read the parts itself, or "". Raises PlanNotPossibleError,
     CorruptError, SchemaEvolvedError, HistoryLostError, MissingError, UnavailableError.
     """
-    chosen = portal.call(shard.batches_until(at))
     for batch in chosen:
         check_schema_known(shard.schema, batch)
     reader = shard.reader if again else PartReader(objects, shard.schema, cache_bytes=0)
@@ -107,7 +118,7 @@ def plan_parts(
     return ReadPlan(settled, *_difference(portal, reader, shard, rest, at))
 
 
-def _size_bytes(batches: list[Batch]) -> int:
+def _size_bytes(batches: Sequence[Batch]) -> int:
     return sum(part.size_bytes for batch in batches for part in batch.parts)
 
 
@@ -136,29 +147,41 @@ def _read_insertion_times(part: Part, schema: ShardSchema, fetch: FetchPart) -> 
         file = open_part(part, fetch(part))
         if not file.schema_arrow.equals(part_schema(schema)):
             return None
-        read = file.read(columns=[TIME, DIFF], use_threads=False)
+        (first_ms, last_ms), diffs = (_bounds(file, name) for name in (TIME, DIFF))
     except (OSError, pa.ArrowException) as error:
         raise CorruptError(f"part is unreadable: object={part.object_key} ({error}).") from error
-    diffs, times = (pc.min_max(read.column(name)).as_py() for name in (DIFF, TIME))
-    return (times["min"], times["max"]) if diffs == {"min": 1, "max": 1} else None
+    return (first_ms, last_ms) if diffs == (1, 1) else None
+
+
+def _bounds(file: pq.ParquetFile, name: str) -> tuple[int, int]:
+    """Return the least and greatest value of a column: from the footer, or from the pages of a part without them."""
+    place = file.schema_arrow.get_field_index(name)
+    groups = [file.metadata.row_group(group).column(place).statistics for group in range(file.metadata.num_row_groups)]
+    if groups and all(found is not None and found.has_min_max for found in groups):
+        return min(found.min for found in groups), max(found.max for found in groups)
+    values = pc.min_max(file.read(columns=[name], use_threads=False).column(name)).as_py()
+    return values["min"], values["max"]
 
 
 def _difference(
     portal: BlockingPortal, reader: PartReader, shard: LogShard, rest: list[Batch], at: int
-) -> tuple[pa.Table, pa.Table]:
+) -> tuple[pa.Table, pa.Table, Any]:
     size_bytes = _size_bytes(rest)
     if size_bytes > DIFFERENCE_BYTES:
         raise PlanNotPossibleError(f"{size_bytes >> 20} MiB of updates are not merged")
     updates = portal.call(reader.read_batches(rest, 0, at + 1))
     if not updates.num_rows:
         empty = part_schema(shard.schema).empty_table()
-        return empty.select(shard.schema.key), empty.select(contents_schema(shard.schema).names)
+        return empty.select(shard.schema.key), empty.select(contents_schema(shard.schema).names), _NO_HASHES
     if not shard.schema.key:
-        raise PlanNotPossibleError("it has no key, and updates that are not merged")
+        if pc.min_max(updates.column(DIFF)).as_py() != {"min": 1, "max": 1}:
+            raise PlanNotPossibleError("it has no key, and updates that are not merged")
+        return updates.slice(0, 0), updates.select(contents_schema(shard.schema).names), _NO_HASHES
     found = last_states(shard.schema, updates)
     if found is None:
         raise PlanNotPossibleError("some key has several rows")
-    return found[0].drop_columns([HASH]), found[1]
+    gone, live = found
+    return gone.drop_columns([HASH]), live, gone.column(HASH).to_numpy()
 
 
 def last_states(schema: ShardSchema, updates: pa.Table) -> tuple[pa.Table, pa.Table] | None:
