@@ -21,6 +21,7 @@ from tidemill.shards.parts import parts as part_encoder
 from tidemill.shards.parts.consolidate import merge_updates
 from tidemill.shards.parts.parts import encode_part
 from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.read.deletion_vectors import deletion_vectors
 from tidemill.shards.read.planned_rows import read_planned
 from tidemill.shards.read.read_plan import ReadPlan, last_states
 
@@ -50,14 +51,11 @@ def plan_of(files: Files, settled: Sequence[pa.Table], difference: Sequence[pa.T
     hashed = rest.append_column(HASH, pa.array(hash_rows(rest, SCHEMA.key)))
     found = last_states(SCHEMA, hashed)
     assert found is not None
-    gone, live = found
-    return ReadPlan(
-        [files.write(rows) for rows in settled], gone.drop_columns([HASH]), live, gone.column(HASH).to_numpy()
-    )
+    return found._replace(settled=[files.write(rows) for rows in settled])
 
 
 def contents(plan: ReadPlan, files: Files, columns: Sequence[str] = ("k", "v")) -> list[pa.Table]:
-    return list(read_planned(plan, SCHEMA, files.fetch, columns))
+    return list(read_planned(plan, deletion_vectors(plan, SCHEMA, files.fetch), files.fetch, columns))
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -89,16 +87,23 @@ def test_the_rows_of_a_plan_are_the_contents_at_every_time(
         assert Counter(values) == Counter(value for rows in found for value in rows.column("v").to_pylist())
 
 
-def test_a_row_whose_hash_a_superseded_key_shares_stays() -> None:
-    files = Files()
-    plan = plan_of(files, [updates([(k, "a", 1, 1) for k in range(10)])], [updates([(4, "a", 5, -1)])])
-    shared = hash_rows(updates([(7, "a", 1, 1)]), SCHEMA.key)
-    plan = plan._replace(gone_hashes=np.asarray(shared, dtype=np.uint64))
-    keys = sorted(k for rows in contents(plan, files) for k in rows.column("k").to_pylist())
-    assert keys == list(range(10))  # key 4 was not looked up under its own hash, and key 7 is another key
+@pytest.mark.parametrize("apart", [False, True], ids=["one part", "two parts"])
+def test_another_key_of_the_same_hash_stays(apart: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def hash_of_remainder(rows: pa.Table, columns: Sequence[str]) -> Any:
+        return np.array([k % 8 for k in rows.column("k").to_pylist()], dtype=np.uint64)
+
+    monkeypatch.setattr(part_encoder, "hash_rows", hash_of_remainder)
+    files, rows = Files(), [(k, "a", 1, 1) for k in range(12)]
+    settled = [updates(rows[:8]), updates(rows[8:])] if apart else [updates(rows)]
+    rest = updates([(10, "a", 5, -1), (1, "a", 5, -1), (1, "b", 5, 1)])
+    plan = last_states(SCHEMA, rest.append_column(HASH, pa.array(hash_of_remainder(rest, ()))))
+    assert plan is not None
+    found = contents(plan._replace(settled=[files.write(each) for each in settled]), files)
+    want = {(k, "a") for k in range(12)} - {(10, "a"), (1, "a")} | {(1, "b")}
+    assert sum((contents_of(each) for each in found), Counter()) == Counter(want)
 
 
-def test_a_row_group_without_superseded_keys_is_read_without_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hashes_are_read_only_where_a_superseded_one_may_be_and_keys_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow.parquet as pq
 
     files, read = Files(), []
@@ -115,7 +120,7 @@ def test_a_row_group_without_superseded_keys_is_read_without_hashes(monkeypatch:
     monkeypatch.setattr(pq.ParquetFile, "read_row_group", recorded)
     found = contents(plan, files, ["v"])
     assert sum(table.num_rows for table in found) == 11
-    assert read == [(0, ["v"]), (1, ["v"]), (2, ["v"]), (3, [HASH]), (3, ["v", TIME, "k"])]
+    assert read == [(3, [HASH]), (0, ["v"]), (1, ["v"]), (2, ["v"]), (3, ["v"])]
 
 
 def test_a_damaged_part_is_corrupt() -> None:

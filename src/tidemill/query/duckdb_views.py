@@ -22,9 +22,9 @@ from tidemill.base.runtime.blocking_portal import SyncContext
 from tidemill.objects.factory import local_directory
 from tidemill.query.table_read import ReadSelection
 from tidemill.shards.api import DIFF, HASH, TIME, Part
-from tidemill.shards.parts.schema import contents_schema, part_schema
+from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.read.part_reader import read_part_bytes
-from tidemill.shards.read.read_plan import UNTIL_COLUMN, PlanNotPossibleError, ReadPlan, plan_parts
+from tidemill.shards.read.read_plan import UNTIL_COLUMN, PlanNotPossibleError, ReadPlan, plan_of_rows, plan_parts
 
 if TYPE_CHECKING:
     import duckdb
@@ -68,9 +68,7 @@ def _make_view(
     try:
         try:
             if found.value.at < 0:
-                plan = ReadPlan(
-                    [], part_schema(shard.schema).empty_table(), contents_schema(shard.schema).empty_table()
-                )
+                plan = plan_of_rows(contents_schema(shard.schema).empty_table())
             else:
                 plan = plan_parts(portal, stores.objects, shard, found.value.batches, found.value.at)
         except PlanNotPossibleError:

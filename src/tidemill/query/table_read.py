@@ -18,6 +18,7 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Batch, Delta, HistoryLostError
 from tidemill.shards.handle import LogShard
+from tidemill.shards.read.deletion_vectors import deletion_vectors
 from tidemill.shards.read.hash_ranges import cut_ranges, read_range
 from tidemill.shards.read.holds import HOLD_ABOVE_BYTES, HOLD_TTL_MS, MovingHold
 from tidemill.shards.read.part_reader import fetch_through
@@ -84,7 +85,8 @@ def read_rows(
     try:
         plan = None if wanted is not None else _plan(portal, objects, shard, found)
         if plan is not None:
-            yield from read_planned(plan, shard.schema, fetch, columns)
+            vectors = deletion_vectors(plan, shard.schema, fetch_through(portal, objects, whole=False))
+            yield from read_planned(plan, vectors, fetch, columns)
             return
         for chosen_range in cut_ranges(found.batches, wanted):
             yield from read_range(shard.schema, chosen_range, found.at, fetch, columns)

@@ -52,7 +52,6 @@ Measured in CPU-s with files and with rows: 5,000 rows 0.22 and 0.11, 30,000 row
 KNOWN_MAX = 8192
 
 UNTIL_COLUMN = "_until"
-_NO_HASHES = np.zeros(0, dtype=np.uint64)
 
 
 class PlanNotPossibleError(Exception):
@@ -66,13 +65,15 @@ class ReadPlan(NamedTuple):
     gone     the key columns in order, then until when; use positions, since a key column may be named `_until`, too.
              If it has no rows, it may lack columns
     live     the shard's columns
-    gone_hashes  of the rows of `gone`, ascending
+    gone_hashes  hashes of the rows of `gone`, ascending
+    gone_counts  numbers of settled rows that the rows of `gone` supersede: 0 for a key that is new
     """
 
     settled: list[Part]
     gone: Any
     live: Any
-    gone_hashes: Any = _NO_HASHES
+    gone_hashes: Any
+    gone_counts: Any
 
 
 def plan_parts(
@@ -96,7 +97,7 @@ def plan_parts(
     reader = shard.reader if again else PartReader(objects, shard.schema, cache_bytes=0)
     if again and _size_bytes(chosen) <= SMALL_BYTES:
         updates = portal.call(reader.read_batches(chosen, 0, at + 1))
-        return ReadPlan([], updates.slice(0, 0), sum_contents(shard.schema, updates))
+        return plan_of_rows(sum_contents(shard.schema, updates))
     if no_files:
         raise PlanNotPossibleError(no_files)
     if any(column.name in shard.schema.key and column.type in FLOATS for column in shard.schema.columns):
@@ -115,7 +116,12 @@ def plan_parts(
             else:
                 others.append(part)
         rest.append(msgspec.structs.replace(batch, parts=tuple(others)))
-    return ReadPlan(settled, *_difference(portal, reader, shard, rest, at))
+    return _difference(portal, reader, shard, rest, at)._replace(settled=settled)
+
+
+def plan_of_rows(live: pa.Table) -> ReadPlan:
+    """Return a plan of these rows alone."""
+    return ReadPlan([], live.slice(0, 0), live, np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64))
 
 
 def _size_bytes(batches: Sequence[Batch]) -> int:
@@ -147,13 +153,13 @@ def _read_insertion_times(part: Part, schema: ShardSchema, fetch: FetchPart) -> 
         file = open_part(part, fetch(part))
         if not file.schema_arrow.equals(part_schema(schema)):
             return None
-        (first_ms, last_ms), diffs = (_bounds(file, name) for name in (TIME, DIFF))
+        (first_ms, last_ms), diffs = (column_bounds(file, name) for name in (TIME, DIFF))
     except (OSError, pa.ArrowException) as error:
         raise CorruptError(f"part is unreadable: object={part.object_key} ({error}).") from error
     return (first_ms, last_ms) if diffs == (1, 1) else None
 
 
-def _bounds(file: pq.ParquetFile, name: str) -> tuple[int, int]:
+def column_bounds(file: pq.ParquetFile, name: str) -> tuple[int, int]:
     """Return the least and greatest value of a column: from the footer, or from the pages of a part without them."""
     place = file.schema_arrow.get_field_index(name)
     groups = [file.metadata.row_group(group).column(place).statistics for group in range(file.metadata.num_row_groups)]
@@ -163,31 +169,27 @@ def _bounds(file: pq.ParquetFile, name: str) -> tuple[int, int]:
     return values["min"], values["max"]
 
 
-def _difference(
-    portal: BlockingPortal, reader: PartReader, shard: LogShard, rest: list[Batch], at: int
-) -> tuple[pa.Table, pa.Table, Any]:
+def _difference(portal: BlockingPortal, reader: PartReader, shard: LogShard, rest: list[Batch], at: int) -> ReadPlan:
+    """Return the plan without its settled parts. Raises PlanNotPossibleError, and as reading."""
     size_bytes = _size_bytes(rest)
     if size_bytes > DIFFERENCE_BYTES:
         raise PlanNotPossibleError(f"{size_bytes >> 20} MiB of updates are not merged")
     updates = portal.call(reader.read_batches(rest, 0, at + 1))
-    if not updates.num_rows:
-        empty = part_schema(shard.schema).empty_table()
-        return empty.select(shard.schema.key), empty.select(contents_schema(shard.schema).names), _NO_HASHES
+    diffs = pc.min_max(updates.column(DIFF)).as_py()
+    if not updates.num_rows or (not shard.schema.key and diffs == {"min": 1, "max": 1}):
+        return plan_of_rows(updates.select(contents_schema(shard.schema).names))
     if not shard.schema.key:
-        if pc.min_max(updates.column(DIFF)).as_py() != {"min": 1, "max": 1}:
-            raise PlanNotPossibleError("it has no key, and updates that are not merged")
-        return updates.slice(0, 0), updates.select(contents_schema(shard.schema).names), _NO_HASHES
+        raise PlanNotPossibleError("it has no key, and updates that are not merged")
     found = last_states(shard.schema, updates)
     if found is None:
         raise PlanNotPossibleError("some key has several rows")
-    gone, live = found
-    return gone.drop_columns([HASH]), live, gone.column(HASH).to_numpy()
+    return found
 
 
-def last_states(schema: ShardSchema, updates: pa.Table) -> tuple[pa.Table, pa.Table] | None:
-    """Return (gone, live) of all keys that `updates` (with `_hash`) touch; None if their histories are not normal.
+def last_states(schema: ShardSchema, updates: pa.Table) -> ReadPlan | None:
+    """Return the plan of all keys that `updates` (with `_hash`) touch; None if their histories are not normal.
 
-    gone    `_hash`, the columns of the key, `_until`: an insertion of this key elsewhere before that time is superseded
+    gone    the columns of the key, `_until`: an insertion of this key elsewhere before that time is superseded
     live    the rows that result from these updates, with the shard's columns
     """
     hashes = updates.column(HASH).to_numpy()
@@ -205,8 +207,12 @@ def last_states(schema: ShardSchema, updates: pa.Table) -> tuple[pa.Table, pa.Ta
         return None
     if not rows_equal(updates, repeats - 1, updates, repeats, schema.key).all():
         return None
-    last = np.append(~same, True) if len(hashes) else np.zeros(0, dtype=bool)
+    first, last = (np.zeros(len(hashes), dtype=bool) for _ in range(2))
+    first[:1], first[1:], last[-1:], last[:-1] = True, ~same, True, ~same
     ends, left = updates.filter(pa.array(last)), diffs[last] == 1
     until = ends.column(TIME).to_numpy() + left
-    gone = ends.select([HASH, *schema.key]).append_column(UNTIL_COLUMN, pa.array(until, pa.int64()))
-    return gone, ends.select(contents_schema(schema).names).filter(pa.array(left))
+    gone = ends.select(list(schema.key)).append_column(UNTIL_COLUMN, pa.array(until, pa.int64()))
+    live = ends.select(contents_schema(schema).names).filter(pa.array(left))
+    # Diffs of a key sum to the number of its rows: what these updates lack of it, settled insertions have.
+    sums = np.add.reduceat(diffs, np.flatnonzero(first)) if len(diffs) else diffs
+    return ReadPlan([], gone, live, hashes[last], left - sums)
