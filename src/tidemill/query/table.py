@@ -11,10 +11,9 @@ import pyarrow as pa
 from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
 from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
 from tidemill.query.filters import Filter, Where, parse_filter
+from tidemill.query.polars_scan import import_polars, lazy_frame
 from tidemill.query.table_read import (
     ReadSelection,
-    import_polars,
-    lazy_frame,
     next_delta,
     open_changelog,
     read_rows,

@@ -23,15 +23,19 @@ from tidemill.shards.parts.checksums import open_part
 from tidemill.shards.read.hash_ranges import FetchPart
 from tidemill.shards.read.read_plan import ReadPlan, column_bounds
 
-DeletionVectors = Mapping[tuple[str, int], Index]
-"""Positions in a row group, by the part's object key and the row group's number; row groups without any are absent."""
+DeletionVectors = Mapping[str, Index]
+"""Positions of rows in a part's file, ascending, by object key. A part without superseded rows is absent."""
 
 
 class _Candidates(NamedTuple):
-    """Rows `places` of one row group whose hash is that of rows `of` of `plan.gone`, and which are older."""
+    """Rows `places` of one row group whose hash is that of rows `of` of `plan.gone`, and which are older.
+
+    `first_row` is the position of the row group in the part.
+    """
 
     part: Part
     group: int
+    first_row: int
     places: Index
     of: Index
 
@@ -47,7 +51,11 @@ def deletion_vectors(plan: ReadPlan, schema: ShardSchema, fetch: FetchPart) -> D
     ambiguous = counts > plan.gone_counts
     if ambiguous.any():
         found = [_without_other_keys(plan, schema.key, each, ambiguous, fetch) for each in found]
-    return {(each.part.object_key, each.group): each.places for each in found if len(each.places)}
+    places: dict[str, list[Index]] = {}
+    for each in found:
+        if len(each.places):
+            places.setdefault(each.part.object_key, []).append(np.sort(each.places) + each.first_row)
+    return {object_key: np.concatenate(several) for object_key, several in places.items()}
 
 
 def _part_candidates(plan: ReadPlan, part: Part, fetch: FetchPart) -> list[_Candidates]:
@@ -56,11 +64,13 @@ def _part_candidates(plan: ReadPlan, part: Part, fetch: FetchPart) -> list[_Cand
     if low == high:
         return []
     until = plan.gone.columns[-1].to_numpy()
-    found = []
+    found: list[_Candidates] = []
+    after = 0
     try:
         file = open_part(part, fetch(part))
         older = column_bounds(file, TIME)[1] < until[low:high].min()  # then all rows of the part are
         for group in range(file.metadata.num_row_groups):
+            first_row, after = after, after + file.metadata.row_group(group).num_rows
             if not _may_hold_any(file, group, plan.gone_hashes[low:high]):
                 continue
             hashes = file.read_row_group(group, columns=[HASH], use_threads=False).column(HASH).to_numpy()
@@ -70,7 +80,7 @@ def _part_candidates(plan: ReadPlan, part: Part, fetch: FetchPart) -> list[_Cand
                 times = int64s(file.read_row_group(group, columns=[TIME], use_threads=False), TIME)
                 left = times[places] < until[of]
                 places, of = places[left], of[left]
-            found.append(_Candidates(part, group, places, of))
+            found.append(_Candidates(part, group, first_row, places, of))
     except (pa.ArrowException, OSError) as error:
         raise CorruptError(f"part is unreadable: object={part.object_key} ({error}).") from error
     return found

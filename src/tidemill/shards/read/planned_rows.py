@@ -13,6 +13,7 @@ import pyarrow as pa
 
 from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Part
+from tidemill.shards.parts.arrow_rows import Index
 from tidemill.shards.parts.checksums import open_part
 from tidemill.shards.read.deletion_vectors import DeletionVectors
 from tidemill.shards.read.hash_ranges import FetchPart
@@ -30,16 +31,25 @@ def read_planned(
 
 
 def _read_settled(part: Part, vectors: DeletionVectors, fetch: FetchPart, columns: list[str]) -> Iterator[pa.Table]:
+    deleted, after = vectors.get(part.object_key), 0
     try:
         file = open_part(part, fetch(part))
         for group in range(file.metadata.num_row_groups):
             rows = file.read_row_group(group, columns=columns, use_threads=False).select(columns)
-            deleted = vectors.get((part.object_key, group))
+            first_row, after = after, after + rows.num_rows
             if deleted is not None:
-                remaining = np.ones(rows.num_rows, dtype=bool)
-                remaining[deleted] = False
-                rows = rows.filter(pa.array(remaining))
+                rows = _without_rows(rows, deleted, first_row)
             if rows.num_rows:
                 yield rows
     except (pa.ArrowException, OSError) as error:
         raise CorruptError(f"part is unreadable: object={part.object_key} ({error}).") from error
+
+
+def _without_rows(rows: pa.Table, deleted: Index, first_row: int) -> pa.Table:
+    """Return rows without those of a deletion vector; `first_row` is the position of the first one in its part."""
+    low, high = np.searchsorted(deleted, [first_row, first_row + rows.num_rows])
+    if low == high:
+        return rows
+    remaining = np.ones(rows.num_rows, dtype=bool)
+    remaining[deleted[low:high] - first_row] = False
+    return rows.filter(pa.array(remaining))
