@@ -115,8 +115,8 @@ class Table:
         as_of: Moment = None,
         wait_s: float = WAIT_S,
     ) -> pa.RecordBatchReader:
-        """Return a stream of all rows. Memory holds one row group and the unmerged updates of one range of keys, for a
-        table of any size.
+        """Return a stream of all rows. Memory holds one row group and the unmerged updates of the table (at most
+        32 MiB encoded) or of one range of keys, for a table of any size.
 
         The call fixes and holds the time until the reader is exhausted, closed or garbage-collected: concurrent writes
         do not matter. It is an Arrow reader, so DuckDB, Polars and `pyarrow.dataset.write_dataset` accept it too.

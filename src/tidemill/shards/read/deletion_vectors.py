@@ -87,7 +87,7 @@ def _part_candidates(plan: ReadPlan, part: Part, fetch: FetchPart) -> list[_Cand
 
 
 def _may_hold_any(file: pq.ParquetFile, group: int, wanted: Any) -> bool:
-    """Return whether one of the hashes lies within the statistics of a row group's hashes."""
+    """Return whether one of the hashes is within the statistics of a row group's hashes."""
     column = file.schema_arrow.get_field_index(HASH)
     statistics = file.metadata.row_group(group).column(column).statistics
     if statistics is None or not statistics.has_min_max:
