@@ -18,7 +18,7 @@ from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.setup.privileges import find_replaced_identities
 from tidemill.capture.setup.publication import Identities
-from tidemill.capture.setup.server_checks import list_server_problems
+from tidemill.capture.setup.server_checks import find_server_problems
 from tidemill.capture.setup.statements import find_missing_statements
 
 
@@ -61,7 +61,7 @@ async def inspect_database(name: str, dsn: str, patterns: Sequence[str] = ()) ->
     try:
         found = await list_tables(wire)
         config = CaptureConfig(name=name, dsn=dsn, tables=tuple(patterns) or default_patterns(found))
-        problems = await list_server_problems(wire, config)
+        problems = await find_server_problems(wire, config)
         objections = await find_objections(wire, config)
         choice = choose_tables(config.tables, found, wire.server_version, objections=objections)
         statements = await find_missing_statements(wire, config, choice.tables)
