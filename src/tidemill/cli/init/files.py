@@ -108,7 +108,7 @@ def _patterns_text(patterns: Sequence[str]) -> str:
 
 
 def _other_schemas_text(plan: Plan) -> str:
-    """Return a comment with the line that also captures the other schemas, "" if there are none."""
+    """Return a comment with the line that also captures the other schemas, "" if every schema is captured."""
     if not plan.other_schemas:
         return ""
     everything = _patterns_text([*plan.patterns, *(f"{schema}.*" for schema in plan.other_schemas)])
