@@ -21,7 +21,7 @@ TABLE = "public.orders"
 
 
 class CapturedCluster(Cluster):
-    """A cluster whose capture `shop` has one table, which the pipeline's table `orders` (k, v) is made of."""
+    """A cluster whose capture `shop` has one table, which feeds the pipeline's table `orders` (k, v)."""
 
     group = "capture"
 

@@ -106,7 +106,7 @@ NAMED = {
     "table drop orders": "drop orders: 1 updates",
     "topic delete clicks": "delete topic clicks and its 0 records",
 }
-"""What a dry run says would change, for some of them."""
+"""Words of some dry runs about the change."""
 QUESTIONS = [line for line in SHOWN_BY if line.split()[1] not in ("lost", "alter", "compact")]
 
 
