@@ -25,7 +25,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import open_with_retry
 from tidemill.consensus.factory import open_consensus
-from tidemill.consensus.sqlite import engine, sockets
+from tidemill.consensus.sqlite import client, engine, lock_holders, sockets
 
 T = TypeVar("T")
 
@@ -47,6 +47,8 @@ async def main():
     await asyncio.sleep(600)
 asyncio.run(main())
 """
+
+TAKES_LOCK = "import fcntl, sys; fcntl.flock(int(sys.argv[1]), fcntl.LOCK_EX)"
 
 
 @contextlib.contextmanager
@@ -124,6 +126,30 @@ async def test_f511_a_stopped_host_is_named_within_two_seconds_and_waited_for(tm
         os.kill(host.pid, signal.SIGCONT)
         assert await asking is None and served.trouble() == ""
         await served.aclose()
+
+
+async def test_f511_a_dead_host_whose_lock_is_not_released_yet_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine: the process was killed, and its last thread, here this one, still has the file open."""
+    database = tmp_path / "consensus.db"
+    lock = os.open(sockets.lock_path(database), os.O_RDWR | os.O_CREAT)
+    host = subprocess.Popen([sys.executable, "-c", TAKES_LOCK, str(lock)], pass_fds=[lock])
+    find, found = lock_holders.lock_holders, list[str]()
+    try:
+        await until(lambda: [holder.state for holder in find(sockets.lock_path(database))] == ["dead"])
+        monkeypatch.setattr(client, "LOCK_CHECK_AFTER_S", 0.05)
+        monkeypatch.setattr(
+            lock_holders, "lock_holders", lambda path: [found.append(one.state) or one for one in find(path)]
+        )
+        opening = asyncio.ensure_future(open_consensus(f"sqlite://{database}", SystemClock(), Rand()))
+        await until(lambda: "dead" in found)
+    finally:
+        os.close(lock)
+        host.wait()
+    consensus = await opening
+    await consensus.cas("k", 0, b"v", "n")
+    await consensus.aclose()
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tidemill.base.errors import InvalidError
 from tidemill.spark.session import java
 from tidemill.spark.session.java import find_bash, find_java
 from tidemill.spark.session.requirements import check_has_jvm, check_spark_version
-from tidemill.spark.session.session import log_option
+from tidemill.spark.session.session import build_session, log_option
 
 
 def runtime(home: Path, version: str, modules: str = "java.base jdk.incubator.vector") -> Path:
@@ -99,6 +99,12 @@ def test_a_session_of_the_client_of_spark_connect_alone_is_refused(monkeypatch: 
     monkeypatch.setitem(sys.modules, "py4j", None)  # pyspark-client has no py4j
     with pytest.raises(InvalidError, match="installed is `pyspark-client`, which has no JVM"):
         check_has_jvm()
+
+
+def test_a_session_of_a_process_that_uses_spark_connect_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARK_REMOTE", "sc://127.0.0.1")
+    with pytest.raises(InvalidError, match="needs a JVM, and PySpark uses Spark Connect: variable=SPARK_REMOTE"):
+        build_session("p")
 
 
 def test_a_feature_of_a_newer_spark_names_the_version() -> None:

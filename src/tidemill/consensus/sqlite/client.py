@@ -310,12 +310,12 @@ class SqliteConsensus(ConsensusClientBase):
         """Return whether the process that should serve this client is visibly stopped.
 
         A client that is just starting fails immediately. One that was served before waits as usual, since the process
-        may continue.
+        may continue. A dead process is waited for: on a busy machine its threads, and with them the lock, end later.
         """
         if self._loop.time() - self._away_s < LOCK_CHECK_AFTER_S:
             return False
         held = lock_holders.lock_holders(sockets.lock_path(self._database))
-        stopped = next((holder for holder in held if holder.state), None)
+        stopped = next((holder for holder in held if holder.state not in ("", lock_holders.DEAD)), None)
         if stopped is None:
             return False
         self._reason = f"the process that holds its lock is stopped: {stopped}"

@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 COMMAND_CHARS = 120
-STATES = {"T": "stopped", "t": "stopped", "Z": "dead", "D": "waiting for a disk"}
+DEAD = "dead"
+STATES = {"T": "stopped", "t": "stopped", "Z": DEAD, "D": "waiting for a disk"}
 
 
 class LockHolder(msgspec.Struct, frozen=True):

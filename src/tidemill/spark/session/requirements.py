@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 import structlog
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 OLDEST_SPARK = (4, 0)
+CONNECT_VARIABLES = ("SPARK_REMOTE", "SPARK_CONNECT_MODE_ENABLED")
+"""Variables with which PySpark creates sessions of Spark Connect: the first is the user's, the second its own."""
 
 log = structlog.get_logger()
 
@@ -30,7 +33,8 @@ def check_spark_version(text: str, needed: tuple[int, int], what: str, *, fix: s
 
 
 def check_has_jvm() -> None:
-    """Raise InvalidError if the installed PySpark is the client of Spark Connect alone."""
+    """Raise InvalidError if this process cannot start a JVM: PySpark is the client of Spark Connect alone, or is
+    directed to a server."""
     try:
         import py4j  # noqa: F401
     except ImportError as error:
@@ -38,6 +42,12 @@ def check_has_jvm() -> None:
             "a session of this process needs `pyspark`; installed is `pyspark-client`, which has no JVM.",
             fix='Install tidemill[spark], or connect to a server: SparkSession.builder.remote("sc://HOST").',
         ) from error
+    for variable in CONNECT_VARIABLES:
+        if os.environ.get(variable):
+            raise InvalidError(
+                f"a session of this process needs a JVM, and PySpark uses Spark Connect: variable={variable}.",
+                fix="Run it in a process without Spark Connect, where Spark's driver runs.",
+            )
 
 
 def check_pipeline_session(spark: SparkSession) -> None:

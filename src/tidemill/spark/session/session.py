@@ -148,7 +148,7 @@ def build_session(
 ) -> SparkSession:
     """Return a session tuned for short micro-batches; `extra` settings override the defaults.
 
-    Finds Java and bash. Raises InvalidError if one is missing, or PySpark is `pyspark-client`; UnavailableError,
+    Finds Java and bash. Raises InvalidError if one is missing, or PySpark has no JVM here; UnavailableError,
     with the JVM's output, if it does not start. Workers run this interpreter, unless PYSPARK_PYTHON or the setting
     spark.pyspark.python names another one; those of a cluster are prepared by `code_shipping.ship_code`. A session
     that is already active in the process is returned unchanged, except for our SQL settings that can be set later.
