@@ -131,7 +131,7 @@ async def test_f511_a_stopped_host_is_named_within_two_seconds_and_waited_for(tm
 async def test_f511_a_dead_host_whose_lock_is_not_released_yet_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a busy machine: the process was killed, and its last thread, here this one, still has the file open."""
+    """A killed process on a busy machine is like this one: its last thread, here the test, still has the file open."""
     database = tmp_path / "consensus.db"
     lock = os.open(sockets.lock_path(database), os.O_RDWR | os.O_CREAT)
     host = subprocess.Popen([sys.executable, "-c", TAKES_LOCK, str(lock)], pass_fds=[lock])
