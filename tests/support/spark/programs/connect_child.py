@@ -1,39 +1,32 @@
-"""A program of Spark Connect with a separate server: `python connect_child.py DIRECTORY` prints what it saw."""
+"""A client of Spark Connect that holds the parts that its frames read: `python connect_child.py URL DIRECTORY`."""
 
 from __future__ import annotations
 
 import gc
 import json
-import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[3]))  # the packages of tests
+from pyspark.sql import SparkSession
+from pyspark.util import is_remote_only
 
-from tidemill.spark.session.java import export_java, find_java
-
-directory = Path(sys.argv[1])
-export_java(find_java())
-os.environ.update(PYSPARK_PYTHON=sys.executable, SPARK_TESTING="1", SPARK_LOCAL_IP="127.0.0.1")
-
-from pyspark.sql import SparkSession  # noqa: E402
-
-from support.spark.harbour import Harbour  # noqa: E402
-from support.spark.pipelines import until  # noqa: E402
-from support.spark.wide_table import append, holds, merge, rows  # noqa: E402
-from tidemill.base.clock import SystemClock  # noqa: E402
-from tidemill.maintenance.shards.upkeep import collect_garbage  # noqa: E402
-from tidemill.shards.compaction.compaction import compact_once  # noqa: E402
-from tidemill.spark import read  # noqa: E402
-from tidemill.spark import table_reader as reading  # noqa: E402
+from support.spark.harbour import Harbour
+from support.spark.pipelines import until
+from support.spark.wide_table import append, holds, merge, rows
+from tidemill.base.clock import SystemClock
+from tidemill.maintenance.shards.upkeep import collect_garbage
+from tidemill.shards.compaction.compaction import compact_once
+from tidemill.spark import read
+from tidemill.spark import table_reader as reading
 
 COUNT = 30_000
 reading.USE_CHECK_S, reading.LINGER_S = 0.05, 0.2
 
-harbour = Harbour(directory)
+url, directory = sys.argv[1:]
+harbour = Harbour(Path(directory))
 append(harbour, "t", 10, rows(range(COUNT), 0, 5, 1))
 merge(harbour, "t", 9)
-spark = SparkSession.builder.remote("local[1]").config("spark.ui.enabled", "false").getOrCreate()
+spark = SparkSession.builder.remote(url).getOrCreate()
 read_at_first = [part.object_key for batch in harbour.shard("t").state.batches for part in batch.parts]
 frame = read(spark, "t", as_of=9, objects=harbour.urls.objects, consensus=harbour.urls.consensus)
 descendant = frame.where("k >= 10").groupBy("s").count()
@@ -64,7 +57,7 @@ def let_go() -> bool:
 
 until(let_go, "the hold ends")
 after = harbour.portal.call(collected())
-connect = "connect" in type(spark).__module__
-print(json.dumps({"connect": connect, "held": held, "gone": gone, "counted": counted, "after": len(after)}))
+found = {"client_alone": is_remote_only(), "held": held, "gone": gone, "counted": counted, "after": len(after)}
+print(json.dumps(found))
 spark.stop()
 harbour.close()
