@@ -213,8 +213,10 @@ def clean_environ(**more: str) -> dict[str, str]:
     """Return the environment of a user who has neither a cluster nor a virtual environment."""
     names = ("HOME", "LANG", "LC_ALL", "TMPDIR", "USER", "LD_LIBRARY_PATH")
     kept = {name: os.environ[name] for name in names if name in os.environ}
-    proxies = {name: value for name, value in os.environ.items() if name.upper().startswith(("PIP_", "UV_", "HTTP"))}
-    return {**kept, **proxies, "PATH": os.defpath + ":/usr/local/bin", "PYTHONHASHSEED": "0", **more}
+    # How this machine reaches package indexes: proxies, mirrors, certificates.
+    way_out = ("PIP_", "UV_", "HTTP", "SSL_CERT_")
+    reached = {name: value for name, value in os.environ.items() if name.upper().startswith(way_out)}
+    return {**kept, **reached, "PATH": os.defpath + ":/usr/local/bin", "PYTHONHASHSEED": "0", **more}
 
 
 def path_with(python: str = sys.executable) -> str:
