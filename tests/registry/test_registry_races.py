@@ -12,7 +12,7 @@ from tidemill.base.errors import UnknownOutcomeError
 from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.registry import Registry
-from tidemill.registry.schema_types import SubmittedSchema
+from tidemill.registry.schema import SubmittedSchema
 
 
 async def settled(cluster: Cluster) -> None:

@@ -12,7 +12,7 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import MissingError
-from tidemill.base.extras import require
+from tidemill.base.libraries import require
 from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.store import ObjectStore
