@@ -2,6 +2,7 @@
 
     DuckDB      the same query over a view of the shard (`Table.to_duckdb`, created each time) and over plain files
     Arrow       `Table.to_arrow` and `Table.count`, and `pyarrow.parquet`
+    Polars      the same query over `Table.scan_polars` and over `polars.scan_parquet`
     commands    `tidemill sql`, and a Python that only queries DuckDB over the plain files, in separate processes
 
 CPU seconds, medians; of commands with all their threads and start-up. Every way's answer is compared first.
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import duckdb
+import polars
 import pyarrow.parquet as pq
 
 import tidemill
@@ -33,6 +35,13 @@ QUERIES = {
     "count": "SELECT count(*) FROM {}",
     "sum of one column": "SELECT sum(amount) FROM {}",
     "all columns": "SELECT max(id), max(note), sum(amount) FROM {}",
+}
+
+POLARS: dict[str, Callable[[polars.LazyFrame], polars.LazyFrame]] = {
+    "count": lambda frame: frame.select(polars.len()),
+    "sum of one column": lambda frame: frame.select(polars.col("amount").sum()),
+    "filter": lambda frame: frame.filter(polars.col("id") < "1").select(polars.col("note").max()),
+    "all columns": lambda frame: frame.select(polars.all().max()),
 }
 
 
@@ -80,6 +89,11 @@ def measure(root: Path, count: int, share: float, rounds: int) -> None:
         for what, columns in (("one column", ["amount"]), ("all columns", None)):
             read = lambda c=columns: pq.ParquetFile(plain).read(columns=c, use_threads=False)  # noqa: E731
             show(f"Arrow, {what}", rounds, own, read, lambda c=columns: table.to_arrow(c))
+        for what, ask in POLARS.items():
+            over_file = lambda a=ask: a(polars.scan_parquet(plain)).collect()  # noqa: E731
+            over_table = lambda a=ask: a(table.scan_polars()).collect()  # noqa: E731
+            assert over_file().equals(over_table()), what
+            show(f"Polars, {what}", rounds, own, over_file, over_table)
     query, files = QUERIES["count"], f"read_parquet('{plain}')"
     program = f"import duckdb; print(duckdb.sql({query.format(files)!r}).fetchall())"
     asked = ["-m", "tidemill", "sql", query.format("scanned"), "--json", "--config", f"{root}/tidemill.toml"]

@@ -12,6 +12,7 @@ import pytest
 
 from support.query.world import ORDERS, World, filled, rows_of
 from tidemill.base.errors import CorruptError
+from tidemill.query import verified_paths
 from tidemill.query.table import Table
 from tidemill.shards.api import Part
 from tidemill.shards.parts import parts
@@ -121,9 +122,8 @@ def summed(orders: Table, connection: duckdb.DuckDBPyConnection) -> Any:
 
 def duck_forgets() -> None:
     """Simulate another process, which has verified nothing yet."""
-    from tidemill.query import duckdb_views
 
-    duckdb_views._verified.clear()
+    verified_paths._verified.clear()
 
 
 def test_a_merge_refuses_a_damaged_part_and_changes_nothing(world: World) -> None:

@@ -30,7 +30,7 @@ def read(parts: list[pa.Table], as_of: int) -> Counter[Any] | None:
     rest = pa.concat_tables([hashed(updates([])), *(p for p in parts if p not in settled)])
     found = last_states(SCHEMA, rest)
     assert found is not None
-    gone, live = found
+    gone, live = found.gone, found.live
     until = dict(zip(gone.column("k").to_pylist(), gone.column(UNTIL_COLUMN).to_pylist(), strict=True))
     kept = contents_of(live)
     for part in settled:
@@ -74,7 +74,7 @@ def test_two_keys_of_one_hash_are_no_difference_of_this_kind() -> None:
 def test_a_row_that_was_retracted_before_and_inserted_again_elsewhere_stays() -> None:
     found = last_states(SCHEMA, hashed(updates([(1, "a", 5, -1), (1, "b", 9, -1), (2, "c", 5, 1)])))
     assert found is not None
-    gone, live = found
+    gone, live = found.gone, found.live
     assert sorted(zip(gone.column("k").to_pylist(), gone.column(UNTIL_COLUMN).to_pylist(), strict=True)) == [
         (1, 9),
         (2, 6),

@@ -1,7 +1,7 @@
 """query: the tables of a cluster for Python programs, at one time, as Arrow, Polars and DuckDB views.
 
-    connect ─► cluster (one time for several tables) ─► table ─┬─► table_read (hold, plan, stream, changelog, Polars)
-                                                          └─► duckdb_views
+    connect ─► cluster (one time for several tables) ─► table ─┬─► table_read (hold, plan, stream, changelog)
+                                                          └─► polars_scan, duckdb_views ─► verified_paths
 
 Owns the synchronous interface, and how a read is held and streamed. Does not own the contents of a shard (`shards`),
 the choice of the cluster (`spark/settings`), or the output of commands (`cli`).

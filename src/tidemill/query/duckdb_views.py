@@ -13,7 +13,6 @@ import itertools
 import json
 import re
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -21,10 +20,10 @@ from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.runtime.blocking_portal import SyncContext
 from tidemill.objects.factory import local_directory
 from tidemill.query.table_read import ReadSelection
-from tidemill.shards.api import DIFF, HASH, TIME, Part
-from tidemill.shards.parts.schema import contents_schema, part_schema
-from tidemill.shards.read.part_reader import read_part_bytes
-from tidemill.shards.read.read_plan import UNTIL_COLUMN, PlanNotPossibleError, ReadPlan, plan_parts
+from tidemill.query.verified_paths import verified_path
+from tidemill.shards.api import DIFF, HASH, TIME
+from tidemill.shards.parts.schema import contents_schema
+from tidemill.shards.read.read_plan import UNTIL_COLUMN, PlanNotPossibleError, ReadPlan, plan_of_rows, plan_parts
 
 if TYPE_CHECKING:
     import duckdb
@@ -68,11 +67,9 @@ def _make_view(
     try:
         try:
             if found.value.at < 0:
-                plan = ReadPlan(
-                    [], part_schema(shard.schema).empty_table(), contents_schema(shard.schema).empty_table()
-                )
+                plan = plan_of_rows(contents_schema(shard.schema).empty_table())
             else:
-                plan = plan_parts(portal, stores.objects, shard, found.value.at)
+                plan = plan_parts(portal, stores.objects, shard, found.value.batches, found.value.at)
         except PlanNotPossibleError:
             with table._stream_chosen(found, None, None, end=found.exit) as rows:
                 _copy_rows(connection, copy_name, rows)
@@ -169,28 +166,11 @@ def _part_paths(connection: duckdb.DuckDBPyConnection, table: Table, plan: ReadP
         return []
     directory = local_directory(table._stores.urls.objects)
     if directory is not None and not GLOB & set(directory):
-        for part in plan.settled:
-            _verify_part(table, part)
-        return [f"{directory}/{part.object_key}" for part in plan.settled]
+        return [verified_path(table._portal, table._stores.objects, directory, part) for part in plan.settled]
     bucket = table._cluster._bucket
     if not connection.filesystem_is_registered(bucket.protocol):
         connection.register_filesystem(bucket)
     return [bucket.path_of(part) for part in plan.settled]
-
-
-_verified: OrderedDict[str, None] = OrderedDict()
-"""Keys of parts that this process has verified. An object never changes, and its key is never reused."""
-VERIFIED_MAX = 8192
-
-
-def _verify_part(table: Table, part: Part) -> None:
-    """Verify a file's checksum, which DuckDB does not do when it opens the file itself. Raises CorruptError."""
-    if part.crc < 0 or part.object_key in _verified:
-        return
-    table._portal.call(read_part_bytes(table._stores.objects, part))
-    _verified[part.object_key] = None
-    if len(_verified) > VERIFIED_MAX:
-        _verified.popitem(last=False)
 
 
 def _check_names(names: list[str], table: str) -> None:

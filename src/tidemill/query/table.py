@@ -11,10 +11,9 @@ import pyarrow as pa
 from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
 from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
 from tidemill.query.filters import Filter, Where, parse_filter
+from tidemill.query.polars_scan import import_polars, lazy_frame
 from tidemill.query.table_read import (
     ReadSelection,
-    import_polars,
-    lazy_frame,
     next_delta,
     open_changelog,
     read_rows,
@@ -116,8 +115,8 @@ class Table:
         as_of: Moment = None,
         wait_s: float = WAIT_S,
     ) -> pa.RecordBatchReader:
-        """Return a stream of all rows. Memory holds one row group and the unmerged updates of one range of keys, for a
-        table of any size.
+        """Return a stream of all rows. Memory holds one row group and the unmerged updates of the table (at most
+        32 MiB encoded) or of one range of keys, for a table of any size.
 
         The call fixes and holds the time until the reader is exhausted, closed or garbage-collected: concurrent writes
         do not matter. It is an Arrow reader, so DuckDB, Polars and `pyarrow.dataset.write_dataset` accept it too.

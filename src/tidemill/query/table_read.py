@@ -1,32 +1,32 @@
-"""Read of one shard: its time, its hold, the parts it reads, and their bytes, also as a Polars frame (Polars is an
-optional dependency); or its changelog, under a hold that moves with the reader.
+"""Read of one shard: its time, its hold, the parts it reads, and their rows; or its changelog, under a hold that moves
+with the reader.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import MissingError
-from tidemill.base.libraries import require
-from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Batch, Delta, HistoryLostError
 from tidemill.shards.handle import LogShard
+from tidemill.shards.read.deletion_vectors import deletion_vectors
 from tidemill.shards.read.hash_ranges import cut_ranges, read_range
 from tidemill.shards.read.holds import HOLD_ABOVE_BYTES, HOLD_TTL_MS, MovingHold
 from tidemill.shards.read.part_reader import fetch_through
+from tidemill.shards.read.planned_rows import read_planned
+from tidemill.shards.read.read_plan import PlanNotPossibleError, ReadPlan, plan_parts
 
 if TYPE_CHECKING:
-    import polars as pl
     import pyarrow as pa
 
-    from tidemill.query.table import Table
 
 NEWEST_ATTEMPTS = 3
 """Attempts to look up the newest time, because since may pass it before it is held."""
@@ -76,14 +76,27 @@ def read_rows(
     columns: Sequence[str],
     wanted: list[int] | None,
 ) -> Iterator[pa.Table]:
-    """Yield `columns` of the contents, by ranges of the hash; `wanted`: only rows with these hashes. Raises
-    HistoryLostError, CorruptError, UnavailableError."""
+    """Yield `columns` of the contents: as planned, or by ranges of the hash where no plan exists, or only rows with the
+    hashes `wanted` are asked for. Raises HistoryLostError, CorruptError, UnavailableError."""
     fetch = fetch_through(portal, objects, whole=len(columns) == len(shard.schema.columns))
     try:
+        plan = None if wanted is not None else plan_read(portal, objects, shard, found)
+        if plan is not None:
+            vectors = deletion_vectors(plan, shard.schema, fetch_through(portal, objects, whole=False))
+            yield from read_planned(plan, vectors, fetch, columns)
+            return
         for chosen_range in cut_ranges(found.batches, wanted):
             yield from read_range(shard.schema, chosen_range, found.at, fetch, columns)
     except MissingError as error:
         raise portal.call(shard.explain_missing(error, found.batches)) from error
+
+
+def plan_read(portal: BlockingPortal, objects: ObjectStore, shard: LogShard, found: ReadSelection) -> ReadPlan | None:
+    """Return the plan of a read; None if none exists. Raises as `plan_parts`."""
+    try:
+        return plan_parts(portal, objects, shard, found.batches, found.at)
+    except PlanNotPossibleError:
+        return None
 
 
 @asynccontextmanager
@@ -119,41 +132,3 @@ async def open_changelog(
 async def next_delta(deltas: AsyncIterator[Delta]) -> Delta | None:
     """Return the next delta; None at the end."""
     return await anext(deltas, None)
-
-
-def import_polars() -> Any:
-    """Import Polars. Raises InvalidError if it is not installed."""
-    require("polars")
-    import polars
-
-    return polars
-
-
-def lazy_frame(table: Table, found: SyncContext[ReadSelection]) -> pl.LazyFrame:
-    """Return a frame of the chosen contents. Polars references the source while a frame may read it, and so the
-    hold."""
-    module = import_polars()
-    from polars.io.plugins import register_io_source
-
-    def source(
-        columns: list[str] | None, predicate: pl.Expr | None, rows: int | None, batch_rows: int | None
-    ) -> Iterator[pl.DataFrame]:
-        """Yield the rows of a Polars IO source; `batch_rows` is only a hint."""
-        names = schema.names() if columns is None else columns or schema.names()[:1]
-        used = [] if predicate is None else predicate.meta.root_names()
-        left = rows
-        read = list(dict.fromkeys([*names, *used]))
-        types = {name: schema[name] for name in read}  # the table's types may have been widened since
-        for batch in table._stream_chosen(found, read, None, end=lambda: None):
-            frame = module.from_arrow(batch).cast(types)
-            if predicate is not None:
-                frame = frame.filter(predicate).select(names)
-            if left is not None:
-                frame, left = frame.head(left), left - min(left, frame.height)
-            yield frame
-            if left == 0:
-                return
-
-    schema = module.from_arrow(table.schema.empty_table()).schema
-    frame: pl.LazyFrame = register_io_source(source, schema=schema, validate_schema=False, is_pure=True)
-    return frame

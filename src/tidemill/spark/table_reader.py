@@ -201,9 +201,9 @@ def _native_plan(
 ) -> DataFrame:
     """Return a native plan. Raises PlanNotPossibleError."""
     directory = stores.directory
-    plan = plan_parts(
-        portal, stores.objects, shard, at, again=again, no_files=_reason_against_files(directory, shard.schema)
-    )
+    chosen = portal.call(shard.batches_until(at))
+    no_files = _reason_against_files(directory, shard.schema)
+    plan = plan_parts(portal, stores.objects, shard, chosen, at, again=again, no_files=no_files)
     columns = spark_schema(shard.schema.columns)
     if not plan.settled:
         return spark.createDataFrame(plan.live, columns)

@@ -105,7 +105,7 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
         compression=codec,
         # Fresh keys and values rarely repeat enough to pay for a dictionary; times and diffs always do.
         use_dictionary=[TIME, DIFF] if codec == "lz4" else True,
-        write_statistics=[TIME, HASH, *compared],
+        write_statistics=[TIME, DIFF, HASH, *compared],
         store_schema=True,
         write_page_checksum=True,
     ) as writer:

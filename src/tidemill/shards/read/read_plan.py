@@ -15,12 +15,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+import pyarrow.parquet as pq
 
 from tidemill.base.errors import CorruptError
 from tidemill.base.limits import MIB
@@ -63,29 +65,39 @@ class ReadPlan(NamedTuple):
     gone     the key columns in order, then until when; use positions, since a key column may be named `_until`, too.
              If it has no rows, it may lack columns
     live     the shard's columns
+    gone_hashes  hashes of the rows of `gone`, ascending
+    gone_counts  numbers of settled rows that the rows of `gone` supersede: 0 for a key that is new
     """
 
     settled: list[Part]
     gone: Any
     live: Any
+    gone_hashes: Any
+    gone_counts: Any
 
 
 def plan_parts(
-    portal: BlockingPortal, objects: ObjectStore, shard: LogShard, at: int, *, again: bool = False, no_files: str = ""
+    portal: BlockingPortal,
+    objects: ObjectStore,
+    shard: LogShard,
+    chosen: Sequence[Batch],
+    at: int,
+    *,
+    again: bool = False,
+    no_files: str = "",
 ) -> ReadPlan:
-    """Plan a read of the shard at time `at`.
+    """Plan a read of the shard at time `at` from the batches that were chosen for it.
 
     If `again`, the handle plans repeatedly, so decoded parts are cached, and a small shard is read here whole.
     `no_files` is the reason why the engine cannot read the parts itself, or "". Raises PlanNotPossibleError,
     CorruptError, SchemaEvolvedError, HistoryLostError, MissingError, UnavailableError.
     """
-    chosen = portal.call(shard.batches_until(at))
     for batch in chosen:
         check_schema_known(shard.schema, batch)
     reader = shard.reader if again else PartReader(objects, shard.schema, cache_bytes=0)
     if again and _size_bytes(chosen) <= SMALL_BYTES:
         updates = portal.call(reader.read_batches(chosen, 0, at + 1))
-        return ReadPlan([], updates.slice(0, 0), sum_contents(shard.schema, updates))
+        return plan_of_rows(sum_contents(shard.schema, updates))
     if no_files:
         raise PlanNotPossibleError(no_files)
     if any(column.name in shard.schema.key and column.type in FLOATS for column in shard.schema.columns):
@@ -104,10 +116,15 @@ def plan_parts(
             else:
                 others.append(part)
         rest.append(msgspec.structs.replace(batch, parts=tuple(others)))
-    return ReadPlan(settled, *_difference(portal, reader, shard, rest, at))
+    return _difference(portal, reader, shard, rest, at)._replace(settled=settled)
 
 
-def _size_bytes(batches: list[Batch]) -> int:
+def plan_of_rows(live: pa.Table) -> ReadPlan:
+    """Return a plan of these rows alone."""
+    return ReadPlan([], live.slice(0, 0), live, np.zeros(0, dtype=np.uint64), np.zeros(0, dtype=np.int64))
+
+
+def _size_bytes(batches: Sequence[Batch]) -> int:
     return sum(part.size_bytes for batch in batches for part in batch.parts)
 
 
@@ -136,35 +153,43 @@ def _read_insertion_times(part: Part, schema: ShardSchema, fetch: FetchPart) -> 
         file = open_part(part, fetch(part))
         if not file.schema_arrow.equals(part_schema(schema)):
             return None
-        read = file.read(columns=[TIME, DIFF], use_threads=False)
+        (first_ms, last_ms), diffs = (column_bounds(file, name) for name in (TIME, DIFF))
     except (OSError, pa.ArrowException) as error:
         raise CorruptError(f"part is unreadable: object={part.object_key} ({error}).") from error
-    diffs, times = (pc.min_max(read.column(name)).as_py() for name in (DIFF, TIME))
-    return (times["min"], times["max"]) if diffs == {"min": 1, "max": 1} else None
+    return (first_ms, last_ms) if diffs == (1, 1) else None
 
 
-def _difference(
-    portal: BlockingPortal, reader: PartReader, shard: LogShard, rest: list[Batch], at: int
-) -> tuple[pa.Table, pa.Table]:
+def column_bounds(file: pq.ParquetFile, name: str) -> tuple[int, int]:
+    """Return the least and greatest value of a column: from the footer, or from the pages of a part without them."""
+    place = file.schema_arrow.get_field_index(name)
+    groups = [file.metadata.row_group(group).column(place).statistics for group in range(file.metadata.num_row_groups)]
+    if groups and all(found is not None and found.has_min_max for found in groups):
+        return min(found.min for found in groups), max(found.max for found in groups)
+    values = pc.min_max(file.read(columns=[name], use_threads=False).column(name)).as_py()
+    return values["min"], values["max"]
+
+
+def _difference(portal: BlockingPortal, reader: PartReader, shard: LogShard, rest: list[Batch], at: int) -> ReadPlan:
+    """Return the plan without its settled parts. Raises PlanNotPossibleError, and as reading."""
     size_bytes = _size_bytes(rest)
     if size_bytes > DIFFERENCE_BYTES:
         raise PlanNotPossibleError(f"{size_bytes >> 20} MiB of updates are not merged")
     updates = portal.call(reader.read_batches(rest, 0, at + 1))
-    if not updates.num_rows:
-        empty = part_schema(shard.schema).empty_table()
-        return empty.select(shard.schema.key), empty.select(contents_schema(shard.schema).names)
+    diffs = pc.min_max(updates.column(DIFF)).as_py()
+    if not updates.num_rows or (not shard.schema.key and diffs == {"min": 1, "max": 1}):
+        return plan_of_rows(updates.select(contents_schema(shard.schema).names))
     if not shard.schema.key:
         raise PlanNotPossibleError("it has no key, and updates that are not merged")
     found = last_states(shard.schema, updates)
     if found is None:
         raise PlanNotPossibleError("some key has several rows")
-    return found[0].drop_columns([HASH]), found[1]
+    return found
 
 
-def last_states(schema: ShardSchema, updates: pa.Table) -> tuple[pa.Table, pa.Table] | None:
-    """Return (gone, live) of all keys that `updates` (with `_hash`) touch; None if their histories are not normal.
+def last_states(schema: ShardSchema, updates: pa.Table) -> ReadPlan | None:
+    """Return the plan of all keys that `updates` (with `_hash`) touch; None if their histories are not normal.
 
-    gone    `_hash`, the columns of the key, `_until`: an insertion of this key elsewhere before that time is superseded
+    gone    the columns of the key, `_until`: an insertion of this key elsewhere before that time is superseded
     live    the rows that result from these updates, with the shard's columns
     """
     hashes = updates.column(HASH).to_numpy()
@@ -182,8 +207,12 @@ def last_states(schema: ShardSchema, updates: pa.Table) -> tuple[pa.Table, pa.Ta
         return None
     if not rows_equal(updates, repeats - 1, updates, repeats, schema.key).all():
         return None
-    last = np.append(~same, True) if len(hashes) else np.zeros(0, dtype=bool)
+    first, last = (np.zeros(len(hashes), dtype=bool) for _ in range(2))
+    first[:1], first[1:], last[-1:], last[:-1] = True, ~same, True, ~same
     ends, left = updates.filter(pa.array(last)), diffs[last] == 1
     until = ends.column(TIME).to_numpy() + left
-    gone = ends.select([HASH, *schema.key]).append_column(UNTIL_COLUMN, pa.array(until, pa.int64()))
-    return gone, ends.select(contents_schema(schema).names).filter(pa.array(left))
+    gone = ends.select(list(schema.key)).append_column(UNTIL_COLUMN, pa.array(until, pa.int64()))
+    live = ends.select(contents_schema(schema).names).filter(pa.array(left))
+    # Diffs of a key sum to the number of its rows: what these updates lack of it, settled insertions have.
+    sums = np.add.reduceat(diffs, np.flatnonzero(first)) if len(diffs) else diffs
+    return ReadPlan([], gone, live, hashes[last], left - sums)
