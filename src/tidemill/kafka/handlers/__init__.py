@@ -1,5 +1,6 @@
-"""Handlers of all APIs: one file per API, named by its key, or by both keys if two requests are one procedure.
-`replica_placement` has the APIs that move replicas or leaders. Each documents which parts it omits and why.
+"""Handlers of all APIs: one file per API, named by its key, or by all keys if several requests are
+one procedure. `replica_placement` has the APIs that move replicas or leaders. Each documents which parts it omits and
+why.
 
 `APIS` is the whole table, and ApiVersions advertises exactly this. Version ranges follow Kafka 4.1 as far as supported.
 """
