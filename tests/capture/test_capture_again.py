@@ -10,7 +10,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.capture.evolving import equal
-from support.capture.world import AGAIN, GOOD, PARTITIONED, World, generation, stuck
+from support.capture.world import AGAIN, GOOD, PARTITIONED, World, generation, is_parked, stuck
 from support.waiting import until
 from tidemill.base.status.status import derive_status
 from tidemill.capture.catalog.columns import ColumnAttributes, TableAttributes
@@ -135,6 +135,7 @@ async def test_f467_one_that_is_too_large_or_has_changed_otherwise_since_waits_f
                 return row is not None and "exceeds copy_again_max_mb" in row.fix
 
             await until(reported, "it is told")
+            await until(lambda: is_parked(world, "large"), "the status follows the stored row")
             assert "tidemill capture resnapshot" in stuck(world, "large")
         later = 1 << 50  # the clock was wrong
         async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=3600):
@@ -153,6 +154,7 @@ async def test_f467_one_that_is_too_large_or_has_changed_otherwise_since_waits_f
                 return row is not None and "changed again since" in row.fix
 
             await until(changed, "a column is not lost to a copy that nobody asked for")
+            await until(lambda: is_parked(world, "other"), "the status follows the stored row")
             assert "changed again since" in stuck(world, "other")
         async with world.capture(table_poll_s=0.1):
             await until(lambda: said(world, "off", "copy_again is off"), "it says that it is off")

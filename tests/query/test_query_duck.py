@@ -136,14 +136,15 @@ def test_a_table_without_a_key_that_is_merged_is_scanned_where_it_lies(world: Wo
         assert world.holds("events") == ["python"]
 
 
+@pytest.mark.parametrize("collation", ["", "NOCASE", "NOCASE.NOACCENT"])
 @pytest.mark.parametrize("key", ["_until", "k0", "s"])
-def test_a_key_of_any_name_and_any_collation_of_the_connection(world: World, key: str) -> None:
-    _fill(world, 10, key, "string", [("a", 1, 1), ("A", 2, 1)])
+def test_a_key_of_any_name_and_any_collation_of_the_connection(world: World, key: str, collation: str) -> None:
+    _fill(world, 10, key, "string", [("a", 1, 1), ("A", 2, 1), ("á", 4, 1)])
     world.merge(9, "t")
     _fill(world, 20, key, "string", [("a", 1, -1), ("a", 3, 1)])
     with duckdb.connect() as connection:
-        connection.execute("SET default_collation = 'NOCASE'")
-        assert sorted(world.cluster.table("t").to_duckdb(connection).fetchall()) == [("A", 2), ("a", 3)]
+        connection.execute(f"SET default_collation = '{collation}'")
+        assert sorted(world.cluster.table("t").to_duckdb(connection).fetchall()) == [("A", 2), ("a", 3), ("á", 4)]
 
 
 @pytest.mark.parametrize("pair", ["0000000000000000 8000000000000000", "7ff8000000000000 7ff8000000000001"])

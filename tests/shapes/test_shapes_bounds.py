@@ -217,6 +217,15 @@ async def test_f104_a_shape_too_many_is_refused_and_none_in_use_ends_for_it(post
         assert world.service.facts()["evicted_idle"] == 1
 
 
+async def test_with_default_settings_memory_is_the_limit_and_ten_thousand_short_shapes_fit(postgres_dsn: str) -> None:
+    settings = ShapeSettings()
+    assert settings.memory_bytes < settings.max_shapes * SHAPE_BYTES
+    async with ShapeWorld(postgres_dsn, DDL, settings) as world:
+        for n in range(3):
+            assert (await world.get(table="item", offset="-1", where=f"id = {n}")).status == 200
+        assert world.service.budget.used_bytes // 3 * 10_000 < settings.memory_bytes
+
+
 async def test_f105_shapes_together_stay_within_their_memory_and_give_all_of_it_back(postgres_dsn: str) -> None:
     settings = ShapeSettings(memory_bytes=2 * SHAPE_BYTES + 25_000)
     async with ShapeWorld(postgres_dsn, DDL, settings) as world:

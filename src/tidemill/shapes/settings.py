@@ -27,7 +27,8 @@ class CacheAges(msgspec.Struct, frozen=True):
 class ShapeSettings(msgspec.Struct, frozen=True):
     """Settings of the shape service.
 
-    max_shapes          live shapes; another one is rejected unless one was not read for idle_s
+    max_shapes          live shapes; another one is rejected unless one was not read for idle_s. By default memory_bytes
+                        is the limit
     memory_bytes        memory of all initial rows, logs and open transactions together
     directory           where logs are stored over a restart; None = in memory only
     disk_bytes          size of all stored logs together
@@ -48,7 +49,7 @@ class ShapeSettings(msgspec.Struct, frozen=True):
     cache               cache lifetimes of responses
     """
 
-    max_shapes: int = 1_000
+    max_shapes: int = 1_000_000
     memory_bytes: int = 512 << 20
     directory: Path | None = None
     disk_bytes: int = 4 << 30

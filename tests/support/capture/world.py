@@ -275,6 +275,12 @@ def is_reported(world: World, table: str) -> bool:
     return any(mark.name == name for mark in world.tracker.report("p", world.clock.now_ms()).marks)
 
 
+async def is_parked(world: World, table: str) -> bool:
+    """Return whether the table's status says that it waits for the operator. It follows the stored row."""
+    name = f"table:{world.name}/public.{table}"
+    return any(mark.name == name and mark.parked for mark in world.tracker.report("p", world.clock.now_ms()).marks)
+
+
 def stuck(world: World, table: str) -> str:
     """Return the reason of the table's status, which must be stuck immediately and blocked by the operator."""
     now_ms = world.clock.now_ms()

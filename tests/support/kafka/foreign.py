@@ -36,7 +36,7 @@ from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings
 
 CLIENTS = Path(__file__).parents[2] / "clients"
-PATIENCE_S = 60.0
+PATIENCE_S = 120.0
 SETTINGS = KafkaSettings(KafkaSection(group_initial_rebalance_delay_ms=0, group_consumer_heartbeat_interval_ms=500))
 PARTITIONS = 4
 JAVA = ("java", "-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xmx512m", "-Xshare:auto")

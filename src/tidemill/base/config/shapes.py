@@ -17,7 +17,7 @@ class ShapesSection(Section):
     secret: str = ""
     allowed_origins: list[str] = list(LOOPBACK_ORIGINS)
     allow_delete: bool = False
-    max_shapes: int = Field(1_000, ge=1, le=1_000_000)
+    max_shapes: int = Field(1_000_000, ge=1, le=1_000_000)
     memory_mb: int = Field(512, ge=1)
     disk_mb: int = Field(4_096, ge=0)
     base_mb: int = Field(256, ge=1)

@@ -20,7 +20,7 @@ import (
 	"tidemill/clients/lines"
 )
 
-const patience = 40 * time.Second
+const patience = 100 * time.Second
 
 type driver struct {
 	connection []kgo.Opt
@@ -105,6 +105,8 @@ func (d *driver) connect(a lines.Asked) (any, error) {
 		kgo.AllowAutoTopicCreation(),
 		kgo.MetadataMaxAge(time.Second),
 		kgo.MetadataMinAge(100 * time.Millisecond),
+		// a node that is stopped closes its connections: on a busy machine the default of 30 s ends before the next try
+		kgo.RetryTimeout(patience),
 	}
 	config, err := a.TLS()
 	if err != nil {
