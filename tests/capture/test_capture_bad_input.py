@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import psycopg
@@ -14,9 +15,11 @@ from support.postgres import EmbeddedPostgres
 from support.waiting import until
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.capture.config import CaptureConfig
+from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.postgres.errors import SlotLostError
 from tidemill.capture.setup.inspection import inspect_database
 from tidemill.capture.setup.privileges import check_database, diagnose_capture
+from tidemill.capture.setup.server_checks import find_stream_problems
 from tidemill.metastore.catalogue import CaptureRow, TopicRow
 
 pytestmark = pytest.mark.postgres
@@ -195,13 +198,36 @@ async def test_rc9_an_invalidated_slot_is_an_error_and_its_way_out_copies_all_an
     data_dir: Path = tmp_path_factory.mktemp("small") / "data"
     settings = {
         "fsync": "off", "shared_buffers": "16MB", "max_slot_wal_keep_size": "1MB", "min_wal_size": "32MB",
-        "max_wal_size": "32MB",
+        "max_wal_size": "32MB", "max_wal_senders": "3",
     }  # fmt: skip
+
+    async def stream_problems(world: World) -> list[str]:
+        wire = await PgConnection.connect(world.dsn, purpose="test")
+        try:
+            return [str(problem).partition(".")[0] for problem in await find_stream_problems(wire, world.config())]
+        finally:
+            await wire.aclose()
+
+    async def use_wal_senders(world: World, count: int, using: AsyncExitStack) -> None:
+        for _ in range(count):
+            connecting = psycopg.AsyncConnection.connect(world.dsn, autocommit=True, replication="database")
+            await using.enter_async_context(await connecting)
 
     async def scenario(world: World) -> None:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY, v text)")
-        async with world.capture():
+        assert await stream_problems(world) == []
+        async with AsyncExitStack() as using:
+            await use_wal_senders(world, 3, using)
+            assert await stream_problems(world) == ["no WAL sender is free: max_wal_senders=3 used=3"]
+
+        async def senders_are_free() -> bool:
+            return await world.select("SELECT FROM pg_stat_replication") == []
+
+        await until(senders_are_free, "the senders have ended")
+        async with world.capture(), AsyncExitStack() as using:
             await world.caught_up()
+            await use_wal_senders(world, 2, using)
+            assert await stream_problems(world) == []  # the capture has the third sender
         for _ in range(4):
             await world.sql(
                 "SELECT pg_logical_emit_message(false, 'x', repeat('y', 1000000))", "SELECT pg_switch_wal()"
@@ -213,6 +239,9 @@ async def test_rc9_an_invalidated_slot_is_an_error_and_its_way_out_copies_all_an
             return found == [("lost",)]
 
         await until(lost, "the slot is invalidated")
+        await until(senders_are_free, "the senders have ended")
+        (problem,) = await stream_problems(world)
+        assert problem.startswith("PostgreSQL invalidated the replication slot") and "reason=wal_removed" in problem
         with pytest.raises(SlotLostError, match="invalidated") as caught:
             await asyncio.wait_for(world.new_capture().run_sessions(), 20)
         drop = f'DROP PUBLICATION "tidemill_{world.name}"'

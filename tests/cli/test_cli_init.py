@@ -62,6 +62,42 @@ def test_the_files_work_and_hold_the_password_in_one_place(postgres_dsn: str, tm
 
 
 @pytest.mark.postgres
+def test_schemas_that_are_not_captured_are_named_with_the_line_that_captures_them(
+    postgres_dsn: str, tmp_path: Path
+) -> None:
+    managed = ("CREATE SCHEMA managed", "CREATE TABLE managed.log (line text)")  # no table that can be captured
+    archive = ('CREATE SCHEMA "Archive"', 'CREATE TABLE "Archive".orders (id bigint PRIMARY KEY)')
+    run_sql(postgres_dsn, *TABLES, *managed, *archive)
+    done = run_tidemill(f"init --dsn {postgres_dsn} --name shop", cwd=tmp_path)
+    assert done.exit_code == 0 and "  not captured: schemas Archive; tidemill.toml has" in done.output, done
+    assert load(tmp_path / "tidemill.toml", environ={}).capture["shop"].tables == ["public.*"]
+    text = (tmp_path / "tidemill.toml").read_text()
+    captured = '\ntables = ["public.*"]'
+    assert captured in text and "\n# tables = " in text
+    (tmp_path / "tidemill.toml").write_text(text.replace(captured, "\n#").replace("\n# tables = ", "\ntables = "))
+    found = load(tmp_path / "tidemill.toml", environ={}).capture["shop"].tables
+    assert found == ["public.*", "Archive.*"]
+    options = " ".join(f"--tables {pattern}" for pattern in found)
+    chosen = run_tidemill(f"init all --dsn {postgres_dsn} --name shop {options}", cwd=tmp_path)
+    assert chosen.exit_code == 0 and "  3 tables: Archive.orders, " in chosen.output, chosen
+    assert "Other schemas" not in (tmp_path / "all/tidemill.toml").read_text()
+
+
+@pytest.mark.postgres
+def test_the_environment_decides_where_the_page_is(postgres_dsn: str, tmp_path: Path) -> None:
+    run_sql(postgres_dsn, TABLES[0])
+    for directory, address, shown in (
+        ("a", "0.0.0.0:8701", "http://127.0.0.1:8701/app/"),
+        ("b", "[::1]:8702", "http://[::1]:8702/app/"),
+    ):
+        line = f"init {directory} --dsn {postgres_dsn} --name shop"
+        done = run_tidemill(line, cwd=tmp_path, environ={"TIDEMILL_NODE__HTTP": address})
+        assert done.exit_code == 0 and f"then open {shown}\n" in done.output and ":8600" not in done.output, done
+    refused = run_tidemill(f"init c --dsn {postgres_dsn}", cwd=tmp_path, environ={"TIDEMILL_NODE__HTTP": "8600"})
+    assert refused.exit_code == 2 and "node.http" in refused.errors and not (tmp_path / "c").exists(), refused
+
+
+@pytest.mark.postgres
 def test_a_file_that_exists_is_never_changed(postgres_dsn: str, tmp_path: Path) -> None:
     run_sql(postgres_dsn, *TABLES)
     for name in (".env", ".gitignore"):
@@ -108,6 +144,13 @@ def test_what_is_missing_is_printed_as_sql_that_suffices(postgres_dsn: str, tmp_
     [
         ("", "", 2, "the capture's patterns match no table"),
         ("CREATE TABLE log (line text)", "", 2, "no table can be captured, and nothing was written: a captured table"),
+        (
+            "CREATE TABLE log (line text); CREATE SCHEMA s; CREATE TABLE s.t (id int PRIMARY KEY)",
+            "",
+            2,
+            "no table can be captured, and nothing was written: a captured table needs a primary key: table=public.log."
+            " Correct one of them, or add --tables 's.*'",
+        ),
         ("CREATE TABLE t (id int PRIMARY KEY)", "--name Shop-1", 2, "bad capture name"),
         ("CREATE TABLE t (id int PRIMARY KEY)", "--tables nope", 2, "the capture's patterns match no table"),
     ],

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from support.waiting import eventually
+from tidemill.base.errors import InvalidError
 from tidemill.base.limits import STATUS_BLIND_AFTER_MS
 from tidemill.base.status.status import StatusReport, StatusTracker, this_process
 from tidemill.cli.context import open_stores
 from tidemill.cli.main import app
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
+from tidemill.node.supervise.driver_instances import is_driver
 
 MADE = {"sums": {"clicks": ("product",), "lines": ("item",), "names": ()}, "top": {"sums": ()}}
 
@@ -122,3 +125,41 @@ def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restart
             f"pipeline:p: its driver, pid {driver.pid}, also runs pipeline:q: all of them restart",
             f"pipeline:p: pid {driver.pid} → 4000001",
         ]
+
+
+def test_a_dry_run_of_a_restart_names_the_drivers_and_ends_none(config: Path) -> None:
+    command = [sys.executable, "-c", "input()", "tidemill.spark.pipeline.driver"]
+    with (
+        open_stores(config, create=True) as opened,
+        subprocess.Popen(command, stdin=subprocess.PIPE) as driver,
+        ExitStack() as ending,
+    ):
+        ending.callback(driver.kill)
+        board, later_ms = StatusBoard(opened.consensus, opened.rand), opened.clock.now_ms() + 3_600_000  # never silent
+        for process in ("pipeline:p", "pipeline:q"):
+            report = StatusReport(process, later_ms, (), {}, driver.pid, this_process()[1])
+            opened.portal.call(board.publish(report))
+        restart = ["pipeline", "restart", "p", "--dry-run", "--config", str(config)]
+        eventually(lambda: is_driver(driver.pid), "the process has its command line")
+        said = CliRunner().invoke(app, restart).stdout.splitlines()
+        assert said[0] == "dry run: restart these drivers"
+        assert said[-1].split() == ["pipeline:p", str(driver.pid), "pipeline:q"]
+        assert json.loads(CliRunner().invoke(app, [*restart, "--json"]).stdout) == [
+            {"dry_run": True, "process": "pipeline:p", "before": driver.pid, "with": ["pipeline:q"]}
+        ]
+        assert driver.poll() is None
+
+
+@pytest.mark.parametrize(
+    ("pid", "host", "words"),
+    [(1, "elsewhere", "the driver runs on another machine"), (4_000_001, this_process()[1], "the driver is gone")],
+)
+def test_a_driver_that_cannot_be_ended_here_is_refused_in_a_dry_run_too(
+    config: Path, pid: int, host: str, words: str
+) -> None:
+    with open_stores(config, create=True) as opened:
+        report = StatusReport("pipeline:p", opened.clock.now_ms(), (), {}, pid, host)
+        opened.portal.call(StatusBoard(opened.consensus, opened.rand).publish(report))
+        for option in ([], ["--dry-run"]):
+            done = CliRunner().invoke(app, ["pipeline", "restart", "p", *option, "--config", str(config)])
+            assert isinstance(done.exception, InvalidError) and words in str(done.exception), option

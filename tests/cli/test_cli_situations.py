@@ -14,7 +14,8 @@ from support.cli.process import run_tidemill
 from support.ports import free_port
 from tidemill.cli.context import open_stores
 from tidemill.kafka.groups.offline_admin import OfflineGroupAdmin
-from tidemill.metastore.catalogue import PipelineRow, TopicRow
+from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow, TopicRow
+from tidemill.metastore.rows.captures import TableSnapshot
 from tidemill.metastore.rows.groups import GroupOffsetRow
 from tidemill.security.scram import SCRAM_SHA_256, derive_credential
 from tidemill.security.users import Users
@@ -74,6 +75,9 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         opened.portal.call(users.put(derive_credential("alice", SCRAM_SHA_256, "x", b"s" * 16, 8192)))
         topic = opened.portal.call(opened.catalogue.get(TopicRow, "clicks"))
         offset = GroupOffsetRow("g", topic.topic_id, 0, 0, commit_ms=1)
+        snapshot = TableSnapshot(1, 1, (), 1, 7, (7,))
+        row = CaptureTableRow("shop", "public.orders", "shop.public.orders", snapshot=snapshot)
+        opened.portal.call(opened.catalogue.change_table("shop", "public.orders", lambda _: row))
         opened.portal.call(OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand).reset("g", [offset]))
     return directory
 
@@ -84,15 +88,25 @@ SHOWN_BY = {
     "topic delete clicks": "topic list",
     "topic lost clicks --accept-loss all": "topic describe clicks",
     "topic alter clicks --partitions 8": "topic describe clicks",
+    "group alter g --set consumer.session.timeout.ms=60000": "group describe g",
     "user delete alice": "user list",
     "acl delete User:a read topic:t": "acl list",
     "schema delete s --permanent": "schema list --deleted",
     "pipeline delete shop": "pipeline list",
+    "capture resnapshot orders": "capture list",
     "table evolve orders --add 'more int'": "table describe orders",
     "table compact orders": "table describe orders",
     "table drop orders": "table list",
 }
-"""Commands that destroy or change something, with the command that shows it."""
+"""Commands that destroy or change something, with the command that shows it. Other tests have those that need a process
+or a database: `test_cli_pipeline` (restart), `test_cli_txn` (abort) and `test_cli_capture_accept`."""
+NAMED = {
+    "group alter g --set consumer.session.timeout.ms=60000": "g  consumer.session.timeout.ms=60000",
+    "capture resnapshot orders": "copy public.orders again (7 rows last time); its topic shop.public.orders is deleted",
+    "table drop orders": "drop orders: 1 updates",
+    "topic delete clicks": "delete topic clicks and its 0 records",
+}
+"""Words of some dry runs about the change."""
 QUESTIONS = [line for line in SHOWN_BY if line.split()[1] not in ("lost", "alter", "compact")]
 
 
@@ -102,8 +116,11 @@ def test_a_dry_run_asks_nothing_says_what_would_happen_and_changes_nothing(prepa
     assert before.exit_code == 0, before
     text, plain = (run_tidemill(f"{command} --dry-run{form}", cwd=prepared) for form in ("", " --json"))
     assert (text.exit_code, text.errors) == (plain.exit_code, plain.errors) == (0, "")
-    assert text.output.startswith("dry run: "), text.output
-    assert isinstance(json.loads(plain.output), dict | list)
+    assert text.output.startswith("dry run: ") and NAMED.get(command, "") in text.output, text.output
+    reported = json.loads(plain.output)
+    rows = reported if isinstance(reported, list) else [reported]
+    assert all(row["dry_run"] is True for row in rows), reported
+    assert rows or command.startswith("topic lost"), "only a topic without lost objects has no row"
     assert run_tidemill(f"{SHOWN_BY[command]} --json", cwd=prepared) == before
 
 

@@ -40,6 +40,13 @@ def test_transactions_are_listed_and_an_open_one_is_aborted_once(tmp_path: Path)
     shown = cluster.command("list").splitlines()[-1]
     assert shown.startswith("odd id/ü") and shown.split()[-2:] == ["2", "g"]
 
+    before = cluster.stored("odd id/ü")
+    assert cluster.command("abort", "--dry-run", "odd id/ü").startswith("dry run: abort the transaction of odd id/ü")
+    assert cluster.json("abort", "--dry-run", "odd id/ü") == {
+        "dry_run": True, "transactional_id": "odd id/ü", "state": "Ongoing"
+    }  # fmt: skip
+    assert cluster.stored("odd id/ü") == before
+
     reported = cluster.json("abort", "--yes", "odd id/ü", "--wait-s", "0")
     assert reported == {"transactional_id": "odd id/ü", "state": "PrepareAbort", "ended": False}
     after = cluster.stored("odd id/ü")
@@ -52,9 +59,11 @@ def test_transactions_are_listed_and_an_open_one_is_aborted_once(tmp_path: Path)
 
 def test_what_is_not_open_is_not_aborted(tmp_path: Path) -> None:
     cluster = TransactionCluster(tmp_path)
-    with pytest.raises(MissingError):
-        cluster.command("abort", "--yes", "nobody")
+    for option in ("--yes", "--dry-run"):
+        with pytest.raises(MissingError):
+            cluster.command("abort", option, "nobody")
     for state in (State.EMPTY, State.PREPARE_COMMIT, State.COMPLETE_COMMIT, State.COMPLETE_ABORT):
         cluster.store("id", Transaction(7, 3, state, 60_000))
-        with pytest.raises(ConflictError):
-            cluster.command("abort", "--yes", "id")
+        for option in ("--yes", "--dry-run"):
+            with pytest.raises(ConflictError):
+                cluster.command("abort", option, "id")

@@ -18,6 +18,9 @@ from support.console.world import Console, console
 from support.waiting import eventually
 from tidemill.base.config.config import parse
 from tidemill.base.errors import InvalidError
+from tidemill.console import cluster_reader, shared_answer
+from tidemill.console.shared_answer import SHARED_NAMES_MAX
+from tidemill.shards.registry import read_shard
 
 ORDERS = 137
 
@@ -192,6 +195,28 @@ def test_several_open_pages_share_one_computation_and_nothing_runs_without_one(s
     began_s = served.node.clock.monotonic_s()
     eventually(lambda: served.node.clock.monotonic_s() - began_s > 1.5, "a second without a page", pause_s=0.1)
     assert served.node.reads == quiet
+
+
+def test_two_open_views_of_a_table_share_one_reading_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads: list[str] = []
+
+    async def counted(consensus: Any, name: str) -> Any:
+        loads.append(name)
+        return await read_shard(consensus, name)
+
+    monkeypatch.setattr(cluster_reader, "read_shard", counted)
+    monkeypatch.setattr(cluster_reader, "TABLE_VALID_S", 3_600.0)  # until the test has ended
+    monkeypatch.setattr(shared_answer, "VALID_S_MAX", 3_600.0)
+    with console() as served:
+        served.call(served.append_orders(1, 3))
+        with ThreadPoolExecutor(2) as views:
+            found = list(views.map(lambda _: read(served, "/api/place?name=orders")["table"]["updates"], range(6)))
+        assert read(served, "/api/tables/orders")["updates"] == 3
+        assert (found, loads) == ([3] * 6, ["orders"])
+        for n in range(SHARED_NAMES_MAX):
+            assert read(served, f"/api/place?name=other-{n}")["table"] is None
+        read(served, "/api/place?name=orders")
+        assert loads.count("orders") == 2, "it was the least recently requested one"
 
 
 def test_an_answer_is_compressed_only_for_a_client_that_accepts_it(served: Console) -> None:

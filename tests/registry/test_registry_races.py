@@ -6,13 +6,18 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
+
+import pytest
 
 from support.registry.world import Cluster, Faulty, record
 from tidemill.base.errors import UnknownOutcomeError
 from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
+from tidemill.metastore.rows.registry import RegistryHeadRow
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.registry import Registry
 from tidemill.registry.schema import SubmittedSchema
+from tidemill.registry.transitions import Change
 
 
 async def settled(cluster: Cluster) -> None:
@@ -87,6 +92,41 @@ async def test_a_deletion_of_unknown_outcome_is_told_as_done() -> None:
                 shown = await node.book.versions("s", fresh=True)
                 assert all(row.deleted for row in shown)
         await settled(cluster)
+
+
+async def test_a_version_that_comes_after_a_deletion_has_read_is_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deletion that read the versions twice answered [1] and wrote nothing, because the first read had no rows."""
+    async with Cluster() as cluster:
+        node, other = cluster.node(), cluster.node()
+        reads, versions = 0, node.book.versions
+
+        async def read_and_move(*args: Any, **options: Any) -> Any:
+            nonlocal reads
+            found = await versions(*args, **options)
+            reads += 1
+            if reads == 1:
+                await other.register("s", SubmittedSchema("AVRO", record("a:int")))
+            return found
+
+        monkeypatch.setattr(node.book, "versions", read_and_move)
+        assert await node.delete("s", None) == [1]
+        assert [row.deleted for row in await other.book.versions("s", fresh=True)] == [True]
+        await settled(cluster)
+
+
+async def test_a_decision_that_writes_nothing_counts_only_if_the_registry_is_unchanged() -> None:
+    async with Cluster() as cluster:
+        node, other = cluster.node(), cluster.node()
+        seen: list[int] = []
+
+        async def decide(head: RegistryHeadRow) -> Change[int]:
+            if not seen:
+                await other.register("s", SubmittedSchema("AVRO", record("a:int")))
+            seen.append(head.versions)
+            return Change([], head, head.versions)
+
+        assert await node._changes.apply_change(decide) == 1
+        assert seen == [0, 1]
 
 
 async def test_any_mixture_of_changes_by_many_nodes_with_faults_leaves_whole_rows() -> None:

@@ -268,9 +268,13 @@ def confirm(question: str, *, yes: bool, out: Output) -> None:
         raise InvalidError("nothing was done.", fix="Answer y, or add --yes.")
 
 
+DRY_RUN = {"dry_run": True}
+"""Fields that every row of a dry run has, as JSON, JSON lines or CSV."""
+
+
 def preview(out: Output, row: dict[str, Any], sentence: str) -> None:
     """Print the result that a command would have, for --dry-run."""
-    out.one({"dry_run": True, **row}, f"dry run: {sentence}")
+    out.one({**DRY_RUN, **row}, f"dry run: {sentence}")
 
 
 class ProgressBars:

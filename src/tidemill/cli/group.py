@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, DryRunOption, OpenStores, YesOption, confirm, open_stores, preview
+from tidemill.cli.context import (
+    DRY_RUN,
+    ConfigOption,
+    DryRunOption,
+    OpenStores,
+    YesOption,
+    confirm,
+    open_stores,
+    preview,
+)
 from tidemill.cli.output.output import TABLE, Output
 from tidemill.cli.output.text_table import Column
 from tidemill.cli.topic.commands import Set, Unset, parse_config_changes
@@ -73,6 +82,9 @@ def alter(
         configs = GroupConfigCache(opened.catalogue, KafkaSettings(opened.config.kafka).group_limits)
         change = configs.change(name, lambda own: apply_changes(own, changes, GROUP, typed=True), validate_only=dry_run)
         found = {"group": name, "configs": opened.portal.call(change)}
+    if dry_run:
+        preview(out, found, f"the group after the change: {name}{_format_configs(found['configs'])}")
+        return
     out.one(found, f"{name}{_format_configs(found['configs'])}")
 
 
@@ -115,6 +127,8 @@ def reset(
     ]
     if dry_run and out.is_text:
         print("dry run: commit these offsets")
+    elif dry_run:
+        rows = [{**DRY_RUN, **row} for row in rows]
     out.rows(rows)
 
 

@@ -14,9 +14,9 @@ FIX = "Write sqlite:///absolute/path/file.db, sqlite:relative/file.db, postgresq
 async def open_consensus(url: str, clock: Clock, rand: Rand, *, create: bool = True) -> Consensus:
     """Connect, and create what is missing. Return one client, for one event loop.
 
-    Raises InvalidError (naming `consensus.url`), CorruptError, or UnavailableError if the engine is away, full or
-    locked. Without `create` nothing is created: an engine that was never used raises MissingError. A `memory:` engine
-    lives only as long as the returned object.
+    Raises InvalidError (naming `consensus.url`), CorruptError, or UnavailableError if the engine does not
+    answer, is full or is locked. Without `create` nothing is created: an engine that was never used raises
+    MissingError. A `memory:` engine lives only as long as the returned object.
     """
     scheme, separator, rest = url.partition(":")
     file = sqlite_path_of_url(url)

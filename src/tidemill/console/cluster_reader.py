@@ -1,6 +1,6 @@
 """Reader of the console: reads the statuses of its node and the stores of the cluster, each read with a limit.
 
-Owns no state but answers of the last second (`shared_answer`). Reads of table contents wait for each other: one uses a
+Owns no state but answers of the last seconds (`shared_answer`). Reads of table contents wait for each other: one uses a
 core at a time, for any number of open pages.
 """
 
@@ -13,6 +13,8 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol, TypeVar
 
+import orjson
+
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.config.config import Config
 from tidemill.base.errors import MissingError, UnavailableError
@@ -22,6 +24,7 @@ from tidemill.consensus.api import Consensus
 from tidemill.console.captured_names import captured_table_stage, maintain_line, maintaining_tables, tables_of_any_name
 from tidemill.console.dead_letter_read import LettersRead, read_letters
 from tidemill.console.row_sample import RowSample, sample_rows
+from tidemill.console.shared_answer import SharedAnswers
 from tidemill.console.views.captures import captured_table_row
 from tidemill.console.views.flow import Catalogued, table_places, unreported_topics
 from tidemill.console.views.overview import overview
@@ -37,6 +40,9 @@ Value = TypeVar("Value")
 
 READS_WAITING_MAX = 8
 """Reads of table contents that wait for the one in progress; further ones are refused."""
+TABLE_VALID_S = 3.0
+"""Validity of the description of one table, which reads its log: the interval in which a page asks for it."""
+NO_TABLE = b"null"
 LETTERS_EXAMINED_MAX = 10_000
 LETTERS_BYTES_MAX = 32 << 20
 
@@ -73,6 +79,7 @@ class ClusterReader:
         self._node = node
         self._reading = asyncio.Lock()
         self._written = WrittenTopics()
+        self._tables = SharedAnswers(self._describe_table, node.clock, TABLE_VALID_S)
         self._waiting = 0
 
     async def overview(self) -> dict[str, Any]:
@@ -129,7 +136,7 @@ class ClusterReader:
         stores, marks = self._stores(), await self._marks()
         pipelines = await stores.catalogue.list(PipelineRow, fresh=False)
         captured = tables_of_any_name(await stores.catalogue.all_tables(fresh=False), name)
-        state = await read_shard(stores.consensus, name)
+        table = orjson.Fragment(await self._tables.body(name))
         place = table_places(marks, pipelines, name)
         try:
             why = await self._why(marks, f"{SHARD}{name}" if place else name)
@@ -137,7 +144,7 @@ class ClusterReader:
             why = {"note": str(error)}
         return {
             "place": place[0] if place else None,
-            "table": None if state is None else table_description(state, self._node.clock.now_ms()),
+            "table": table,
             "why": why if "chain" in why else None,
             "note": why.get("note", ""),
             "captured": [captured_table_row(row) for row in captured],
@@ -172,12 +179,16 @@ class ClusterReader:
         """Return `table list --json`. Reads the log of every table."""
         return [table_row(state) for state in await read_shards(self._stores().consensus)]
 
-    async def table(self, name: str) -> dict[str, Any]:
+    async def table(self, name: str) -> bytes:
         """Return `table describe --json`. Raises MissingError."""
-        state = await read_shard(self._stores().consensus, name)
-        if state is None:
+        body = await self._tables.body(name)
+        if body == NO_TABLE:
             raise MissingError(f"no such table: table={name}.", fix="See /api/tables.")
-        return table_description(state, self._node.clock.now_ms())
+        return body
+
+    async def _describe_table(self, name: str) -> dict[str, Any] | None:
+        state = await read_shard(self._stores().consensus, name)
+        return None if state is None else table_description(state, self._node.clock.now_ms())
 
     async def latency(self) -> dict[str, Any]:
         """Return `status --latency --json`."""

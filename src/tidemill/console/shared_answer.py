@@ -1,8 +1,8 @@
 """One computation for all requests: an answer is computed on request, at most once per interval.
 
 Concurrent requests wait for one computation and get its result. Nothing runs between requests. An answer that took long
-stays valid longer, so that expensive answers use a limited share of the node. An error is shared like an answer: a
-store that does not answer is not asked by every page in turn.
+stays valid longer, so that expensive answers use a limited share of the node. An error is shared like an answer: not
+every page queries a store that does not answer.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import orjson
 
@@ -19,6 +20,7 @@ from tidemill.base.errors import TidemillError
 REST_FACTOR = 9.0
 """An answer is valid for at least this many times as long as it took: a tenth of the time is spent on it at most."""
 VALID_S_MAX = 30.0
+SHARED_NAMES_MAX = 64
 GZIP_BYTES_MIN = 4_096
 GZIP_LEVEL = 1
 
@@ -58,6 +60,33 @@ class SharedAnswer:
             if not self._compressed:
                 self._compressed = gzip.compress(self._body, GZIP_LEVEL, mtime=0)
             return self._compressed
+
+
+class SharedAnswers:
+    """Answers by name, for the names that were requested most recently: clients choose the names."""
+
+    def __init__(
+        self,
+        compute: Callable[[str], Awaitable[object]],
+        clock: Clock,
+        valid_s: float = 1.0,
+        names_max: int = SHARED_NAMES_MAX,
+    ) -> None:
+        self._compute = compute
+        self._clock = clock
+        self._valid_s = valid_s
+        self._names_max = names_max
+        self._answers: dict[str, SharedAnswer] = {}  # least recently requested first
+
+    async def body(self, name: str) -> bytes:
+        """Return the JSON of one answer. Raises what `compute` raises."""
+        answer = self._answers.pop(name, None)
+        if answer is None:
+            answer = SharedAnswer(partial(self._compute, name), self._clock, self._valid_s)
+        self._answers[name] = answer
+        if len(self._answers) > self._names_max:
+            del self._answers[next(iter(self._answers))]
+        return await answer.body(compressed=False)
 
 
 def is_compressed(body: bytes) -> bool:

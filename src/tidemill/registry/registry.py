@@ -5,6 +5,7 @@ they share nothing but rows. `LocalSchemaRegistrar` registers a process's own sc
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -179,7 +180,7 @@ class Registry:
 
         async def decide(head: RegistryHeadRow) -> Change[list[int]]:
             versions = await self.book.versions(subject)
-            numbers = await self.versions_to_delete(subject, version, permanent=permanent, latest=latest)
+            numbers = await self._choose_versions(subject, versions, version, permanent=permanent, latest=latest)
             if not permanent:
                 configured = await self.book.config(subject) is not None
                 return transitions.delete_versions(head, subject, versions, numbers, configured)
@@ -194,6 +195,11 @@ class Registry:
     ) -> list[int]:
         """Return the versions that `delete` would hide or purge. Raises the same errors, and changes nothing."""
         versions = await self.book.versions(subject)
+        return await self._choose_versions(subject, versions, version, permanent=permanent, latest=latest)
+
+    async def _choose_versions(
+        self, subject: str, versions: Sequence[VersionRow], version: int | None, *, permanent: bool, latest: bool
+    ) -> list[int]:
         transitions.require_writable(subject, await self.mode(subject))
         if latest:
             shown = versions if permanent else live_versions(versions)

@@ -94,14 +94,15 @@ class RegistryWriter:
         landed = _find_landed(tried, seqno, head)
         if landed is not None:
             return landed
+        # A decision that writes nothing counts only if the head is unchanged: then all its reads are of one state.
+        # The commit of any other decision checks that.
         try:
             change = await decide(head)
         except RegistryError as refused:
-            # The refusal counts only if the head is unchanged: then all reads after it are of one state.
-            if (await self.read_head())[0] == seqno:
-                raise
-            raise ConflictError("the registry was changed concurrently.") from refused
+            await self._require_unchanged(seqno, refused)
+            raise
         if not change.rows:
+            await self._require_unchanged(seqno)
             return change
         nonce = self._rand.nonce()[:NONCE_LETTERS]
         after = replace(change.head, changes=head.changes + 1, attempts=(*head.attempts, nonce)[-ATTEMPTS:])
@@ -112,6 +113,11 @@ class RegistryWriter:
             raise
         self.head = after
         return change
+
+    async def _require_unchanged(self, seqno: int, cause: Exception | None = None) -> None:
+        """Raise ConflictError if the head was written since it had this number."""
+        if (await self.read_head())[0] != seqno:
+            raise ConflictError("the registry was changed concurrently.") from cause
 
 
 def _find_landed(tried: dict[str, UnknownAttempt[T]], seqno: int, head: RegistryHeadRow) -> UnknownAttempt[T] | None:

@@ -178,7 +178,7 @@ class LedPartitions:
 
     async def open_all(self, reads: Sequence[FetchRead], until_s: float) -> list[LeaderOrError]:
         """Return the led partitions, opened concurrently. Waits for a takeover, which can outlast a short poll: an
-        error would make the client search for another leader in vain."""
+        error would make the client search for another leader that does not exist."""
         await self.heads.confirm_leadership()
         pace = self._pace
         found: list[LeaderOrError] = []

@@ -120,13 +120,17 @@ def load(path: Path | None = None, *, environ: Mapping[str, str] | None = None) 
     """
     environ = os.environ if environ is None else environ
     found = find_file(path, environ=environ)
-    chosen, text = found or Path(DEFAULT_FILE), _read_text(found) if found else ""
+    return parse_text(_read_text(found) if found else "", found or Path(DEFAULT_FILE), environ)
+
+
+def parse_text(text: str, path: Path, environ: Mapping[str, str]) -> Config:
+    """Parse the text of a file, which need not exist yet, with the environment. Raises InvalidError as `load`."""
     try:
-        values = tomllib.loads(expand_variables(text, environ, chosen.parent / ENV_FILE))
+        values = tomllib.loads(expand_variables(text, environ, path.parent / ENV_FILE))
     except tomllib.TOMLDecodeError as error:
-        raise InvalidError(f"{chosen} is not TOML: {error}.", fix="Correct that line.") from error
+        raise InvalidError(f"{path} is not TOML: {error}.", fix="Correct that line.") from error
     overlay_environment(values, environ)
-    return parse(values, origin=str(chosen))
+    return parse(values, origin=str(path))
 
 
 def parse(values: Mapping[str, Any], *, origin: str) -> Config:

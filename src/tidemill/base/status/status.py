@@ -15,7 +15,7 @@ Invariants:
 - Age of a failure: a failed unit is reported until its position moves beyond the place of the failure, or it recovers.
   Retries do not make its failure younger. A paused unit (only an operator can repair it) is stuck immediately.
 - Progress: long work is *moving* while its progress counter moves, even if its position does not: a first snapshot or a
-  catch-up is not stuck. Work that is restarted at one position again and again is stuck: from the LIVES-th restart
+  catch-up is not stuck. Work that is restarted repeatedly at one position is stuck: from the LIVES-th restart
   there, progress does not count any more, and the age is retained.
 
 Positions are plain integers (an LSN, an offset sum, a time in ms), compared only within one stage.

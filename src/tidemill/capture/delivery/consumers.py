@@ -10,7 +10,7 @@ The sinks of a session are fixed when it starts. Flush notices go through the co
 notice sent while a commit is being handled is processed after that commit's registration.
 
 Invariant (isolation): no error that a tap raises, of any type, reaches the collector. The tap is informed that it
-ended, gets nothing more of that transaction, and starts afresh with the next one; it missed the changes in between.
+ended, gets nothing more of that transaction, and restarts with the next one; it missed the changes in between.
 
 Invariant (transaction boundaries): a tap joins at the beginning of a transaction. A removed tap gets nothing more, not
 even the rest of the current fragment.
@@ -246,7 +246,7 @@ class TapRegistry:
     def _end_tap(self, tap: Tap, error: BaseException) -> None:
         self.failures += 1
         self.last_error = error_sentence(error)
-        log.error("a tap failed and starts afresh", tap=type(tap).__name__, error=self.last_error, exc_info=error)
+        log.error("a tap failed and restarts", tap=type(tap).__name__, error=self.last_error, exc_info=error)
         self._active = [each for each in self._active if each is not tap]
         self._joining.append(tap)
         try:

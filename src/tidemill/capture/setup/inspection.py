@@ -5,20 +5,20 @@ The checks are those of `tidemill doctor`. All problems are returned, not only t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.capture.catalog.columns import read_attributes
-from tidemill.capture.catalog.foreign_publications import find_objections
+from tidemill.capture.catalog.foreign_publications import Objection, find_objections
 from tidemill.capture.catalog.table_choice import Refusal, choose_tables
 from tidemill.capture.catalog.table_discovery import TableInfo, list_tables
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.setup.privileges import find_replaced_identities
 from tidemill.capture.setup.publication import Identities
-from tidemill.capture.setup.server_checks import list_server_problems
+from tidemill.capture.setup.server_checks import find_server_problems
 from tidemill.capture.setup.statements import find_missing_statements
 
 
@@ -41,6 +41,7 @@ class Inspection(msgspec.Struct, frozen=True):
     problems    reasons why the whole server cannot be captured
     statements  SQL for an administrator, in order
     replaced_identities  by table: the identities that the statements replace, to be remembered for `capture drop`
+    other_schemas  further schemas with tables that can be captured, if the patterns are the default
     """
 
     version: int
@@ -50,6 +51,7 @@ class Inspection(msgspec.Struct, frozen=True):
     problems: tuple[InvalidError | UnavailableError, ...]
     statements: tuple[str, ...]
     replaced_identities: dict[str, Identities]
+    other_schemas: tuple[str, ...] = ()
 
 
 async def inspect_database(name: str, dsn: str, patterns: Sequence[str] = ()) -> Inspection:
@@ -61,7 +63,7 @@ async def inspect_database(name: str, dsn: str, patterns: Sequence[str] = ()) ->
     try:
         found = await list_tables(wire)
         config = CaptureConfig(name=name, dsn=dsn, tables=tuple(patterns) or default_patterns(found))
-        problems = await list_server_problems(wire, config)
+        problems = await find_server_problems(wire, config)
         objections = await find_objections(wire, config)
         choice = choose_tables(config.tables, found, wire.server_version, objections=objections)
         statements = await find_missing_statements(wire, config, choice.tables)
@@ -84,6 +86,7 @@ async def inspect_database(name: str, dsn: str, patterns: Sequence[str] = ()) ->
             tuple(problem.error for problem in problems),
             (*(problem.statement for problem in problems if problem.statement), *statements),
             await find_replaced_identities(wire, config, choice.tables, statements),
+            () if patterns else _other_schemas(found, config.tables, wire.server_version, objections),
         )
     finally:
         await wire.aclose()
@@ -95,3 +98,12 @@ def default_patterns(tables: Sequence[TableInfo]) -> tuple[str, ...]:
     """
     schemas = sorted({table.schema for table in tables})
     return ("public.*",) if "public" in schemas or not schemas else tuple(f"{schema}.*" for schema in schemas)
+
+
+def _other_schemas(
+    found: Sequence[TableInfo], patterns: Sequence[str], version: int, objections: Mapping[int, Objection]
+) -> tuple[str, ...]:
+    """Return the schemas that the default patterns omit and that have tables that can be captured."""
+    others = sorted({f"{table.schema}.*" for table in found} - set(patterns))
+    choice = choose_tables(others, found, version, objections=objections) if others else None
+    return tuple(sorted({table.schema for table in choice.tables})) if choice is not None else ()

@@ -29,6 +29,7 @@ from tidemill.capture.setup.server_checks import (
     check_server,
     find_server_problems,
     find_stream_problems,
+    read_server_facts,
 )
 from tidemill.capture.setup.statements import find_missing_statements, full_identity_statement
 
@@ -71,9 +72,10 @@ async def diagnose_capture(
     """
     wire = await PgConnection.connect(config.dsn, purpose="doctor")
     try:
-        facts, problems = await find_server_problems(wire, config)
-        if facts.version < OLDEST_VERSION:
+        problems: list[TidemillError] = [problem.error for problem in await find_server_problems(wire, config)]
+        if wire.server_version < OLDEST_VERSION:
             return "", problems
+        facts = await read_server_facts(wire)
         if not any(isinstance(problem, UnavailableError) for problem in problems):  # a standby has no WAL position
             problems += await find_stream_problems(wire, config)
         try:

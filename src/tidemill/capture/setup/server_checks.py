@@ -80,24 +80,21 @@ async def check_server(wire: PgConnection, config: CaptureConfig) -> ServerFacts
     """Check the settings of the server and the privileges of the role. Raises InvalidError, which names the missing
     setting or privilege and the statement that sets it, and UnavailableError.
     """
-    facts, problems = await find_server_problems(wire, config)
+    problems = await find_server_problems(wire, config)
     if problems:
-        raise problems[0]
-    return facts
+        raise problems[0].error
+    return await read_server_facts(wire)
 
 
-async def find_server_problems(wire: PgConnection, config: CaptureConfig) -> tuple[ServerFacts, list[TidemillError]]:
-    """Return facts about the server, and every setting and privilege that prevents a capture. Only reads."""
-    problems: list[TidemillError] = [problem.error for problem in await list_server_problems(wire, config)]
-    if wire.server_version < OLDEST_VERSION:
-        return ServerFacts(wire.server_version, "", 0), problems
+async def read_server_facts(wire: PgConnection) -> ServerFacts:
+    """Return facts about a server that is not older than `OLDEST_VERSION`."""
     sender_timeout = await wire.value("SELECT setting::int FROM pg_settings WHERE name = 'wal_sender_timeout'")
     system_id = await wire.value("SELECT system_identifier FROM pg_control_system()")
-    return ServerFacts(wire.server_version, system_id or "", int(sender_timeout or 0)), problems
+    return ServerFacts(wire.server_version, system_id or "", int(sender_timeout or 0))
 
 
-async def list_server_problems(wire: PgConnection, config: CaptureConfig) -> list[ServerProblem]:
-    """Return everything about the server and the role that prevents the capture, the most basic first.
+async def find_server_problems(wire: PgConnection, config: CaptureConfig) -> list[ServerProblem]:
+    """Return everything about the server and the role that prevents the capture, the most basic first. Only reads.
 
     Managed services have their own switches instead of `ALTER SYSTEM` and `ALTER ROLE`: a parameter of Amazon RDS
     (rds.logical_replication) and of Cloud SQL (cloudsql.logical_decoding), and RDS's role rds_replication.

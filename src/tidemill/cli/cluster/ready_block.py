@@ -17,6 +17,11 @@ DEAD_LETTERS = ".dead_letters"
 READABLE = (StageState.IDLE, StageState.MOVING, StageState.WAITING)
 
 
+def local_url(config: Config) -> str:
+    """Return the URL of the node's HTTP server for a client on this machine."""
+    return f"{'https' if config.http.tls else 'http'}://{Address.parse(config.node.http).reachable}"
+
+
 def ready_block(config: Config, path: str, reports: Sequence[StatusReport], now_ms: int, waited_s: float) -> str:
     """Return the block, or "" as long as nothing is readable. `path` is the configuration's file, if one was named."""
     marks = derive_statuses(reports, now_ms)
@@ -24,7 +29,7 @@ def ready_block(config: Config, path: str, reports: Sequence[StatusReport], now_
     if node is None or node.state not in READABLE:
         return ""
     named = f" -c {path}" if path else ""
-    base = f"{'https' if config.http.tls else 'http'}://{Address.parse(config.node.http).reachable}"
+    base = local_url(config)
     token = ' -H "Authorization: Bearer $TOKEN"' if config.http.authenticate else ""
     lines = [("page", f"{base}/")]
     if config.pipeline:

@@ -194,7 +194,7 @@ Show = Callable[[], object]
 
 
 def watch_screen(config: Path | None, make: Callable[[OpenConsensus, ExitStack], Show]) -> NoReturn:
-    """Show something again and again, until Ctrl-C. Resources that `make` puts on the stack stay open between turns.
+    """Show something repeatedly, until Ctrl-C. Resources that `make` puts on the stack stay open between turns.
 
     A cluster that becomes unavailable does not end it: the error is shown instead, and a connection that closed is
     opened again. Raises what the first opening raises.

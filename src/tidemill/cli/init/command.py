@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from tidemill.base.config.config import load
+from tidemill.base.config.config import Config, parse_text
 from tidemill.base.config.environment import ENV_FILE
 from tidemill.base.config.sections import NAME, NOT_A_NAME
 from tidemill.base.errors import InvalidError
@@ -17,8 +17,9 @@ from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.capture.postgres.connection import database_name, describe_dsn
 from tidemill.capture.setup.inspection import Inspection, inspect_database
 from tidemill.cli.cluster.capture_checks import store_prior_identities
+from tidemill.cli.cluster.ready_block import local_url
 from tidemill.cli.context import EXIT_FAILED
-from tidemill.cli.init.files import CONFIG_FILE, PRIVATE, file_texts
+from tidemill.cli.init.files import CONFIG_FILE, PAGE_DIRECTORY, PRIVATE, file_texts
 from tidemill.cli.init.plan import Plan, capture_name, make_plan
 from tidemill.cli.output.output import TABLE, Output
 
@@ -52,9 +53,12 @@ def init(
         found = portal.call(inspect_database(capture, dsn, tables or ()))
     if not found.tables:
         reasons = "; ".join(refusal.reason.rstrip(".") for refusal in found.refused.values())
-        raise InvalidError(f"no table can be captured, and nothing was written: {reasons}.", fix="Correct one of them.")
+        others = " ".join(f"--tables '{schema}.*'" for schema in found.other_schemas)
+        fix = f"Correct one of them, or add {others}" if others else "Correct one of them."
+        raise InvalidError(f"no table can be captured, and nothing was written: {reasons}.", fix=fix)
     plan = make_plan(capture, found)
     texts = file_texts(plan, dsn)
+    config = parse_text(texts[CONFIG_FILE], directory / CONFIG_FILE, {**os.environ, plan.variable: dsn})
     existing = [path for path in texts if (directory / path).exists()]
     for path, text in texts.items():
         if path not in existing:
@@ -62,10 +66,9 @@ def init(
     created = [path for path in texts if path not in existing]
     if found.replaced_identities:
         with BlockingPortal() as portal:
-            config = load(directory / CONFIG_FILE, environ={**os.environ, plan.variable: dsn})
             portal.call(store_prior_identities(config, capture, found.replaced_identities))
     if out.is_text:
-        _print(directory, dsn, plan, found, created, existing)
+        _print(directory, dsn, plan, found, created, existing, config)
     else:
         rows = [{"name": table.name, "source": table.source} for table in plan.tables]
         out.rows(rows, value=_to_value(plan, found, created, existing))
@@ -81,12 +84,12 @@ def _write(path: Path, text: str, *, private: bool) -> None:
         file.write(text)
 
 
-def next_commands(directory: Path, plan: Plan) -> list[tuple[str, str]]:
+def next_commands(directory: Path, plan: Plan, config: Config) -> list[tuple[str, str]]:
     """Return the next five commands, each with a comment."""
     commands = [
         (f"cd {shlex.quote(str(directory))}", ""),
         ("tidemill doctor", "checks this machine and the database"),
-        ("tidemill up", "then open http://127.0.0.1:8600/app/"),
+        ("tidemill up", f"then open {local_url(config)}/{PAGE_DIRECTORY}/"),
         ("tidemill status", "in another terminal"),
         (f"tidemill sql 'SELECT * FROM {plan.count.name}'", "a table that Spark maintains"),
         (f"tidemill why {plan.shown.name}", "how fresh a table is, and what blocks it"),
@@ -99,6 +102,7 @@ def _to_value(plan: Plan, found: Inspection, created: list[str], existing: list[
         "capture": plan.capture,
         "tables": {table.name: table.source for table in plan.tables},
         "refused": {name: refusal.reason for name, refusal in found.refused.items()},
+        "other_schemas": list(found.other_schemas),
         "problems": [{"problem": error.message, "fix": error.fix} for error in found.problems],
         "statements": list(found.statements),
         "created": created,
@@ -106,13 +110,17 @@ def _to_value(plan: Plan, found: Inspection, created: list[str], existing: list[
     }
 
 
-def _print(directory: Path, dsn: str, plan: Plan, found: Inspection, created: list[str], existing: list[str]) -> None:
+def _print(
+    directory: Path, dsn: str, plan: Plan, found: Inspection, created: list[str], existing: list[str], config: Config
+) -> None:
     version = f"{found.version // 10_000}.{found.version % 10_000}"
     print(f"PostgreSQL {version}  {describe_dsn(dsn)}")
     count = len(plan.tables)
     print(f"  {count} {'table' if count == 1 else 'tables'}: {', '.join(table.source for table in plan.tables)}")
     for refusal in found.refused.values():
         print(f"  not captured: {refusal.reason} {refusal.fix}")
+    if plan.other_schemas:
+        print(f"  not captured: schemas {', '.join(plan.other_schemas)}; {CONFIG_FILE} has the line that captures them")
     for error in found.problems:
         print(f"  {error}")
     if found.statements:
@@ -121,7 +129,7 @@ def _print(directory: Path, dsn: str, plan: Plan, found: Inspection, created: li
     for path in existing:
         note = f"; add {plan.variable} to it" if path == ENV_FILE else ""
         print(f"  kept, because it exists: {path}{note}")
-    commands = next_commands(directory, plan)
+    commands = next_commands(directory, plan, config)
     width = max(len(command) for command, _ in commands)
     print("next:")
     for command, note in commands:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from importlib.resources import files
 
 from tidemill.base.config.environment import ENV_FILE, env_line
@@ -31,12 +32,12 @@ kafka = "127.0.0.1:9092"      # Kafka clients
 [capture.{capture}]
 dsn = "${{{variable}}}"
 tables = {patterns}  # with * and ?; "!public.audit_*" excludes
-
+{others}
 # Tables that Spark maintains.
 [pipeline.{capture}]
 file = "{pipeline}"
 
-# http://127.0.0.1:8600/app/
+# Pages of the node, here at /app/.
 [http.pages]
 app = "{page}"
 """
@@ -74,7 +75,8 @@ def file_texts(plan: Plan, dsn: str) -> dict[str, str]:
         CONFIG_FILE: _CONFIG.format(
             capture=plan.capture,
             variable=plan.variable,
-            patterns=json.dumps(list(plan.patterns), ensure_ascii=False),
+            patterns=_patterns_text(plan.patterns),
+            others=_other_schemas_text(plan),
             pipeline=PIPELINE_FILE,
             page=PAGE_DIRECTORY,
         ),
@@ -99,6 +101,21 @@ def _pipeline_text(plan: Plan) -> str:
         name=plan.count.name,
         expression=f'{rows}.groupBy("{column or "name"}").count()',
     )
+
+
+def _patterns_text(patterns: Sequence[str]) -> str:
+    return json.dumps(list(patterns), ensure_ascii=False)
+
+
+def _other_schemas_text(plan: Plan) -> str:
+    """Return a comment with the line that also captures the other schemas, "" if every schema is captured."""
+    if not plan.other_schemas:
+        return ""
+    everything = _patterns_text([*plan.patterns, *(f"{schema}.*" for schema in plan.other_schemas)])
+    return f"""\
+# Other schemas have tables, too. To capture them, replace the line, and add their tables to {PIPELINE_FILE}:
+# tables = {everything}
+"""
 
 
 def _text(value: str) -> str:

@@ -34,13 +34,15 @@ class PlannedCount(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True):
-    """Contents of a new cluster's files. `shown`: the table of the page."""
+    """Contents of a new cluster's files. `shown`: the table of the page. `other_schemas`: schemas that the patterns
+    omit."""
 
     capture: str
     patterns: tuple[str, ...]
     tables: tuple[PlannedTable, ...]
     count: PlannedCount
     shown: PlannedTable
+    other_schemas: tuple[str, ...] = ()
 
     @property
     def variable(self) -> str:
@@ -62,7 +64,7 @@ def make_plan(capture: str, found: Inspection) -> Plan:
     at = min(range(len(tables)), key=lambda n: _rank(columns[n]))
     name = _unused(f"{names[at]}_by_{columns[at]}" if columns[at] else f"{names[at]}_count", set(names))
     count = PlannedCount(name, tables[at], columns[at])
-    return Plan(capture, found.patterns, tables, count, shown=tables[at])
+    return Plan(capture, found.patterns, tables, count, tables[at], found.other_schemas)
 
 
 def _table_names(tables: Sequence[FoundTable]) -> list[str]:

@@ -58,7 +58,7 @@ class Output:
 
     @property
     def is_text(self) -> bool:
-        """True if a person reads the output, so that sentences may stand around tables."""
+        """True if a person reads the output, so that sentences may be printed with tables."""
         return self.form is Form.TABLE
 
     def rows(

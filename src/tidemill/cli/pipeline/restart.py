@@ -14,7 +14,7 @@ import typer
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.status.drivers import driver_reports, processes_sharing_driver
 from tidemill.base.status.status import StatusReport, this_process
-from tidemill.cli.context import ConfigOption, DryRunOption, OpenStores, open_stores
+from tidemill.cli.context import DRY_RUN, ConfigOption, DryRunOption, OpenStores, open_stores
 from tidemill.cli.output.output import TABLE, Output
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.node.supervise.driver_instances import is_driver, is_local_live_driver
@@ -54,7 +54,8 @@ def restart(
         for report in found:
             others = processes_sharing_driver(report, reports, opened.clock.now_ms())
             if dry_run:
-                done.append({"process": report.process, "before": report.pid, "with": sorted(others), "dry_run": True})
+                _require_local_driver(report)
+                done.append({"process": report.process, "before": report.pid, "with": sorted(others)})
                 continue
             if others and out.is_text:
                 notice = f"its driver, pid {report.pid}, also runs {', '.join(others)}: all of them restart"
@@ -64,6 +65,8 @@ def restart(
                 print(f"{report.process}: pid {done[-1]['before']} → {done[-1]['pid']}", flush=True)
     if dry_run and out.is_text:
         print("dry run: restart these drivers")
+    elif dry_run:
+        done = [{**DRY_RUN, **row} for row in done]
     if dry_run or not out.is_text:
         out.rows(done)
 
@@ -76,17 +79,7 @@ def restart_driver(opened: OpenStores, report: StatusReport, others: Collection[
     it. SIGTERM ends it at a batch boundary. A stopped driver (SIGSTOP) would not receive SIGTERM and gets SIGKILL,
     which loses no data.
     """
-    _, host = this_process()
-    if report.host != host:
-        raise InvalidError(
-            f"the driver runs on another machine: process={report.process} host={report.host}.",
-            fix=f"Run `tidemill pipeline restart` on {report.host}.",
-        )
-    if not is_driver(report.pid):
-        raise InvalidError(
-            f"the driver is gone: process={report.process} pid={report.pid}.",
-            fix="Start it: tidemill pipeline run. Restart a run in the session of another program there.",
-        )
+    _require_local_driver(report)
     os.kill(report.pid, signal.SIGKILL if _is_stopped(report.pid) else signal.SIGTERM)
     board, portal = StatusBoard(opened.consensus, opened.rand), opened.portal
     until_s = opened.clock.monotonic_s() + RESTART_TIMEOUT_S
@@ -100,6 +93,21 @@ def restart_driver(opened: OpenStores, report: StatusReport, others: Collection[
         f"the driver ended and was not restarted: process={report.process}.",
         fix="Run it supervised: tidemill up, or tidemill pipeline run.",
     )
+
+
+def _require_local_driver(report: StatusReport) -> None:
+    """Raise InvalidError if the driver runs on another machine or is gone."""
+    _, host = this_process()
+    if report.host != host:
+        raise InvalidError(
+            f"the driver runs on another machine: process={report.process} host={report.host}.",
+            fix=f"Run `tidemill pipeline restart` on {report.host}.",
+        )
+    if not is_driver(report.pid):
+        raise InvalidError(
+            f"the driver is gone: process={report.process} pid={report.pid}.",
+            fix="Start it: tidemill pipeline run. Restart a run in the session of another program there.",
+        )
 
 
 def _is_stopped(pid: int) -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
-from tidemill.cli.context import ConfigOption, DryRunOption, YesOption, confirm, open_stores
+from tidemill.cli.context import DRY_RUN, ConfigOption, DryRunOption, YesOption, confirm, open_stores
 from tidemill.cli.output.output import TABLE, Output
 
 if TYPE_CHECKING:
@@ -83,9 +83,12 @@ def delete(
             what = "; ".join(map(_format_rule, rules))
             confirm(f"Delete these rules: {what}?", yes=yes, out=out)
             opened.portal.call(rulebook.delete(rules))
+    rows: list[dict[str, object]] = [dict(_rule_fields(rule)) for rule in rules]
     if dry_run and out.is_text:
         print("dry run: delete these rules")
-    _print_rules(rules, out)
+    elif dry_run:
+        rows = [{**DRY_RUN, **row} for row in rows]
+    out.rows(rows)
 
 
 def _build_rules(named: RuleOptions) -> list[AclRule]:

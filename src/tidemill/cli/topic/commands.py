@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.cli.context import (
+    DRY_RUN,
     ConfigOption,
     DryRunOption,
     OldForce,
@@ -88,7 +89,7 @@ def alter(
         else:
             _find_topic(opened, name)
             row = opened.portal.call(opened.catalogue.change_topic(name, changed))
-        _print_topic(_topic_fields(opened, row), out)
+        _print_topic(_topic_fields(opened, row), out, dry_run=dry_run)
 
 
 def parse_config_changes(settings: list[str] | None, unset: list[str] | None) -> list[ConfigChange]:
@@ -178,12 +179,13 @@ def _topic_fields(opened: OpenStores, row: TopicRow) -> dict[str, Any]:
     }
 
 
-def _print_topic(row: dict[str, Any], out: Output) -> None:
+def _print_topic(row: dict[str, Any], out: Output, *, dry_run: bool = False) -> None:
     """Print one topic: as JSON the same list as `topic list`, as rows one for each partition."""
     if out.is_text:
         print(f"{row['topic']}  {row['kind']}  id {row['topic_id']}  records {row['records']:,}")
         for key, value in sorted(row["configs"].items()):
             print(f"  {key} = {value}")
     ends = enumerate(row["high_watermarks"])
-    partitions = [{"topic": row["topic"], "partition": index, "high_watermark": end} for index, end in ends]
-    out.rows(partitions, [Column("partition"), Column("high watermark", "high_watermark")], value=[row])
+    mark = DRY_RUN if dry_run else {}
+    partitions = [{**mark, "topic": row["topic"], "partition": index, "high_watermark": end} for index, end in ends]
+    out.rows(partitions, [Column("partition"), Column("high watermark", "high_watermark")], value=[{**mark, **row}])

@@ -77,4 +77,4 @@ async def read_server_life(connection: Connection) -> str:
 
 
 class StandbyError(psycopg.OperationalError):
-    """Retried like a server that is away: it may be promoted, or the next host of the URL may be the primary."""
+    """Retried as if the server did not answer: it may be promoted, or the URL's next host may be the primary."""

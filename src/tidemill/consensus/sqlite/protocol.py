@@ -1,4 +1,4 @@
-"""The protocol between clients and the sequencer: requests may be pipelined, answers come back in any order.
+"""The protocol between clients and the sequencer: requests may be pipelined, answers arrive in any order.
 
     frame     length uint32 little-endian | body (msgpack): a list of requests, or a list of answers
     request   [id, [tag, field, …]]          id counts from 1 per client; tags: `operations`, 20 Hello, 21 CancelWait

@@ -184,7 +184,7 @@ class CaptureTableRow(msgspec.Struct, frozen=True):
 
     state        reason, fix                    paused_lsn
     captured     -, or why it is re-snapshotted 0                    it flows, or is being copied (no `snapshot` yet)
-    parked       the difference; the way out    first commit not     paused: the topic holds every commit below, none
+    parked       the difference; the fix        first commit not     paused: the topic holds every commit below, none
                                                 carried              from there on. Only a new copy repairs it
     dropped      that it is gone                same                 dropped from the source, or no longer wanted
     refused      why; what to change            0                    cannot be captured in its present state; retried

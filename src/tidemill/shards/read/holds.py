@@ -88,8 +88,8 @@ async def hold_during(
     """Keep every time ≥ `since` readable inside the context, and the batches chosen there. `reader` names this use
     only.
 
-    Raises HistoryLostError (since is below the shard's), UnavailableError (too many holds, or consensus is away),
-    UnknownOutcomeError. A hold that could not be renewed lapses: the reads then raise HistoryLostError.
+    Raises HistoryLostError (since is below the shard's), UnavailableError (too many holds, or consensus does not
+    answer), UnknownOutcomeError. A hold that could not be renewed lapses: the reads then raise HistoryLostError.
     """
     await shard.set_hold(reader, since, ttl_ms)
 

@@ -3,7 +3,7 @@
     t = min(uppers of the inputs) - 1 → the function on the contents at t → difference to the output → append
 
 A thread computes it at intervals, so no streaming query waits for it. If no input changed, the function is not called,
-but the output's upper advances all the same.
+but the output's upper still advances.
 Invariant (exact at computed times): at the times for which it was computed, the output is exactly the function of its
 inputs; between them it does not change.
 

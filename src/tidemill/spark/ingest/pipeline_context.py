@@ -10,6 +10,7 @@ large/           an oversized step that was interrupted
 checkpoints/     every process creates them again
 archive/         code that is sent to executors that lack it (code_shipping.py)
 spark-local/     Spark's shuffle files; a killed JVM leaves its files behind
+sockets/         sockets between the JVM and Python, of which a killed process leaves some behind
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 
 MIRRORS = "mirrors"
 """Name of the directory of mirrors in a pipeline's scratch directory."""
-RECREATED = ("derived", "large", "checkpoints", "spark-local", "archive")
+RECREATED = ("derived", "large", "checkpoints", "spark-local", "sockets", "archive")
 LOCK_ATTEMPTS = 50
 STORAGE_RETRY_S = 1.0
 

@@ -75,7 +75,7 @@ class PipelineRun:
         return not self._ended.is_set()
 
     def stop(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
-        """Stop at the end of the current steps. Raises TimeoutError if that takes longer; it stops all the same."""
+        """Stop at the end of the current steps. Raises TimeoutError if that takes longer; the run still stops."""
         self._stopping.set()
         if not self._ended.wait(timeout_s):
             raise TimeoutError(f"pipeline {self.name} is still stopping after {timeout_s:g} s")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 import tidemill
 from tidemill.base.errors import UnavailableError
+from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.spark.session.cds_archive import archive_options
 from tidemill.spark.session.java import ensure_spark_home, export_java, find_bash, find_java
 from tidemill.spark.session.python_worker import BUILT_SETTING
@@ -30,6 +31,14 @@ QUOTED_BYTES, WORDS_LINES = 4096, 4
 """Limits of the quoted output of a JVM that exited."""
 LOCAL_DIRECTORY = "spark-local"
 """Directory of Spark's shuffles and blocks in the scratch directory."""
+SOCKETS_DIRECTORY = "sockets"
+"""Directory of the sockets between the JVM and Python in the scratch directory. A killed process leaves its own
+behind; Spark's default, java.io.tmpdir, is never swept."""
+SOCKETS_SETTING = "spark.python.unix.domain.socket.dir"
+SOCKET_PATH_BYTES_MAX = 107
+"""sun_path without its NUL. Source: unix(7)"""
+SOCKET_NAME_BYTES = len(".01234567-89ab-cdef-0123-456789abcdef.sock")
+"""Length of the names that Spark gives to its sockets."""
 PYTHON_SETTING = "spark.pyspark.python"
 CHECKPOINT_MANAGER_SETTING = "spark.sql.streaming.checkpointFileManagerClass"
 
@@ -134,6 +143,10 @@ def session_settings(
     }
     if scratch is not None:
         found["spark.sql.warehouse.dir"] = str(scratch / "warehouse")
+        sockets = scratch.absolute() / SOCKETS_DIRECTORY
+        # Executors on other machines do not have the directory.
+        if is_local(master) and len(os.fsencode(sockets)) + 1 + SOCKET_NAME_BYTES <= SOCKET_PATH_BYTES_MAX:
+            found[SOCKETS_SETTING] = str(sockets)
     return found
 
 
@@ -174,6 +187,8 @@ def build_session(
 
     builder = SparkSession.builder.appName(app_name).master(master)
     ours = session_settings(master, scratch=scratch, driver_memory=driver_memory, quick=quick)
+    if SOCKETS_SETTING in ours:
+        make_private_directory(Path(ours[SOCKETS_SETTING]))
     for key, value in {**ours, **(extra or {}), BUILT_SETTING: "true"}.items():
         builder = builder.config(key, value)
     with _planner_python_path(python), _report_jvm_output():
