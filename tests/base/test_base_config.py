@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tidemill.base.config.config import load, parse
-from tidemill.base.config.env_file import env_line
+from tidemill.base.config.environment import env_line
 from tidemill.base.config.listeners import HttpSection
 from tidemill.base.config.shapes import ShapesSection
 from tidemill.base.errors import InvalidError

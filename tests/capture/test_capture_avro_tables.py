@@ -31,7 +31,7 @@ from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.node.http.server import HttpServer
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registry import LocalSchemaRegistrar, Registry
-from tidemill.registry.schema_types import SubmittedSchema
+from tidemill.registry.schema import SubmittedSchema
 from tidemill.shards.api import run_inline
 from tidemill.topics.batch import Record
 

@@ -105,7 +105,7 @@ def test_a_pipeline_without_spark_names_the_extra(tmp_path: Path, monkeypatch: p
     import sys
 
     monkeypatch.setitem(sys.modules, "pyspark", None)
-    monkeypatch.setattr("tidemill.base.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("tidemill.base.libraries.find_spec", lambda name: None)
     configure(tmp_path, shop=VALID, needs="import pyspark.sql\n" + VALID)
     found = checked(tmp_path, 1)
     assert found["spark"][0]["found"] == "pyspark is not installed."

@@ -9,7 +9,7 @@ from support.waiting import DEADLINE_S
 
 ARROW = """
 import sys
-from tidemill.base.runtime.hidden_modules import hide_modules
+from tidemill.base.libraries import hide_modules
 hide_modules("pandas", "hypothesis")
 import tidemill.node.node
 import numpy as np, pyarrow as pa, pyarrow.json, pyarrow.parquet

@@ -130,7 +130,7 @@ def test_with_arguments_that_are_too_many_or_missing(tmp_path: Path, line: str) 
 WITHOUT_EXTRAS = """
 import io, json, sys, tempfile
 from pathlib import Path
-from tidemill.base.extras import EXTRA_OF
+from tidemill.base.libraries import EXTRA_OF
 
 class Hidden:
     @staticmethod

@@ -347,7 +347,7 @@ async def test_a_manifest_of_unknown_fate_or_a_newer_epoch_breaks_the_database(
     await database.aclose()
     world.objects.before_put = failing("manifest/", kind("no"))
     database = await world.open(background=True)
-    await until(lambda: database.end_reason is not None)
+    await until(lambda: database.lifecycle.end_reason is not None)
     for broken in (database.background.collect_garbage, database.background.compact, database.flush):
         with pytest.raises(kind):
             await broken()

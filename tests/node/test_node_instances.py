@@ -7,14 +7,9 @@ from hypothesis import strategies as st
 
 from tidemill.base.config.config import Config
 from tidemill.base.limits import STATUS_BLIND_AFTER_MS
-from tidemill.base.status.drivers import pipeline_of
+from tidemill.base.status.drivers import instance_name, label_and_number, pipeline_of, process_name
 from tidemill.base.status.status import StatusReport
-from tidemill.node.supervise.driver_instances import (
-    forgettable_drivers,
-    instance_name,
-    label_and_number,
-    process_name,
-)
+from tidemill.node.supervise.driver_instances import forgettable_drivers
 from tidemill.node.supervise.processes import supervised_pipelines
 
 NOW_MS = 1_000_000

@@ -15,7 +15,7 @@ import pytest
 
 from support.cli.cluster import Cluster
 from tidemill import __version__
-from tidemill.base.extras import EXTRA_OF
+from tidemill.base.libraries import EXTRA_OF
 
 ROOT = Path(__file__).parents[2]
 UV = str(Path(sys.executable).with_name("uv"))

@@ -15,8 +15,8 @@ from support.registry.world import record
 from tidemill.metastore.rows.registry import Reference, SchemaRow
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.limits import StepBudget
-from tidemill.registry.parsed_schema import ParsedSchema
-from tidemill.registry.schema_types import SubmittedSchema, find_problems, parse_schema, versions_to_compare
+from tidemill.registry.schema import ParsedSchema, SubmittedSchema
+from tidemill.registry.schema_types import find_problems, parse_schema, versions_to_compare
 
 
 def avro(text: str) -> ParsedSchema:

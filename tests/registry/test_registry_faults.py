@@ -16,7 +16,8 @@ from tidemill.base.errors import FencedError, UnavailableError, UnknownOutcomeEr
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.protobuf import compile as compiler
 from tidemill.registry.registry import Registry
-from tidemill.registry.schema_types import SubmittedSchema, parse_schema
+from tidemill.registry.schema import SubmittedSchema
+from tidemill.registry.schema_types import parse_schema
 
 STRINGS = {"type": "string"}
 CHAIN = {f"d{n}": {"$ref": f"#/$defs/d{n + 1}"} for n in range(2_000)}

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tidemill.metastore.rows.registry import Reference, SchemaRow
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.limits import StepBudget
-from tidemill.registry.parsed_schema import ParsedSchema
-from tidemill.registry.schema_types import SubmittedSchema, find_problems, parse_schema
+from tidemill.registry.schema import ParsedSchema, SubmittedSchema
+from tidemill.registry.schema_types import find_problems, parse_schema
 
 
 def parsed(schema: Any) -> ParsedSchema:

@@ -7,10 +7,10 @@ import pytest
 from tidemill.metastore.rows.registry import Reference, SchemaRow
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.limits import StepBudget
-from tidemill.registry.parsed_schema import ParsedSchema
 from tidemill.registry.protobuf import compile as compiler
 from tidemill.registry.protobuf.parse import encode_descriptor
-from tidemill.registry.schema_types import SubmittedSchema, find_problems, parse_schema, submitted_from_row
+from tidemill.registry.schema import ParsedSchema, SubmittedSchema
+from tidemill.registry.schema_types import find_problems, parse_schema, submitted_from_row
 
 pytestmark = pytest.mark.processes
 

@@ -7,7 +7,8 @@ from google.protobuf import descriptor_pb2
 
 from tidemill.registry.protobuf.parse import encode_descriptor
 from tidemill.registry.protobuf.text import proto_text
-from tidemill.registry.schema_types import SubmittedSchema, parse_schema
+from tidemill.registry.schema import SubmittedSchema
+from tidemill.registry.schema_types import parse_schema
 
 TEXTS = {
     "proto3": r"""

@@ -16,7 +16,7 @@ from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERS
 from tidemill.metastore.rows.registry import RegistryHeadRow
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.registry import Registry
-from tidemill.registry.schema_types import SubmittedSchema
+from tidemill.registry.schema import SubmittedSchema
 from tidemill.registry.transitions import Change
 
 

@@ -12,7 +12,7 @@ from tidemill.maintenance.restore.restore import SCHEMA_IDS_SKIPPED, Restorer
 from tidemill.metastore.rows import DIGESTS, REFERRERS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
 from tidemill.metastore.rows.registry import Reference
 from tidemill.registry.registry import Registry
-from tidemill.registry.schema_types import SubmittedSchema
+from tidemill.registry.schema import SubmittedSchema
 
 INNER = SubmittedSchema("AVRO", record("x:int", name="n.Inner"))
 OUTER = SubmittedSchema("AVRO", record("i:n.Inner", name="n.Outer"), (Reference("n.Inner", "inner", 1),))

@@ -344,7 +344,7 @@ async def test_st9_however_often_a_log_is_restored_and_the_stream_brings_all_of_
             while sink.run_slice(ENDLESS):
                 pass
             await store.flush()
-        await store._clear_leftovers()
+        await store._sweep.run()
         found = [await whole(log) for log in logs if log.key in store.logs]
         if number:
             assert not file.clear_leftovers(2), "nothing is left of the one that ended"

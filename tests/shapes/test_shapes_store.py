@@ -145,7 +145,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def clear(self) -> None:
-        self.go(self.store._clear_leftovers())
+        self.go(self.store._sweep.run())
 
     @rule(claimed=st.booleans())
     def die_and_come_back(self, claimed: bool) -> None:
@@ -305,7 +305,7 @@ async def test_st10_a_base_that_was_cut_off_is_not_restored_and_leaves_the_disk(
     assert [saved.handle for saved in await again.read_saved()] == ["h1"]
     assert file.find_leftovers() == [half.key]
     assert again.create_log().key > half.key, "an id is not used again while anything of it is left"
-    await again._clear_leftovers()
+    await again._sweep.run()
     assert file.find_leftovers() == []
     file.release()
 

@@ -26,6 +26,13 @@ MAX_FILES = 13
 """Limit of the modules of a folder, plus the one that describes it."""
 LARGE_FOLDERS = {f"src/tidemill/{name}" for name in ("kafka/handlers", "metastore/rows", "metastore/lsm")}
 """Folders with one module per API key or row family, and the LSM, which is one algorithm."""
+SMALL_LINES = 60
+SMALL_FILES_MAX = 39
+"""Limit of the modules of the product below SMALL_LINES, which are usually part of another. About half are handlers."""
+PARAMETERS_MAX = 7
+LONG_SIGNATURES_MAX = 9
+"""Limit of the functions of the product with more than PARAMETERS_MAX parameters besides `self` and `cls`."""
+METHODS_MAX = 25
 
 RAW_CALLS = {
     ("time", "time"),
@@ -101,6 +108,41 @@ def test_folders_stay_readable() -> None:
     count = Counter(path.parent.relative_to(ROOT).as_posix() for path in FILES)
     large = {folder: files for folder, files in count.items() if files > MAX_FILES and folder not in LARGE_FOLDERS}
     assert not large, f"make a folder for each stage of the flow: {large}"
+
+
+def test_few_modules_are_small() -> None:
+    modules = [path for path in FILES if path.is_relative_to(SOURCE) and path.name != "__init__.py"]
+    small = [relative(path) for path in modules if path.read_text().count("\n") < SMALL_LINES]
+    assert len(small) <= SMALL_FILES_MAX, f"{len(small)} modules are small, merge one into what it serves: {small}"
+
+
+def test_few_functions_take_many_parameters() -> None:
+    long = [
+        f"{relative(path)}:{node.lineno} {node.name}"
+        for path in FILES
+        if path.is_relative_to(SOURCE)
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and parameter_count(node.args) > PARAMETERS_MAX
+    ]
+    assert len(long) <= LONG_SIGNATURES_MAX, f"group parameters that travel together: {long}"
+
+
+def parameter_count(arguments: ast.arguments) -> int:
+    """Return the number of parameters besides `self` and `cls`."""
+    found = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    own = bool(found) and found[0].arg in ("self", "cls")
+    return len(found) - own + (arguments.vararg is not None) + (arguments.kwarg is not None)
+
+
+def test_classes_stay_readable() -> None:
+    large = [
+        f"{relative(path)}:{node.lineno} {node.name}"
+        for path in FILES
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef)
+        and sum(isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) for each in node.body) > METHODS_MAX
+    ]
+    assert not large, f"split off a part with its own state and invariant: {large}"
 
 
 @pytest.mark.parametrize("path", [p for p in FILES if p.name in PURE_NAMES], ids=relative)

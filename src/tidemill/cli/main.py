@@ -23,8 +23,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from tidemill.base.errors import TidemillError
-from tidemill.base.extras import missing_extra
-from tidemill.base.runtime.hidden_modules import hide_modules
+from tidemill.base.libraries import hide_modules, missing_extra
 from tidemill.cli.context import (
     EXIT_BAD_INPUT,
     EXIT_GOOD,

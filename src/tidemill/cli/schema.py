@@ -14,7 +14,7 @@ from tidemill.cli.output.output import TABLE, Output
 if TYPE_CHECKING:
     from tidemill.metastore.rows.registry import Reference
     from tidemill.registry.registry import Registry
-    from tidemill.registry.schema_types import SubmittedSchema
+    from tidemill.registry.schema import SubmittedSchema
 
 app = typer.Typer(help="List, show, register, delete and check schemas.", no_args_is_help=True)
 Subject = Annotated[str, typer.Argument(help="Subject name; Kafka clients use TOPIC-value and TOPIC-key.")]
@@ -150,7 +150,7 @@ def _checked_subject(subject: str) -> str:
 
 
 def _read_schema_file(file: Path, kind: str, references: list[str] | None, normalize: bool) -> SubmittedSchema:
-    from tidemill.registry.schema_types import SubmittedSchema
+    from tidemill.registry.schema import SubmittedSchema
 
     kind = kind.upper() or KINDS.get(file.suffix, "")
     if not kind:

@@ -16,10 +16,10 @@ from pathlib import Path
 from tidemill.base.clock import TEST_CLOCK
 from tidemill.base.config.config import Config
 from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolledBackError
+from tidemill.base.libraries import hide_modules
 from tidemill.base.limits import MIB
 from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
-from tidemill.base.runtime.hidden_modules import hide_modules
 from tidemill.base.runtime.memory_budget import retain_freed_memory
 from tidemill.base.status.logging import configure_logs
 from tidemill.console.app import console_routes

@@ -1,11 +1,17 @@
-"""State that every engine stores in the same form: rows of leases, and the clock by which they expire."""
+"""State of an engine: how an operation reads and writes it, rows of leases, and the clock by which they expire."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
 from tidemill.base.clock import Clock
-from tidemill.consensus.api import Lease, LogHead, LogRecord
+from tidemill.consensus.api import Changes, Lease, LogHead, LogRecord, Versioned
+
+if TYPE_CHECKING:
+    from tidemill.consensus.operations import Append, Changed, Read
 
 UNWRITTEN = LogHead(0, 0, 0)
 
@@ -23,6 +29,30 @@ class LeaseRow(msgspec.Struct, frozen=True):
     def view(self, now_ms: int) -> Lease:
         remaining_ms = max(0, self.expires_ms - now_ms) if self.holder else 0
         return Lease(self.name, self.holder, self.term, self.ttl_ms, remaining_ms, remaining_ms > 0, self.info)
+
+
+class EngineState(Protocol):
+    """State of an engine as one operation reads and writes it. A write need not be durable yet."""
+
+    def head(self, log: str) -> LogHead: ...
+
+    def put_head(self, log: str, head: LogHead, appended: Append | None = None) -> None: ...
+
+    def records_of(self, op: Read, head: LogHead) -> Sequence[LogRecord]: ...
+
+    def changes(self, op: Changed) -> Changes: ...
+
+    def version(self, key: str) -> Versioned | None: ...
+
+    def put_version(self, key: str, version: Versioned | None) -> None: ...
+
+    def versions(self, prefix: str) -> list[tuple[str, Versioned]]: ...
+
+    def lease(self, name: str) -> LeaseRow | None: ...
+
+    def put_lease(self, row: LeaseRow) -> None: ...
+
+    def leases_of(self, prefix: str) -> Iterable[LeaseRow]: ...
 
 
 class EngineClock:

@@ -13,15 +13,14 @@ A write changes durable state. Every other operation may be repeated after a los
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import msgspec
 
 from tidemill.base.errors import ConflictError, FencedError, InvalidError, MissingError
 from tidemill.base.limits import LOG_RECORD_BYTES, MIB, REGISTER_BYTES
-from tidemill.consensus.api import Changes, Lease, LogHead, LogRecord, LogSlice, Versioned
-from tidemill.consensus.engine_state import LeaseRow
+from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice, Versioned
+from tidemill.consensus.engine_state import EngineState, LeaseRow
 
 APPEND_BYTES = 64 * MIB
 """Limit for all records of one append together; they are sent and committed as one piece."""
@@ -36,30 +35,6 @@ LEASE_TTL_MAX_MS = (1 << 55) - 1
 """Limit for the time to live of a lease. Added to any time, it still fits the 63 bits of every engine."""
 
 ResultT_co = TypeVar("ResultT_co", covariant=True)
-
-
-class EngineState(Protocol):
-    """State of an engine as one operation reads and writes it. A write need not be durable yet."""
-
-    def head(self, log: str) -> LogHead: ...
-
-    def put_head(self, log: str, head: LogHead, appended: Append | None = None) -> None: ...
-
-    def records_of(self, op: Read, head: LogHead) -> Sequence[LogRecord]: ...
-
-    def changes(self, op: Changed) -> Changes: ...
-
-    def version(self, key: str) -> Versioned | None: ...
-
-    def put_version(self, key: str, version: Versioned | None) -> None: ...
-
-    def versions(self, prefix: str) -> list[tuple[str, Versioned]]: ...
-
-    def lease(self, name: str) -> LeaseRow | None: ...
-
-    def put_lease(self, row: LeaseRow) -> None: ...
-
-    def leases_of(self, prefix: str) -> Iterable[LeaseRow]: ...
 
 
 class Op(msgspec.Struct, Generic[ResultT_co], frozen=True, array_like=True):

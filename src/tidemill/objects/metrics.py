@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Awaitable, Callable
+from typing import Literal, TypeVar
 
 from prometheus_client import Counter, Histogram
+
+from tidemill.base.clock import Clock
+from tidemill.base.errors import TidemillError
+
+T = TypeVar("T")
 
 Operation = Literal["put", "get", "get_ranges", "head", "list", "delete"]
 OPERATIONS: tuple[Operation, ...] = ("put", "get", "get_ranges", "head", "list", "delete")
@@ -42,13 +48,33 @@ ALL: tuple[Counter | Histogram, ...] = (REQUESTS, BYTES, RETRIES, RESOLVED, SECO
 class OperationMeter:
     """Resolved metric children of one operation: looking them up by label costs more than a local read."""
 
-    def __init__(self, store: str, operation: Operation) -> None:
+    def __init__(self, store: str, operation: Operation, clock: Clock) -> None:
         self._store = store
         self._operation = operation
-        self.bytes = BYTES.labels(store, operation)
+        self._clock = clock
         self.retries = RETRIES.labels(store, operation)
-        self.seconds = SECONDS.labels(store, operation)
+        self._bytes = BYTES.labels(store, operation)
+        self._seconds = SECONDS.labels(store, operation)
         self._ok = REQUESTS.labels(store, operation, "ok")
+
+    async def measure(self, call: Callable[[], Awaitable[T]], size: Callable[[T], int] | None = None) -> T:
+        """Make a call and record its duration and outcome. `size`: bytes of its payload, from its result."""
+        started_s = self._clock.monotonic_s()
+        outcome = "ok"
+        try:
+            found = await call()
+            if size is not None:
+                self._bytes.inc(size(found))
+            return found
+        except TidemillError as error:
+            outcome = error.kind
+            raise
+        except BaseException:
+            outcome = "cancelled"
+            raise
+        finally:
+            self.count_outcome(outcome)
+            self._seconds.observe(max(0.0, self._clock.monotonic_s() - started_s))
 
     def count_outcome(self, outcome: str) -> None:
         child = self._ok if outcome == "ok" else REQUESTS.labels(self._store, self._operation, outcome)

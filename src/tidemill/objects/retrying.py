@@ -98,7 +98,7 @@ class RetryingObjects:
         """Key and nonce of a probe that may exist."""
         self.may_delete: Callable[[], Awaitable[None]] | None = None
         """Called before each delete; raises if this process may not delete objects (any more)."""
-        self._meters = {operation: metrics.OperationMeter(store, operation) for operation in metrics.OPERATIONS}
+        self._meters = {operation: metrics.OperationMeter(store, operation, clock) for operation in metrics.OPERATIONS}
 
     @property
     def inner(self) -> ObjectStore:
@@ -150,20 +150,20 @@ class RetryingObjects:
             await self._run_attempt("read", lambda: self._inner.head("probe/none"))
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
-        await self._run_metered("put", lambda: self._put(key, data), lambda _: size_of(data))
+        await self._meters["put"].measure(lambda: self._put(key, data), lambda _: size_of(data))
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
-        return await self._run_metered(
-            "get", lambda: self._run_with_retries("get", lambda: self._inner.get(key, start, end)), len
+        return await self._meters["get"].measure(
+            lambda: self._run_with_retries("get", lambda: self._inner.get(key, start, end)), len
         )
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
-        return await self._run_metered(
-            "get_ranges", lambda: self._get_ranges(key, ranges), lambda found: sum(map(len, found))
+        return await self._meters["get_ranges"].measure(
+            lambda: self._get_ranges(key, ranges), lambda found: sum(map(len, found))
         )
 
     async def head(self, key: str) -> ObjectMeta | None:
-        return await self._run_metered("head", lambda: self._run_with_retries("head", lambda: self._inner.head(key)))
+        return await self._meters["head"].measure(lambda: self._run_with_retries("head", lambda: self._inner.head(key)))
 
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
         """List objects; retries continue after the last object yielded.
@@ -202,8 +202,7 @@ class RetryingObjects:
         if self.may_delete is not None:
             await self.may_delete()
         # Unknown is retried too: deleting twice is harmless.
-        await self._run_metered(
-            "delete",
+        await self._meters["delete"].measure(
             lambda: self._run_with_retries(
                 "delete", lambda: self._inner.delete(key), (UnavailableError, UnknownOutcomeError)
             ),
@@ -345,27 +344,6 @@ class RetryingObjects:
                 raise
             finally:
                 health.end_attempt(number, kind, failure)
-
-    async def _run_metered(
-        self, operation: Operation, call: Callable[[], Awaitable[T]], size: Callable[[T], int] | None = None
-    ) -> T:
-        meter = self._meters[operation]
-        started_s = self._clock.monotonic_s()
-        outcome = "ok"
-        try:
-            found = await call()
-            if size is not None:
-                meter.bytes.inc(size(found))
-            return found
-        except TidemillError as error:
-            outcome = error.kind
-            raise
-        except BaseException:
-            outcome = "cancelled"
-            raise
-        finally:
-            meter.count_outcome(outcome)
-            meter.seconds.observe(max(0.0, self._clock.monotonic_s() - started_s))
 
 
 class _Retry:

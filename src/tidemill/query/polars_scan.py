@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import MissingError
-from tidemill.base.extras import require
+from tidemill.base.libraries import require
 from tidemill.base.runtime.blocking_portal import SyncContext
 from tidemill.objects.factory import local_directory
 from tidemill.query.table_read import ReadSelection, plan_read

@@ -35,6 +35,33 @@ def schema_not_found(schema_id: int | None = None) -> RegistryError:
     return RegistryError(40403, "Schema not found" if schema_id is None else f"Schema {schema_id} not found")
 
 
+def version_not_deleted(subject: str, version: int) -> RegistryError:
+    """A version is deleted permanently only after it was deleted."""
+    message = f"Subject '{subject}' Version {version} was not deleted first before being permanently deleted"
+    return RegistryError(40407, message)
+
+
+def version_deleted(subject: str, version: int) -> RegistryError:
+    message = f"Subject '{subject}' Version {version} was soft deleted.Set permanent=true to delete permanently"
+    return RegistryError(40406, message)
+
+
+def subject_not_deleted(subject: str) -> RegistryError:
+    return RegistryError(40405, f"Subject '{subject}' was not deleted first before being permanently deleted")
+
+
+def subject_deleted(subject: str) -> RegistryError:
+    return RegistryError(40404, f"Subject '{subject}' was soft deleted.Set permanent=true to delete permanently")
+
+
+def no_subject_compatibility(subject: str) -> RegistryError:
+    return RegistryError(40408, f"Subject '{subject}' does not have subject-level compatibility configured")
+
+
+def no_subject_mode(subject: str) -> RegistryError:
+    return RegistryError(40409, f"Subject '{subject}' does not have subject-level mode configured")
+
+
 def invalid_schema(reason: str) -> RegistryError:
     return RegistryError(42201, f"Invalid schema: {reason}")
 

@@ -10,8 +10,8 @@ from tidemill.base.config.sections import RegistrySection
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.rows.registry import SchemaRow
 from tidemill.registry.limits import PARSED_BYTES, StepBudget
-from tidemill.registry.parsed_schema import ParsedSchema
-from tidemill.registry.schema_types import Place, SubmittedSchema, find_problems, parse_schema
+from tidemill.registry.schema import ParsedSchema, SubmittedSchema
+from tidemill.registry.schema_types import Place, find_problems, parse_schema
 from tidemill.shards.api import RunCpuWork
 
 CACHED_RESULTS = 10_000

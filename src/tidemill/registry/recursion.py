@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tidemill.registry.limits import MESSAGES, StepBudget
-from tidemill.registry.parsed_schema import Difference
+from tidemill.registry.schema import Difference
 
 Pair = tuple[int, int]
 _NONE = 1 << 30

@@ -26,8 +26,8 @@ from tidemill.registry.errors import (
 )
 from tidemill.registry.limits import SCHEMA_BYTES_MAX
 from tidemill.registry.parse_pool import ParsePool
-from tidemill.registry.parsed_schema import ParsedSchema
-from tidemill.registry.schema_types import DEFAULT, LEVELS, SubmittedSchema, submitted_from_row, versions_to_compare
+from tidemill.registry.schema import ParsedSchema, SubmittedSchema
+from tidemill.registry.schema_types import DEFAULT, LEVELS, submitted_from_row, versions_to_compare
 from tidemill.registry.store import RegistryStore
 from tidemill.registry.transitions import Change, live_versions
 from tidemill.registry.writer import RegistryWriter

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
 from tidemill.registry.avro.compat import find_differences as avro_differences
@@ -20,10 +20,10 @@ from tidemill.registry.errors import invalid_schema
 from tidemill.registry.jsonschema.compat import find_differences as json_differences
 from tidemill.registry.jsonschema.parse import parse as parse_json
 from tidemill.registry.limits import StepBudget, run_bounded
-from tidemill.registry.parsed_schema import Difference, ParsedSchema, ResolvedReference
 from tidemill.registry.protobuf.compat import find_differences as protobuf_differences
 from tidemill.registry.protobuf.parse import encode_descriptor
 from tidemill.registry.protobuf.parse import parse as parse_protobuf
+from tidemill.registry.schema import Difference, ParsedSchema, ResolvedReference, SubmittedSchema
 
 Place = tuple[str, int]
 """Subject and version that a reference names."""
@@ -39,15 +39,6 @@ _DIFFERENCES: dict[str, Callable[[Any, Any, StepBudget], list[Difference]]] = {
     "JSON": json_differences,
     "PROTOBUF": protobuf_differences,
 }
-
-
-class SubmittedSchema(NamedTuple):
-    """Schema submitted by a client, or stored."""
-
-    kind: str
-    text: str
-    references: tuple[Reference, ...] = ()
-    normalize: bool = False
 
 
 def submitted_from_row(row: SchemaRow) -> SubmittedSchema:

@@ -31,8 +31,17 @@ from tidemill.metastore.rows.registry import (
     UseRow,
     VersionRow,
 )
-from tidemill.registry.errors import RegistryError, operation_not_permitted, subject_not_found, version_not_found
-from tidemill.registry.parsed_schema import ParsedSchema
+from tidemill.registry.errors import (
+    RegistryError,
+    operation_not_permitted,
+    subject_deleted,
+    subject_not_deleted,
+    subject_not_found,
+    version_deleted,
+    version_not_deleted,
+    version_not_found,
+)
+from tidemill.registry.schema import ParsedSchema
 
 MODES = ("READWRITE", "READONLY", "IMPORT")
 LAST_ID = 2**31 - 1
@@ -198,18 +207,15 @@ def versions_to_delete(subject: str, versions: Sequence[VersionRow], number: int
             raise version_not_found(number) if versions else subject_not_found(subject)
         if row.deleted == permanent:
             return [number]
-        named = f"Subject '{subject}' Version {number} was"
-        if permanent:
-            raise RegistryError(40407, f"{named} not deleted first before being permanently deleted")
-        raise RegistryError(40406, f"{named} soft deleted.Set permanent=true to delete permanently")
+        raise version_not_deleted(subject, number) if permanent else version_deleted(subject, number)
     if not versions:
         raise subject_not_found(subject)
     if permanent:
         if live_versions(versions):
-            raise RegistryError(40405, f"Subject '{subject}' was not deleted first before being permanently deleted")
+            raise subject_not_deleted(subject)
         return [row.version for row in versions]
     if not live_versions(versions):
-        raise RegistryError(40404, f"Subject '{subject}' was soft deleted.Set permanent=true to delete permanently")
+        raise subject_deleted(subject)
     return [row.version for row in live_versions(versions)]
 
 

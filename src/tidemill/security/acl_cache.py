@@ -14,12 +14,11 @@ from typing import Final
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError
-from tidemill.metastore.cached_rows import refresh_forever
+from tidemill.metastore.cached_rows import refresh_forever, write_rows
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import ACLS
 from tidemill.metastore.rows.security import AclRow
 from tidemill.security.acls import AclRule, Authorizer, RuleFilter, check_rule
-from tidemill.security.retrying_write import write_rows
 
 REFRESH_S: Final = 1.0
 RULES_MAX: Final = 10_000

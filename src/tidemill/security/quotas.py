@@ -29,12 +29,11 @@ import msgspec
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError
-from tidemill.metastore.cached_rows import refresh_forever
+from tidemill.metastore.cached_rows import refresh_forever, write_rows
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import QUOTAS
 from tidemill.metastore.rows.security import QuotaRow
 from tidemill.security.principals import NAME_CHARS_MAX
-from tidemill.security.retrying_write import write_rows
 
 PRODUCE: Final = "producer_byte_rate"
 CONSUME: Final = "consumer_byte_rate"

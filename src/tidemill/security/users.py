@@ -11,11 +11,11 @@ from typing import Final
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError
+from tidemill.metastore.cached_rows import write_rows
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import USERS
 from tidemill.metastore.rows.security import UserRow
 from tidemill.security.principals import NAME_CHARS_MAX
-from tidemill.security.retrying_write import write_rows
 from tidemill.security.scram import ITERATIONS_MAX, ITERATIONS_MIN, NAMES, Credential
 
 _FIX: Final = "Check with `tidemill user list`."

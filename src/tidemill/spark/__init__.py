@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from tidemill.spark.pipeline.session_run import run as run
     from tidemill.spark.session.session import build_session as build_session
     from tidemill.spark.source import register as register
-    from tidemill.spark.source.batch_upsert import upsert as upsert
+    from tidemill.spark.source.write import upsert as upsert
     from tidemill.spark.table_reader import read as read
 
 __all__ = ["Pipeline", "build_session", "read", "register", "run", "upsert"]
@@ -53,7 +53,7 @@ def __getattr__(name: str) -> Any:
 
         return run
     if name == "upsert":
-        from tidemill.spark.source.batch_upsert import upsert
+        from tidemill.spark.source.write import upsert
 
         return upsert
     if name == "register":

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from tidemill.base.errors import InvalidError
-from tidemill.base.extras import missing_extra
+from tidemill.base.libraries import missing_extra
 from tidemill.shards.api import ShardSchema
 from tidemill.spark.types import Names, split_names, stream_schema
 

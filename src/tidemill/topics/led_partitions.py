@@ -21,8 +21,7 @@ from tidemill.topics.fetch.fetch_planner import LeaderOrError
 from tidemill.topics.leader_check import LeaderCheck
 from tidemill.topics.lifecycle.retention import effective_config
 from tidemill.topics.membership import Assignment
-from tidemill.topics.partition.leader import PartitionLeader
-from tidemill.topics.partition.leader_deps import LeaderDeps
+from tidemill.topics.partition.leader import LeaderDeps, PartitionLeader
 from tidemill.topics.partition.sequence_gaps import SequenceGaps
 from tidemill.topics.partition_supervisor import PartitionKey, PartitionSupervisor
 from tidemill.topics.topic_rows import TopicRows, Topics

@@ -46,7 +46,7 @@ from tidemill.topics.led_partitions import LedPartitions
 from tidemill.topics.lifecycle.retention import RetentionRunner
 from tidemill.topics.membership import Assignment, SingleNodeAssignment
 from tidemill.topics.partition.append_plan import producer_status
-from tidemill.topics.partition.leader_deps import LeaderDeps
+from tidemill.topics.partition.leader import LeaderDeps
 from tidemill.topics.partition.pending_batch import fail_future
 from tidemill.topics.partition.sequence_gaps import SequenceGaps
 from tidemill.topics.partition.transaction_verification import reject_without_coordinator

@@ -24,7 +24,7 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import DIGESTS, REGISTRY_HEADS, SCHEMAS, USES, VERSIONS
 from tidemill.registry.errors import RegistryError
 from tidemill.registry.registry import Registry
-from tidemill.registry.schema_types import SubmittedSchema
+from tidemill.registry.schema import SubmittedSchema
 from tidemill.shards.api import run_inline
 
 SUBJECTS = ("s", "t")

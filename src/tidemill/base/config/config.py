@@ -7,7 +7,6 @@ Every value may also come from the environment as TIDEMILL_<SECTION>__<KEY>, whi
 from __future__ import annotations
 
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from pydantic import ValidationError, field_validator
 
 from tidemill.base.address import Address
-from tidemill.base.config.env_file import ENV_FILE, read_env_file
+from tidemill.base.config.environment import ENV_FILE, expand_variables, overlay_environment
 from tidemill.base.config.listeners import HttpSection, KafkaSection, SecuritySection
 from tidemill.base.config.sections import (
     NAME,
@@ -40,7 +39,6 @@ from tidemill.base.errors import InvalidError, nearest_name
 from tidemill.base.pgtypes.avro import AVRO
 
 DEFAULT_FILE = "tidemill.toml"
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 class Config(Section):
@@ -128,10 +126,10 @@ def load(path: Path | None = None, *, environ: Mapping[str, str] | None = None) 
 def parse_text(text: str, path: Path, environ: Mapping[str, str]) -> Config:
     """Parse the text of a file, which need not exist yet, with the environment. Raises InvalidError as `load`."""
     try:
-        values = tomllib.loads(_expand_variables(text, environ, path.parent / ENV_FILE))
+        values = tomllib.loads(expand_variables(text, environ, path.parent / ENV_FILE))
     except tomllib.TOMLDecodeError as error:
         raise InvalidError(f"{path} is not TOML: {error}.", fix="Correct that line.") from error
-    _overlay_environment(values, environ)
+    overlay_environment(values, environ)
     return parse(values, origin=str(path))
 
 
@@ -300,36 +298,3 @@ def _read_text(path: Path) -> str:
         raise InvalidError(
             f"the configuration cannot be read: path={path} reason={reason}.", fix="Use a readable TOML file."
         ) from error
-
-
-def _expand_variables(text: str, environ: Mapping[str, str], env_file: Path) -> str:
-    """Return the text with the values of its variables. The file is read only if the environment lacks one of them."""
-    known = environ
-    if not environ.keys() >= set(_VARIABLE.findall(text)):
-        known = {**read_env_file(env_file), **environ}
-
-    def value(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in known:
-            raise InvalidError(
-                f"the configuration uses ${{{name}}}, which is not set.", fix=f"Export {name}, or set it in {env_file}."
-            )
-        return known[name].replace("\\", "\\\\").replace('"', '\\"')
-
-    return _VARIABLE.sub(value, text)
-
-
-def _overlay_environment(values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    for variable, value in environ.items():
-        if not variable.startswith("TIDEMILL_") or "__" not in variable:
-            continue
-        *path, last = variable.removeprefix("TIDEMILL_").lower().split("__")
-        section = values
-        for part in path:
-            section = section.setdefault(part, {})
-            if not isinstance(section, dict):
-                raise InvalidError(
-                    f"an environment variable sets a key below a plain value: variable={variable} key={part}.",
-                    fix=f"Unset it, or make {part} a section of the file.",
-                )
-        section[last] = value

@@ -1,7 +1,8 @@
-"""Drivers of pipelines, as seen in published reports: which pipeline one belongs to, whether it is silent, and which
+"""Drivers of pipelines: the names of their processes, and as seen in published reports, whether one is silent and which
 pipelines share it.
 
-    pipeline:shop    pipeline:shop:2    pipeline:shop:b-2    processes of drivers of the pipeline shop
+    pipeline:shop    pipeline:shop:2      drivers of `up`, and of `pipeline run shop`
+    pipeline:shop:b  pipeline:shop:b-2    drivers of `pipeline run shop --label b`
 """
 
 from __future__ import annotations
@@ -18,6 +19,24 @@ def pipeline_of(process: str) -> str:
     """Return the pipeline whose driver a process is; "" if it is no driver."""
     kind, _, rest = process.partition(":")
     return rest.partition(":")[0] if kind == KIND else ""
+
+
+def instance_name(label: str, number: int) -> str:
+    """Return the name of driver `number`, from 1; "" for the first one without a label."""
+    return "-".join(part for part in (label, str(number) if number > 1 else "") if part)
+
+
+def process_name(pipeline: str, instance: str) -> str:
+    """Return the process name under which a driver reports."""
+    return ":".join(part for part in (KIND, pipeline, instance) if part)
+
+
+def label_and_number(process: str) -> tuple[str, int]:
+    """Return (label, number) of a driver's process."""
+    label, _, number = process.split(":", 2)[2].rpartition("-") if process.count(":") > 1 else ("", "", "1")
+    if number.isdecimal():
+        return label, int(number)
+    return number, 1
 
 
 def driver_reports(reports: Iterable[StatusReport], pipeline: str) -> list[StatusReport]:

@@ -34,7 +34,8 @@ from tidemill.capture.decode.columnar_tuples import (
 from tidemill.capture.decode.row_blocks import RowBlock
 from tidemill.capture.encode.debezium_json import AFTER, BEFORE
 from tidemill.capture.encode.row_encoder import MINUS_ZERO, Form, event_form, row_form
-from tidemill.topics.batch.columnar_encode import encode_varints, join_fields, value_sizes
+from tidemill.topics.batch.encode import join_fields, value_sizes
+from tidemill.topics.batch.varint import encode_varints
 
 RECORD_OVERHEAD_BYTES = 80
 TAIL_ROOM_BYTES = 4096

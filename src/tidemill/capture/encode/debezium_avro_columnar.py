@@ -20,7 +20,8 @@ from tidemill.capture.decode.row_blocks import RowBlock
 from tidemill.capture.encode.columnar_encoder import convert_text, convert_to_numbers, iter_text_columns
 from tidemill.capture.encode.debezium_avro import AvroEncoder
 from tidemill.capture.encode.row_encoder import event_form
-from tidemill.topics.batch.columnar_encode import encode_varints, join_fields, value_sizes
+from tidemill.topics.batch.encode import join_fields, value_sizes
+from tidemill.topics.batch.varint import encode_varints
 
 _FLOATS: dict[Kind, tuple[pa.DataType, int]] = {"float": (pa.float32(), 4), "double": (pa.float64(), 8)}
 _EMPTY = pa.scalar(b"")

@@ -28,9 +28,8 @@ from tidemill.capture.decode.columnar_tuples import DELETE, INSERT, UPDATE, Int6
 from tidemill.capture.encode.columnar_encoder import RECORD_OVERHEAD_BYTES, TOMBSTONE, PartitionRows
 from tidemill.capture.encode.debezium_json import OPS, EventTail
 from tidemill.topics.batch import Record
-from tidemill.topics.batch.columnar_encode import encode_record_columns, encode_varints, join_fields, value_sizes
-from tidemill.topics.batch.encode import encode_records, frame_records
-from tidemill.topics.batch.varint import encode_varint
+from tidemill.topics.batch.encode import encode_record_columns, encode_records, frame_records, join_fields, value_sizes
+from tidemill.topics.batch.varint import encode_varint, encode_varints
 
 POSITION_HEADER, OP_HEADER, XID_HEADER, VERSION_HEADER = "tm.pos", "tm.op", "tm.xid", "tm.version"
 UNCHANGED_HEADER, WAS_HEADER = "tm.unchanged", "tm.was"

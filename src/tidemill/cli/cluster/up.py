@@ -11,7 +11,7 @@ from tidemill.base.clock import SystemClock
 from tidemill.base.config.config import Config, exposed_servers, load
 from tidemill.base.config.sections import CaptureSection
 from tidemill.base.errors import TidemillError
-from tidemill.base.extras import require
+from tidemill.base.libraries import require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.cli.cluster.ready_block import ready_block

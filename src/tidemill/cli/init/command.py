@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from tidemill.base.config.config import Config, parse_text
-from tidemill.base.config.env_file import ENV_FILE
+from tidemill.base.config.environment import ENV_FILE
 from tidemill.base.config.sections import NAME, NOT_A_NAME
 from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.blocking_portal import BlockingPortal

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from importlib.resources import files
 
-from tidemill.base.config.env_file import ENV_FILE, env_line
+from tidemill.base.config.environment import ENV_FILE, env_line
 from tidemill.cli.init.plan import Plan
 
 CONFIG_FILE = "tidemill.toml"

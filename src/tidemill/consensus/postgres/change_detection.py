@@ -15,13 +15,17 @@ from collections.abc import Awaitable, Callable, Collection
 from tidemill.consensus.api import Changes, LogHead
 from tidemill.consensus.change_journal import PAGE_HEADS, ChangeJournal
 from tidemill.consensus.operations import Changed
+from tidemill.consensus.postgres import sql
+from tidemill.consensus.postgres.connections import Connection
+from tidemill.consensus.postgres.single_ops import fetch_rows
 
 Sums = Callable[[str], Awaitable[dict[int, int]]]
 HeadsAfter = Callable[[str, str, Collection[int], int], Awaitable[list[tuple[str, LogHead]]]]
 
 
 class HeadComparison:
-    """Journal of one client. `sums(prefix)` and `heads_after(prefix, after, parts, limit)` are those of `single_ops`.
+    """Journal of one client. `sums(prefix)` and `heads_after(prefix, after, parts, limit)` run `read_head_sums` and
+    `read_heads_after` on one of its connections.
 
     They may raise TidemillError.
     """
@@ -53,3 +57,17 @@ class HeadComparison:
     def _list_heads(self, prefix: str, after: str, limit: int) -> list[tuple[str, LogHead]]:
         names = sorted(name for name in self._heads if name.startswith(prefix) and name > after)
         return [(name, self._heads[name]) for name in names[:limit]]
+
+
+async def read_head_sums(connection: Connection, prefix: str) -> dict[int, int]:
+    """Return the sum of the heads of each part of the logs with this prefix."""
+    return dict(await fetch_rows(connection, sql.SUMS, (prefix,)))
+
+
+async def read_heads_after(
+    connection: Connection, prefix: str, after: str, parts: Collection[int], limit: int
+) -> list[tuple[str, LogHead]]:
+    """Return the first `limit` logs of these parts with this prefix whose name is greater than `after`, by name."""
+    bits = sum(1 << part for part in parts).to_bytes(sql.PARTS // 8, "little")
+    rows = await fetch_rows(connection, sql.HEADS_AFTER, (prefix, after, bits, limit))
+    return [(row[0], LogHead(*row[1:])) for row in rows]

@@ -25,7 +25,7 @@ from tidemill.consensus.api import LogHead
 from tidemill.consensus.client_base import ConsensusClientBase, run_supervised
 from tidemill.consensus.operations import AnyOp, Append, Cas, Changed, Truncate, Wait
 from tidemill.consensus.postgres import connections, group_commit, schema, single_ops, sql
-from tidemill.consensus.postgres.change_detection import HeadComparison
+from tidemill.consensus.postgres.change_detection import HeadComparison, read_head_sums, read_heads_after
 from tidemill.consensus.postgres.connections import Connection, ConnectionLane, without_password
 from tidemill.consensus.postgres.group_commit import QueuedOperation
 from tidemill.consensus.postgres.notifications import LogWakeups
@@ -133,14 +133,14 @@ class PostgresConsensus(ConsensusClientBase):
         return found
 
     async def _sums(self, prefix: str) -> dict[int, int]:
-        found: dict[int, int] = await self._enqueue(self._reads, partial(single_ops.read_head_sums, prefix=prefix))
+        found: dict[int, int] = await self._enqueue(self._reads, partial(read_head_sums, prefix=prefix))
         return found
 
     async def _heads_after(
         self, prefix: str, after: str, parts: Collection[int], limit: int
     ) -> list[tuple[str, LogHead]]:
         async def read(connection: Connection) -> list[tuple[str, LogHead]]:
-            return await single_ops.read_heads_after(connection, prefix, after, parts, limit)
+            return await read_heads_after(connection, prefix, after, parts, limit)
 
         found: list[tuple[str, LogHead]] = await self._enqueue(self._reads, read)
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
 from tidemill.base.errors import UnavailableError
@@ -37,25 +36,25 @@ async def execute_write(connection: Connection, op: SingleOp, log_ids: dict[str,
     match op:
         case Fence(log=log, term=term):
             log_id = await group_commit.log_id_of(connection, log, log_ids)
-            rows = await _rows(connection, sql.FENCE, (term, log_id, term))
+            rows = await fetch_rows(connection, sql.FENCE, (term, log_id, term))
             if rows:
                 return LogHead(*rows[0])
             raise fenced_error((await read_heads(connection, [log]))[log], op)
         case Truncate(log=log, before=before):
-            rows = await _rows(connection, sql.TRUNCATE, (before, log, before))
+            rows = await fetch_rows(connection, sql.TRUNCATE, (before, log, before))
             if rows:
                 return LogHead(*rows[0][1:])
             return op.cut((await read_heads(connection, [log])).get(log, UNWRITTEN))
         case Acquire(name=name, holder=holder, ttl_ms=ttl_ms, info=info):
-            rows = await _rows(connection, sql.ACQUIRE, (name, holder, ttl_ms, ttl_ms, info))
+            rows = await fetch_rows(connection, sql.ACQUIRE, (name, holder, ttl_ms, ttl_ms, info))
             if rows:
                 return _lease(rows[0])
-            rows = await _rows(connection, sql.LEASE, (name,))
+            rows = await fetch_rows(connection, sql.LEASE, (name,))
             if not rows:
                 raise UnavailableError(f"the lease vanished: name={name!r}.")
             raise lease_conflict_error(_lease(rows[0]))
         case Drop(key=key, expected_seq=expected):
-            if await _rows(connection, sql.DROP, (key, expected)):
+            if await fetch_rows(connection, sql.DROP, (key, expected)):
                 return None
             raise cas_conflict_error((await group_commit.read_registers(connection, [key])).get(key), op)
         case Release(name=name, holder=holder, term=term):
@@ -85,15 +84,15 @@ async def execute_reads(connection: Connection, ops: list[Any]) -> list[Any]:
             case Read():
                 outcomes.append(await _read(connection, op))
             case Scan(prefix=prefix):
-                rows = await _rows(connection, sql.SCAN, (prefix,))
+                rows = await fetch_rows(connection, sql.SCAN, (prefix,))
                 outcomes.append([(key, Versioned(seq, data, nonce)) for key, seq, data, nonce in rows])
             case Leases(prefix=prefix):
-                outcomes.append([_lease(row) for row in await _rows(connection, sql.LEASES, (prefix,))])
+                outcomes.append([_lease(row) for row in await fetch_rows(connection, sql.LEASES, (prefix,))])
     return outcomes
 
 
 async def _read(connection: Connection, op: Read) -> Any:
-    rows = await _rows(connection, sql.READ, (op.start, op.limit_records, op.limit_bytes, op.log))
+    rows = await fetch_rows(connection, sql.READ, (op.start, op.limit_records, op.limit_bytes, op.log))
     head = LogHead(*rows[0][:3]) if rows else UNWRITTEN
     if op.start < head.start:
         return truncated_error(head, op)
@@ -102,32 +101,18 @@ async def _read(connection: Connection, op: Read) -> Any:
 
 async def read_leases(connection: Connection, names: list[str]) -> list[Lease]:
     """Return the leases that exist, of these names."""
-    return [_lease(row) for row in await _rows(connection, sql.LEASES_NAMED, (names,))]
-
-
-async def read_head_sums(connection: Connection, prefix: str) -> dict[int, int]:
-    """Return the sum of the heads of each part of the logs with this prefix."""
-    return dict(await _rows(connection, sql.SUMS, (prefix,)))
-
-
-async def read_heads_after(
-    connection: Connection, prefix: str, after: str, parts: Collection[int], limit: int
-) -> list[tuple[str, LogHead]]:
-    """Return the first `limit` logs of these parts with this prefix whose name is greater than `after`, by name."""
-    bits = sum(1 << part for part in parts).to_bytes(sql.PARTS // 8, "little")
-    rows = await _rows(connection, sql.HEADS_AFTER, (prefix, after, bits, limit))
-    return [(row[0], LogHead(*row[1:])) for row in rows]
+    return [_lease(row) for row in await fetch_rows(connection, sql.LEASES_NAMED, (names,))]
 
 
 async def read_heads(connection: Connection, logs: list[str]) -> dict[str, LogHead]:
     """Return the heads of those of `logs` that were ever written."""
-    return {row[0]: LogHead(*row[1:]) for row in await _rows(connection, sql.HEADS, (logs,))}
+    return {row[0]: LogHead(*row[1:]) for row in await fetch_rows(connection, sql.HEADS, (logs,))}
 
 
 def _lease(row: tuple[Any, ...]) -> Any:
     return LeaseRow(*row[:6]).view(row[6])
 
 
-async def _rows(connection: Connection, sql: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+async def fetch_rows(connection: Connection, sql: str, parameters: tuple[Any, ...]) -> list[tuple[Any, ...]]:
     cursor = await connection.execute(sql, parameters, binary=True)
     return await cursor.fetchall()

@@ -58,7 +58,7 @@ class CommitOutcomeUnknownError(Exception):
 
 
 class _StagedChanges:
-    """State as one group of operations sees it: its changes, over the stored state (`operations.EngineState`)."""
+    """State as one group of operations sees it: its changes, over the stored state (`engine_state.EngineState`)."""
 
     def __init__(self, engine: SqliteEngine) -> None:
         self._engine = engine

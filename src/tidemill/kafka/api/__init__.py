@@ -2,6 +2,6 @@
 
     request ─► dispatch (which handler, which version) ─► required_operations ─► authorizer ─► handler ─► response
 
-This package owns the table of APIs and the operations that each requires. Handlers are in `handlers`, one file per API
-key.
+This package owns the table of APIs and the operations that each requires. Handlers are in `handlers`, in
+files named by API keys.
 """

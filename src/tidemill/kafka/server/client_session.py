@@ -45,6 +45,7 @@ from tidemill.kafka.api.dispatch import API_VERSIONS, Reply, Request, Stall, pee
 from tidemill.kafka.api.sasl_step import advance_authentication
 from tidemill.kafka.handlers.k18_api_versions import unsupported_version
 from tidemill.kafka.net.connection import Connection
+from tidemill.kafka.net.connection_limits import ClientTimeouts
 from tidemill.kafka.net.framing import BufferPool, Frame, FrameReader
 from tidemill.kafka.net.listener_security import (
     SASL_AUTHENTICATE,
@@ -55,7 +56,6 @@ from tidemill.kafka.net.listener_security import (
 from tidemill.kafka.net.memory_budget import MemoryBudget
 from tidemill.kafka.net.tls_socket import TlsConnection, TlsSocket
 from tidemill.kafka.schema.primitives import I32, MalformedFrameError, reset_element_count
-from tidemill.kafka.server.client_timeouts import ClientTimeouts
 from tidemill.kafka.server.request_quotas import PRODUCE, ClientThrottle, Metered
 from tidemill.objects.store import Buffer
 from tidemill.security import quotas

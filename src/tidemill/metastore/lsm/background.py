@@ -82,7 +82,7 @@ class BackgroundWork:
     async def collect_garbage(self) -> CollectionResult:
         """Run one round of garbage collection. Raises InvalidError if read-only, and what `GarbageCollector.collect`
         raises."""
-        self._database.check_writable()
+        self._database.lifecycle.check_writable()
         return await self.collector.collect(self.roots, self._is_open)
 
     def roots(self) -> Roots:
@@ -97,7 +97,7 @@ class BackgroundWork:
         )
 
     def _is_open(self) -> bool:
-        return self._database.end_reason is None
+        return self._database.lifecycle.end_reason is None
 
     def _task_failed(self, name: str, error: BaseException) -> None:
         self.failure = error

@@ -5,13 +5,8 @@
 
 There is no write-ahead log: the caller must retain applied batches until `max_persisted_seqno` has passed them.
 
-A database is opened in one of three modes:
-
-    writable     the one writer of its epoch
-    read_only    files only; `refresh` switches to a newer manifest
-    follower     read-only files, and batches from the replicated log on top of them; never flushes
-
-After UnknownOutcomeError or FencedError from a manifest write, and after `aclose`, every call raises.
+A database is opened in one of three modes (`lifecycle`). After UnknownOutcomeError or FencedError from a manifest
+write, and after `aclose`, every call raises.
 """
 
 from __future__ import annotations
@@ -27,6 +22,7 @@ from tidemill.metastore.lsm.background import BackgroundWork
 from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
 from tidemill.metastore.lsm.database_protocol import LevelStats, Notifier, Stats
 from tidemill.metastore.lsm.file_store import SstFiles
+from tidemill.metastore.lsm.lifecycle import Lifecycle, copy_of_error
 from tidemill.metastore.lsm.manifest import Manifest
 from tidemill.metastore.lsm.manifest_store import Manifests
 from tidemill.metastore.lsm.memtable import Memtable, batch_bytes
@@ -56,6 +52,30 @@ class DatabaseContext:
     """Start compaction and garbage collection. Tests run them by `compact` and `collect_garbage`."""
 
 
+class ChangeStamps:
+    """Stamps of the keys by their first byte. A stamp differs once a row whose key begins with the byte was written.
+
+    Invariant (no missed change): a stamp is at least the seqno of the newest batch that has such a key. A batch whose
+    keys are unknown here counts for every byte.
+    """
+
+    def __init__(self) -> None:
+        self._life = object()
+        """Part of every stamp: another open database has other stamps, even for equal seqnos."""
+        self._seqnos: dict[bytes, int] = {}
+        self._unseen_seqno = 0
+
+    def record(self, seqno: int, keys: Sequence[bytes]) -> None:
+        self._seqnos.update(dict.fromkeys([key[:1] for key in keys], seqno))
+
+    def record_unseen(self, seqno: int) -> None:
+        """Record batches up to `seqno` that a manifest contains, so that their keys are unknown."""
+        self._unseen_seqno = seqno
+
+    def stamp(self, first: bytes) -> tuple[object, int]:
+        return self._life, max(self._seqnos.get(first, 0), self._unseen_seqno)
+
+
 class Database:
     """One database, bound to one event loop. Created by `open`.
 
@@ -74,9 +94,7 @@ class Database:
         self.options = options
         self.clock = clock
         self.rand = rand
-        self.read_only = context.read_only or context.follower
-        self.follower = context.follower
-        self._takes_batches = context.follower or not context.read_only
+        self.lifecycle = Lifecycle(context.domain_uuid, read_only=context.read_only, follower=context.follower)
         self._full_bytes = options.write_buffer_bytes
         self.wake = Notifier()
         """Rings when a version was installed, a flush is requested, a background task failed, or the database ended."""
@@ -92,11 +110,8 @@ class Database:
             rand=rand,
         )
         self.max_applied_seqno = self.versions.current.last_seqno
-        self._life = object()
-        self._stamps: dict[bytes, int] = {}
-        self._unseen_seqno = 0
+        self._stamps = ChangeStamps()
         self._view = View((), self.versions, self.tables)
-        self._ended: TidemillError | None = None
         self._commits = Tasks(lambda *_: None)  # each raises its error to its caller
         self._refreshing = asyncio.Lock()
         self.background = BackgroundWork(self, context.merger)
@@ -115,7 +130,7 @@ class Database:
                 fix="Open it under its own uuid, or restore this domain from its own manifest.",
             )
         database = cls(files, manifests, manifest, context)
-        if not database.read_only:
+        if not database.lifecycle.read_only:
             database.background.start(removes_files=context.background)
         database.background.start_pre_open()
         return database
@@ -133,7 +148,9 @@ class Database:
         Raises InvalidError, having changed nothing: for a seqno not above the last one, for a batch that `batch_bytes`
         rejects, and if the database is read-only. A follower skips batches that its manifest already contains.
         """
-        if (seqno <= self.max_applied_seqno or not self._takes_batches) and self._is_already_persisted(seqno):
+        if (seqno <= self.max_applied_seqno or not self.lifecycle.accepts_batches) and self._is_already_persisted(
+            seqno
+        ):
             return
         size_bytes = batch_bytes(keys, values)
         memtable = self.memtable
@@ -141,17 +158,17 @@ class Database:
         if memtable.put(seqno, keys, values, size_bytes):
             self._renew_view()
         self.max_applied_seqno = seqno
-        self._stamps.update(dict.fromkeys([key[:1] for key in keys], seqno))
-        if not was_full and memtable.live_bytes >= self._full_bytes and not self.read_only:
+        self._stamps.record(seqno, keys)
+        if not was_full and memtable.live_bytes >= self._full_bytes and not self.lifecycle.read_only:
             self.wake.ring()
 
     def _is_already_persisted(self, seqno: int) -> bool:
         """Return True for a batch that a follower has in its files. Raises for every other batch that may not be
         applied."""
-        self.check_open()
-        if not self._takes_batches:
+        self.lifecycle.check_open()
+        if not self.lifecycle.accepts_batches:
             raise InvalidError(f"the database is read-only: domain_uuid={self.domain_uuid}.")
-        if self.follower and seqno <= self.max_persisted_seqno:
+        if self.lifecycle.follower and seqno <= self.max_persisted_seqno:
             return True
         raise InvalidError(
             f"seqnos must increase from batch to batch: seqno={seqno} last_seqno={self.max_applied_seqno}.",
@@ -164,7 +181,7 @@ class Database:
         Raises the error of a failed flush; the rows then stay in memory and the next flush includes them. Unavailable
         after `timeout_s` seconds; the flush then continues in the background.
         """
-        self.check_writable()
+        self.lifecycle.check_writable()
         await self.background.flusher.flush(timeout_s)
         return self.max_persisted_seqno
 
@@ -192,17 +209,17 @@ class Database:
     async def get_many(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return one value, or None, for each key, in order, all from one snapshot. Adjacent keys of a file share
         reads."""
-        self.check_open()
+        self.lifecycle.check_open()
         return await self._view.get_many(keys)
 
     def change_stamp(self, first: bytes) -> tuple[object, int]:
         """Return a change stamp. It differs once a row whose key begins with this byte was written, perhaps without
         that too."""
-        return self._life, max(self._stamps.get(first, 0), self._unseen_seqno)
+        return self._stamps.stamp(first)
 
     def scan(self, lower: bytes = b"", upper: bytes | None = None, *, reverse: bool = False) -> Scan:
         """Iterate over chunks of the live rows in [lower, upper), as of this call."""
-        self.check_open()
+        self.lifecycle.check_open()
         return Scan(self._pin(), lower, upper, reverse)
 
     def prefix(self, prefix: bytes, *, reverse: bool = False) -> Scan:
@@ -211,11 +228,11 @@ class Database:
 
     def snapshot(self) -> Snapshot:
         """Return a snapshot of the present state, valid until it is closed."""
-        self.check_open()
+        self.lifecycle.check_open()
         return Snapshot(self._pin(), self.max_applied_seqno)
 
     def _pin(self) -> Pin:
-        return Pin(self._view, self.versions, self.options, self.check_open)
+        return Pin(self._view, self.versions, self.options, self.lifecycle.check_open)
 
     # following ---------------------------------------------------------------------------------------
 
@@ -224,10 +241,10 @@ class Database:
 
         Raises InvalidError if the database is writable or the manifest is older.
         """
-        self._check_read_only()
+        self.lifecycle.check_read_only()
         async with self._refreshing:
             manifest = await self.manifests.read(self.epoch)
-            self._check_read_only()
+            self.lifecycle.check_read_only()
             if manifest is None and self.versions.manifest is None:
                 return False
             if manifest is None:
@@ -236,12 +253,12 @@ class Database:
 
     def refresh_to(self, manifest: Manifest) -> bool:
         """Switch as `refresh` does, to a manifest from another source, such as the replicated state."""
-        self._check_read_only()
+        self.lifecycle.check_read_only()
         if not self.versions.switch_to(manifest):
             return False
         self.memtable.drop_through(manifest.last_seqno)
         if manifest.last_seqno > self.max_applied_seqno:
-            self._unseen_seqno = manifest.last_seqno  # it contains batches whose keys are unknown here
+            self._stamps.record_unseen(manifest.last_seqno)
         self.max_applied_seqno = max(self.max_applied_seqno, manifest.last_seqno)
         self._renew_view()
         self.wake.ring()
@@ -259,14 +276,15 @@ class Database:
         Continues if the caller is cancelled. Raises ConflictError if the edit no longer fits; UnavailableError and what
         else `Manifests.write` raises; after UnknownOutcomeError and FencedError the database has ended.
         """
-        self.check_writable()
+        self.lifecycle.check_writable()
         committing = self._commits.spawn(self._commit(edit, installed), name="metastore manifest")
         try:
             await asyncio.shield(committing)
         except asyncio.CancelledError:
             me = asyncio.current_task()
-            if self._ended is not None and committing.cancelled() and not (me is not None and me.cancelling()):
-                raise copy_of_error(self._ended) from None  # the database was closed; the caller was not cancelled
+            ended = self.lifecycle.end_reason
+            if ended is not None and committing.cancelled() and not (me is not None and me.cancelling()):
+                raise copy_of_error(ended) from None  # the database was closed; the caller was not cancelled
             raise
 
     async def _commit(self, edit: Edit, installed: Callable[[], None] | None) -> None:
@@ -284,39 +302,13 @@ class Database:
 
     # closing -------------------------------------------------------------------------------------------
 
-    @property
-    def end_reason(self) -> TidemillError | None:
-        """Reason why every call raises: ClosedError, UnknownOutcomeError or FencedError; None while the database is
-        open.
-        """
-        return self._ended
-
-    def check_open(self) -> None:
-        """Raise if the database has ended."""
-        if self._ended is not None:
-            raise copy_of_error(self._ended)
-
-    def check_writable(self) -> None:
-        self.check_open()
-        if self.read_only:
-            raise InvalidError(f"the database is read-only: domain_uuid={self.domain_uuid}.")
-
-    def _check_read_only(self) -> None:
-        self.check_open()
-        if not self.read_only:
-            raise InvalidError(
-                f"a writable database cannot switch to another manifest: domain_uuid={self.domain_uuid}."
-            )
-
     def _end(self, error: TidemillError) -> None:
-        if self._ended is None:
-            self._ended = error
-            self._takes_batches = False
-            self._view = ClosedView(self._view, self.check_open)
+        if self.lifecycle.end(error):
+            self._view = ClosedView(self._view, self.lifecycle.check_open)
             self.wake.ring()
 
     def _renew_view(self) -> None:
-        if self._ended is None:
+        if self.lifecycle.end_reason is None:
             self._view = View(self.memtable.layers, self.versions, self.tables)
 
     def stats(self) -> Stats:
@@ -358,10 +350,3 @@ class Database:
         self._end(ClosedError(f"the database is closed: domain_uuid={self.domain_uuid}."))
         await self.background.aclose()
         await self._commits.aclose()
-
-
-def copy_of_error(error: TidemillError) -> TidemillError:
-    """Return a copy: raising one instance repeatedly would accumulate tracebacks."""
-    copy = type(error)(error.message, fix=error.fix)
-    copy.__cause__ = error.__cause__
-    return copy

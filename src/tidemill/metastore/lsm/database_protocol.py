@@ -9,8 +9,8 @@ from typing import Protocol
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import TidemillError
 from tidemill.metastore.lsm.file_store import SstFiles
+from tidemill.metastore.lsm.lifecycle import Lifecycle
 from tidemill.metastore.lsm.memtable import Memtable
 from tidemill.metastore.lsm.options import Options
 from tidemill.metastore.lsm.table_cache import TableCache
@@ -53,17 +53,13 @@ class DatabaseProtocol(Protocol):
     memtable: Memtable
     versions: VersionSet
     wake: Notifier
-    read_only: bool
+    lifecycle: Lifecycle
     max_applied_seqno: int
 
     @property
     def max_persisted_seqno(self) -> int: ...
     @property
     def version(self) -> Version: ...
-    @property
-    def end_reason(self) -> TidemillError | None: ...
-    def check_open(self) -> None: ...
-    def check_writable(self) -> None: ...
     async def flush(self, timeout_s: float | None = None) -> int: ...
     async def commit_edit(self, edit: Edit, installed: Callable[[], None] | None = None) -> None: ...
 

@@ -80,7 +80,7 @@ class Flusher:
         database = self._database
         retry_s = 0.0
         try:
-            while database.end_reason is None:
+            while database.lifecycle.end_reason is None:
                 rings = database.wake.rings
                 if not self.is_flush_requested:
                     await database.wake.wait_after(rings)
@@ -105,7 +105,8 @@ class Flusher:
                     assert not set(asked) & set(self._waiters)
         finally:
             self._resolve_waiters(
-                self._waiters, database.end_reason or ClosedError("the flush was interrupted: the database is closing.")
+                self._waiters,
+                database.lifecycle.end_reason or ClosedError("the flush was interrupted: the database is closing."),
             )
 
     async def _back_off(self, retry_s: float) -> None:
@@ -114,7 +115,7 @@ class Flusher:
         try:
             async with asyncio.timeout(retry_s * self._database.rand.uniform(0.5, 1.0)):
                 rings = wake.rings
-                while not self._waiters and self._database.end_reason is None:
+                while not self._waiters and self._database.lifecycle.end_reason is None:
                     rings = await wake.wait_after(rings)
         except TimeoutError:
             return

@@ -62,8 +62,8 @@ class WriteStall:
         lasts because flush or compaction fail or have ended.
         """
         database = self._database
-        database.check_open()
-        if database.read_only:
+        database.lifecycle.check_open()
+        if database.lifecycle.read_only:
             return
         files = len(database.version.levels[0])
         if files < database.options.l0_slow and not self.stop:
@@ -82,7 +82,7 @@ class WriteStall:
                         rings = await database.wake.wait_after(rings)
                 except TimeoutError:
                     rings = database.wake.rings
-                database.check_open()
+                database.lifecycle.check_open()
         self.waited_s += database.clock.monotonic_s() - started_s
 
     def _raise_if_hopeless(self, waited_s: float) -> None:

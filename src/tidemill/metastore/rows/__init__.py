@@ -8,12 +8,11 @@
     30 group offset                31 group      32 group member             entity: group
     40 shard      41 batch                                                   entity: shard name
     42 binding                                                               entity: source
-    50 shape                                                                 entity: shape id
     60 checkpoint                                                            entity: slot
     70 schema     71 digest     72 version    73 use                         entity ""
     74 referrer   75 registry config          76 registry head               entity ""
 
-A tag is never reassigned to another family. 20 was assigned once, but no row of it was ever written.
+A tag is never reassigned to another family. 20 and 50 were assigned once, but no row of them was ever written.
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from tidemill.metastore.rows.registry import (
 )
 from tidemill.metastore.rows.row_family import Family
 from tidemill.metastore.rows.security import ACLS, QUOTAS, USERS
-from tidemill.metastore.rows.shapes import SHAPES
 from tidemill.metastore.rows.shards import BINDINGS, SHARD_BATCHES, SHARDS
 
 ALL: tuple[Family[Any], ...] = (
@@ -62,7 +60,6 @@ ALL: tuple[Family[Any], ...] = (
     SHARDS,
     SHARD_BATCHES,
     BINDINGS,
-    SHAPES,
     CHECKPOINTS,
     USERS,
     ACLS,
@@ -108,7 +105,6 @@ __all__ = [
     "REGISTRY_CONFIGS",
     "REGISTRY_HEADS",
     "SCHEMAS",
-    "SHAPES",
     "SHARDS",
     "SHARD_BATCHES",
     "TOPICS",

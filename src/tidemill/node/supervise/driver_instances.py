@@ -1,7 +1,4 @@
-"""Identical drivers of one pipeline: their names, whether they run here, and which of them ended on purpose.
-
-    pipeline:shop    pipeline:shop:2      drivers of `up`, and of `pipeline run shop`
-    pipeline:shop:b  pipeline:shop:b-2    drivers of `pipeline run shop --label b`
+"""Identical drivers of one pipeline: whether they run here, and which of them ended on purpose.
 
 The drivers of one pipeline and one label belong to one supervisor: no other process starts them.
 """
@@ -14,28 +11,10 @@ from pathlib import Path
 
 import msgspec
 
-from tidemill.base.status.drivers import KIND, is_silent, pipeline_of
+from tidemill.base.status.drivers import is_silent, label_and_number, pipeline_of
 from tidemill.base.status.status import StatusReport, this_process
 
 DRIVER_MODULE = "tidemill.spark.pipeline.driver"
-
-
-def instance_name(label: str, number: int) -> str:
-    """Return the name of driver `number`, from 1; "" for the first one without a label."""
-    return "-".join(part for part in (label, str(number) if number > 1 else "") if part)
-
-
-def process_name(pipeline: str, instance: str) -> str:
-    """Return the process name under which a driver reports."""
-    return ":".join(part for part in (KIND, pipeline, instance) if part)
-
-
-def label_and_number(process: str) -> tuple[str, int]:
-    """Return (label, number) of a driver's process."""
-    label, _, number = process.split(":", 2)[2].rpartition("-") if process.count(":") > 1 else ("", "", "1")
-    if number.isdecimal():
-        return label, int(number)
-    return number, 1
 
 
 def is_driver(pid: int) -> bool:

@@ -21,7 +21,8 @@ from tidemill.base.config.config import Config, pipelines_by_driver
 from tidemill.base.config.sections import ConsensusSection, ObjectsSection, PipelineSparkSection
 from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.private_directories import make_private_directory
-from tidemill.node.supervise.driver_instances import DRIVER_MODULE, instance_name, process_name
+from tidemill.base.status.drivers import instance_name, process_name
+from tidemill.node.supervise.driver_instances import DRIVER_MODULE
 from tidemill.node.supervise.supervisor import ChildSpec, Supervisor
 from tidemill.spark.settings import CONF_VARIABLE, CONSENSUS_VARIABLE, OBJECTS_VARIABLE
 

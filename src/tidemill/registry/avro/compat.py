@@ -12,8 +12,8 @@ from typing import Any
 
 from tidemill.registry.avro.model import Array, AvroModel, Enum, Fixed, Map, Named, Primitive, Record, Union
 from tidemill.registry.limits import StepBudget
-from tidemill.registry.parsed_schema import Difference
 from tidemill.registry.recursion import SchemaComparison
+from tidemill.registry.schema import Difference
 
 PROMOTED = {
     "int": {"long", "float", "double"},

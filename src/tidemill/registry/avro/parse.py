@@ -32,7 +32,7 @@ from tidemill.registry.avro.model import (
 )
 from tidemill.registry.errors import invalid_schema
 from tidemill.registry.limits import load_json, shorten
-from tidemill.registry.parsed_schema import ParsedSchema, ResolvedReference, schema_digest
+from tidemill.registry.schema import ParsedSchema, ResolvedReference, schema_digest
 
 ORDER = (
     "type",

@@ -15,7 +15,7 @@ from tidemill.metastore.rows.registry import Reference, SchemaRow, VersionRow
 from tidemill.registry.errors import RegistryError, invalid_schema, operation_not_permitted
 from tidemill.registry.limits import SUBJECT_BYTES, shorten
 from tidemill.registry.protobuf.parse import encode_descriptor
-from tidemill.registry.schema_types import SubmittedSchema
+from tidemill.registry.schema import SubmittedSchema
 
 MEDIA_TYPE = "application/vnd.schemaregistry.v1+json"
 ACCEPTED_MEDIA_TYPES = ("application/json", "application/vnd.schemaregistry", "application/octet-stream")

@@ -17,8 +17,8 @@ from tidemill.registry.http.messages import (
     schema_text,
     version_body,
 )
-from tidemill.registry.parsed_schema import SCHEMA_TYPES
 from tidemill.registry.registry import Registry
+from tidemill.registry.schema import SCHEMA_TYPES
 
 
 class SchemaHandlers:

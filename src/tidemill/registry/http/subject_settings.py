@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tidemill.registry.errors import RegistryError, subject_not_found
+from tidemill.registry.errors import RegistryError, no_subject_compatibility, no_subject_mode, subject_not_found
 from tidemill.registry.http.messages import (
     bool_param,
     json_response,
@@ -31,7 +31,7 @@ class SettingsHandlers:
         row = await self._registry.book.config(subject, fresh=True)
         own = row.compatibility if row is not None else ""
         if subject and not own and not bool_param(request, "defaultToGlobal"):
-            raise RegistryError(40408, f"Subject '{subject}' does not have subject-level compatibility configured")
+            raise no_subject_compatibility(subject)
         found: dict[str, Any] = {"compatibilityLevel": own or await self._registry.level(GLOBAL_SUBJECT)}
         if row is not None and row.normalize is not None:
             found["normalize"] = row.normalize
@@ -65,7 +65,7 @@ class SettingsHandlers:
         row = await self._registry.book.config(subject, fresh=True)
         own = row.mode if row is not None else ""
         if subject and not own and not bool_param(request, "defaultToGlobal"):
-            raise RegistryError(40409, f"Subject '{subject}' does not have subject-level mode configured")
+            raise no_subject_mode(subject)
         return json_response({"mode": own or await self._registry.mode(GLOBAL_SUBJECT)})
 
     async def put_mode(self, request: Request, subject: str = "") -> Response:

@@ -30,8 +30,8 @@ from tidemill.registry.jsonschema.model import (
     Shape,
 )
 from tidemill.registry.limits import StepBudget
-from tidemill.registry.parsed_schema import Difference
 from tidemill.registry.recursion import SchemaComparison
+from tidemill.registry.schema import Difference
 
 UPPER = ("maxLength", "maximum", "exclusiveMaximum", "maxProperties", "maxItems")
 LOWER = ("minLength", "minimum", "exclusiveMinimum", "minProperties", "minItems")

@@ -33,7 +33,7 @@ from tidemill.registry.jsonschema.model import (
     Shape,
 )
 from tidemill.registry.limits import load_json, shorten
-from tidemill.registry.parsed_schema import ParsedSchema, ResolvedReference, schema_digest
+from tidemill.registry.schema import ParsedSchema, ResolvedReference, schema_digest
 
 KEYWORDS = {
     OBJECT: (

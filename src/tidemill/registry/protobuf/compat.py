@@ -8,9 +8,9 @@ an unknown enum constant is preserved as a number.
 from __future__ import annotations
 
 from tidemill.registry.limits import StepBudget
-from tidemill.registry.parsed_schema import Difference
 from tidemill.registry.protobuf.model import REPEATED, REQUIRED, SCALAR_GROUPS, Message, MessageField, ProtobufModel
 from tidemill.registry.recursion import SchemaComparison
+from tidemill.registry.schema import Difference
 
 
 def find_differences(reader: ProtobufModel, writer: ProtobufModel, steps: StepBudget) -> list[Difference]:

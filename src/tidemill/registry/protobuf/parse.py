@@ -17,10 +17,10 @@ from typing import Any
 from tidemill.metastore.rows.registry import Reference
 from tidemill.registry.errors import invalid_schema
 from tidemill.registry.limits import shorten
-from tidemill.registry.parsed_schema import ParsedSchema, ResolvedReference, schema_digest
 from tidemill.registry.protobuf.compile import compile_text
 from tidemill.registry.protobuf.model import build_model
 from tidemill.registry.protobuf.text import proto_text
+from tidemill.registry.schema import ParsedSchema, ResolvedReference, schema_digest
 
 OWN_NAME = "schema.proto"
 WELL_KNOWN_FILES = {

@@ -22,7 +22,7 @@ to the tap, which provides `position` and receives `durable`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from contextlib import suppress
 
 import structlog
@@ -44,6 +44,42 @@ FLUSH_S = 1.0
 RETRY_S = 1.0
 ABANDON_AFTER_S = 10.0
 """Time for which a failing disk may hold back a capture's WAL."""
+
+
+class EndedLogSweep:
+    """Deletion of what ended shapes have in the file: a flush only marks them as ended.
+
+    Invariant (sweep while idle): a step deletes a bounded number of rows, and begins only while there is nothing to
+    write. Keys that an earlier run did not finish are found in the file, below the first key of this run.
+    """
+
+    def __init__(self, file: ShapeFile, threads: FileThreads, is_idle: Callable[[], bool]) -> None:
+        self._file = file
+        self._threads = threads
+        self._is_idle = is_idle
+        self._first_key = file.next_id
+        self._keys: dict[int, None] = {}
+        self.must_search = file.next_id > 1
+        """True while keys of earlier runs may be missing in `_keys`."""
+
+    def add(self, keys: Iterable[int]) -> None:
+        """Add shapes whose end is durable."""
+        self._keys |= dict.fromkeys(keys)
+
+    async def run(self) -> None:
+        """Delete until nothing is left, or there is something to write. Raises UnavailableError."""
+        if self.must_search and self._is_idle():
+            self.must_search = False
+            try:
+                found = await self._threads.write(lambda: self._file.find_leftovers(self._first_key))
+            except BaseException:
+                self.must_search = True
+                raise
+            self.add(found)
+        while self._keys and self._is_idle():
+            key = next(reversed(self._keys))
+            if not await self._threads.write(lambda key=key: self._file.clear_leftovers(key)):  # type: ignore[misc]
+                del self._keys[key]
 
 
 class ShapeStore:
@@ -87,15 +123,13 @@ class ShapeStore:
         self.logs = LogSet()
         self.holds_shapes = file.holds_shapes
         """True if the file has shapes of an earlier run."""
-        self._first_key = self._next_key = file.next_id
+        self._next_key = file.next_id
         self._anew = False
-        self._leftovers: dict[int, None] = {}
-        self._unswept = file.next_id > 1
-        """True while leftovers of earlier runs may be missing in `_leftovers`."""
+        self._sweep = EndedLogSweep(file, threads, lambda: self.clean)
         self._flushing = False
         self._forgotten: set[int] = set()
         self._failing_s: float | None = None
-        if self._unswept:
+        if self._sweep.must_search:
             self.logs.due.set()
 
     # -- the name of the file ----------------------------------------------------------------------------------
@@ -110,7 +144,7 @@ class ShapeStore:
             return True
         self.owner = self._new_name()
         self._anew = True
-        self._unswept = True
+        self._sweep.must_search = True
         self.logs.due.set()
         return False
 
@@ -176,7 +210,7 @@ class ShapeStore:
                     self._unnamed = False
                 elif self._unnamed:
                     self.logs.due.set()
-                await self._clear_leftovers()
+                await self._sweep.run()
             except UnavailableError as error:
                 await self._handle_failure(error)
             else:
@@ -200,7 +234,7 @@ class ShapeStore:
                 await self._threads.write(lambda flush=flush: self.file.flush(flush))  # type: ignore[misc]
                 self.logs.mark_saved(taken, part, written)
                 self.logs.ended.difference_update(ended)
-                self._leftovers |= dict.fromkeys(ended)
+                self._sweep.add(ended)
                 self._anew = self._anew and not anew
                 ended, anew = (), False
                 if not taken.changed:
@@ -213,21 +247,6 @@ class ShapeStore:
         await self.logs.finish(taken)
         if self._era == era:
             self.durable(position)
-
-    async def _clear_leftovers(self) -> None:
-        """Delete leftovers of ended shapes, for as long as there is nothing to write."""
-        if self._unswept and self.clean:
-            self._unswept = False
-            try:
-                found = await self._threads.write(lambda: self.file.find_leftovers(self._first_key))
-            except BaseException:
-                self._unswept = True
-                raise
-            self._leftovers |= dict.fromkeys(found)
-        while self._leftovers and self.clean:
-            key = next(reversed(self._leftovers))
-            if not await self._threads.write(lambda key=key: self.file.clear_leftovers(key)):  # type: ignore[misc]
-                del self._leftovers[key]
 
     async def _handle_failure(self, error: UnavailableError) -> None:
         now_s = self._clock.monotonic_s()

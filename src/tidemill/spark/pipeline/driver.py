@@ -29,7 +29,7 @@ import pyarrow as pa
 import structlog
 
 from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolledBackError
-from tidemill.base.extras import require
+from tidemill.base.libraries import require
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.gc_tuning import install_gc_tuning

@@ -22,7 +22,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
-import pyspark
 import structlog
 from pyspark.sql.datasource import (
     DataSource,
@@ -34,7 +33,6 @@ from pyspark.sql.datasource import (
 
 from tidemill.base.errors import InvalidError
 from tidemill.spark.session.python_worker import check_session_python
-from tidemill.spark.session.requirements import check_spark_version
 from tidemill.spark.source.batch import ShardReader, shard_schema
 from tidemill.spark.source.changes import META, ChangesReader
 from tidemill.spark.source.options import (
@@ -49,7 +47,7 @@ from tidemill.spark.source.options import (
     table_options,
 )
 from tidemill.spark.source.progress_stream import DESCRIPTOR_COLUMNS, ProgressReader
-from tidemill.spark.source.spark_versions import STREAM_ARROW_WRITER_SINCE
+from tidemill.spark.source.spark_versions import check_stream_writes
 from tidemill.spark.source.stream import RowReader, stream_columns
 from tidemill.spark.source.write import EpochWriter, FrameWriter
 from tidemill.spark.types import spark_schema
@@ -135,12 +133,7 @@ class TidemillSource(DataSource):  # type: ignore[misc]
     def streamWriter(self, schema: StructType, overwrite: bool) -> DataSourceStreamWriter:
         options = self._read_options()
         options.check_applicable(STREAM_WRITE, "a streaming write")
-        check_spark_version(
-            pyspark.__version__,
-            STREAM_ARROW_WRITER_SINCE,
-            'writeStream.format("tidemill")',
-            fix="Use foreachBatch with tidemill.spark.upsert.",
-        )
+        check_stream_writes()
         return EpochWriter(options, schema, overwrite)
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:

@@ -12,7 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import pyspark
 from pyspark.sql.datasource import DataSourceStreamWriter
+
+from tidemill.spark.session.requirements import check_spark_version
 
 try:
     from pyspark.sql.streaming.datasource import (
@@ -47,10 +50,20 @@ except ImportError:
         DataSourceStreamArrowWriter = DataSourceStreamWriter  # never created: `streamWriter` refuses
 
 __all__ = [
-    "STREAM_ARROW_WRITER_SINCE",
     "DataSourceStreamArrowWriter",
     "ReadAllAvailable",
     "ReadLimit",
     "ReadMaxRows",
     "SupportsTriggerAvailableNow",
+    "check_stream_writes",
 ]
+
+
+def check_stream_writes() -> None:
+    """Raise InvalidError if this Spark has no streaming writes of Arrow batches."""
+    check_spark_version(
+        pyspark.__version__,
+        STREAM_ARROW_WRITER_SINCE,
+        'writeStream.format("tidemill")',
+        fix="Use foreachBatch with tidemill.spark.upsert.",
+    )

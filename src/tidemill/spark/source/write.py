@@ -1,5 +1,5 @@
 """Writes: append the rows of a DataFrame, or of an epoch of a streaming query, to a shard. Tasks stage rows, the driver
-commits them (`spark.write`)."""
+commits them (`spark.write`). `tidemill.spark.upsert` is such a write, with deletions."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from pyspark.sql.datasource import DataSourceArrowWriter, WriterCommitMessage
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.shards.api import staged_key
+from tidemill.spark.session.python_worker import translate_missing_source
 from tidemill.spark.source.options import SourceOptions
 from tidemill.spark.source.spark_versions import DataSourceStreamArrowWriter
 from tidemill.spark.stores import shared_objects, shared_stores
@@ -25,11 +26,13 @@ from tidemill.spark.write.stream_epoch import StreamEpoch
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import StructType
 
 log = structlog.get_logger()
 
 
+DELETE_COLUMN = "_tidemill_delete"
 QUERY_ID_PROPERTY = "sql.streaming.queryId"
 """Property of the tasks of a streaming query: the id that its checkpoint stores."""
 
@@ -138,3 +141,36 @@ class EpochWriter(DataSourceStreamArrowWriter):  # type: ignore[misc]
 
 def _staged_of(messages: list[WriterCommitMessage | None]) -> list[Staged]:
     return [one for message in messages if isinstance(message, StagedMessage) for one in message.staged]
+
+
+def upsert(
+    df: DataFrame,
+    table: str,
+    *,
+    key: str | Sequence[str] = (),
+    delete_when: Column | str | None = None,
+    merge_schema: bool = False,
+    config: str = "",
+    objects: str = "",
+    consensus: str = "",
+) -> None:
+    """Upsert the rows of `df` into `table`, all at one time; each key must occur once.
+
+    `key`: its key columns ("a, b"), needed to create the table. `delete_when`: a condition, as a Column or in SQL; rows
+    for which it is true delete their key. `merge_schema`: new columns and wider types become part of the table.
+    `config`, `objects`, `consensus`: the cluster, chosen as by `read`. Raises Spark's exceptions, whose text is that of
+    the error, and InvalidError if the session's Python has no tidemill.
+    """
+    options = {"config": config, "objects": objects, "consensus": consensus}
+    options["key"] = key if isinstance(key, str) else ",".join(key)
+    options["mergeSchema"] = "true" if merge_schema else ""
+    if delete_when is not None:
+        from pyspark.sql.functions import expr
+
+        df = df.withColumn(DELETE_COLUMN, expr(delete_when) if isinstance(delete_when, str) else delete_when)
+        options["delete"] = DELETE_COLUMN
+    given = {name: value for name, value in options.items() if value}
+    from tidemill.spark.source import source_format
+
+    with translate_missing_source():
+        df.write.format(source_format(df.sparkSession)).mode("append").options(**given).save(table)

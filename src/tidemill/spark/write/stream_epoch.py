@@ -18,25 +18,25 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-import msgspec
 import structlog
 
 from tidemill.base.errors import InvalidError, TidemillError, UnknownOutcomeError
 from tidemill.shards.handle import LogShard
 from tidemill.shards.state.state import WRITER_TOKENS_MAX, ShardState
-from tidemill.shards.state.stream_registers import QUERIES_MAX, count_queries, is_restored, stream_register
+from tidemill.shards.state.stream_registers import (
+    BEFORE_FIRST_EPOCH,
+    QUERIES_MAX,
+    QueryProgress,
+    count_queries,
+    is_restored,
+    read_progress,
+    stream_register,
+    write_progress,
+)
 from tidemill.spark.stores import Stores
 from tidemill.spark.write import WRITES
 
 log = structlog.get_logger()
-
-
-class Progress(NamedTuple):
-    """Contents of the register."""
-
-    epoch: int
-    is_done: bool
-    version: int
 
 
 class StreamEpoch(NamedTuple):
@@ -66,15 +66,15 @@ class StreamEpoch(NamedTuple):
         if too many queries have written the table.
         """
         key, state = self._register(shard), shard.state
-        found = await stores.consensus.head(key)
+        found = await read_progress(stores.consensus, key)
         if found is None:
             await self._check_first(stores, shard)
-        last = msgspec.msgpack.decode(found.data, type=Progress) if found is not None else Progress(-1, True, 0)
+        last, seq = found or (BEFORE_FIRST_EPOCH, 0)
         if last.epoch > self.number or (last.epoch == self.number and last.is_done):
             return False
         if last.epoch < self.number:
-            data = msgspec.msgpack.encode(Progress(self.number, False, state.version))
-            await stores.consensus.cas(key, found.seq if found is not None else 0, data, stores.rand.nonce())
+            begun = QueryProgress(self.number, False, state.version)
+            await write_progress(stores.consensus, key, begun, seq, stores.rand.nonce())
         elif len(state.writers) >= WRITER_TOKENS_MAX and state.version - last.version >= WRITER_TOKENS_MAX:
             raise UnknownOutcomeError(
                 f"it is no longer known whether an epoch was written: table={shard.name} query={self.query_id}"
@@ -104,10 +104,10 @@ class StreamEpoch(NamedTuple):
         """Record that the epoch is appended. A failure is only logged: the state still has the token."""
         key = self._register(shard)
         try:
-            found = await stores.consensus.head(key)
-            if found is not None and (last := msgspec.msgpack.decode(found.data, type=Progress)).epoch == self.number:
-                data = msgspec.msgpack.encode(last._replace(is_done=True))
-                await stores.consensus.cas(key, found.seq, data, stores.rand.nonce())
+            found = await read_progress(stores.consensus, key)
+            if found is not None and found[0].epoch == self.number:
+                done = found[0]._replace(is_done=True)
+                await write_progress(stores.consensus, key, done, found[1], stores.rand.nonce())
         except TidemillError as error:
             log.info("end of epoch not recorded", table=shard.name, query=self.query_id, cause=str(error))
 

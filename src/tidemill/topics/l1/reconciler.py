@@ -37,8 +37,7 @@ from tidemill.topics.l1.format import Footer, object_id
 from tidemill.topics.l1.object_planner import OBJECT_PARTITIONS_MAX, PartitionPiece, cut_piece
 from tidemill.topics.l1.row_transitions import AddRequest
 from tidemill.topics.lost_objects import is_dropped
-from tidemill.topics.partition.leader import PartitionLeader
-from tidemill.topics.partition.leader_deps import LeaderDeps
+from tidemill.topics.partition.leader import LeaderDeps, PartitionLeader
 
 PartitionKey = tuple[str, int]
 PieceBatches = tuple[PartitionPiece, list[Buffer]]

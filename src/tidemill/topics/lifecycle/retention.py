@@ -25,8 +25,7 @@ from tidemill.topics.api import RecordsStillNeededError
 from tidemill.topics.config.configs import TopicConfig, parse_stored_config
 from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.membership import Assignment
-from tidemill.topics.partition.leader import PartitionLeader
-from tidemill.topics.partition.leader_deps import LeaderDeps
+from tidemill.topics.partition.leader import LeaderDeps, PartitionLeader
 from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, parse_log_name, partition_log
 from tidemill.topics.partition.state_machine.state import PartitionState
 

@@ -30,7 +30,6 @@ from tidemill.topics.batch.control_batch import encode_marker
 from tidemill.topics.batch.header import parse_header
 from tidemill.topics.batch.validation import check_header
 from tidemill.topics.partition.append_plan import AppendPlan, poisoned_error
-from tidemill.topics.partition.leader_deps import LeaderDeps
 from tidemill.topics.partition.live_batches import LiveBatches
 from tidemill.topics.partition.pending_batch import PendingBatch, apply_record_policy, fail_future
 from tidemill.topics.partition.sequence_gaps import SequenceGaps
@@ -44,7 +43,7 @@ from tidemill.topics.produce import ProducerLine
 from tidemill.topics.produce.validator_pool import ValidatedBatch
 
 if TYPE_CHECKING:
-    from tidemill.topics.partition.leader import PartitionLeader
+    from tidemill.topics.partition.leader import LeaderDeps, PartitionLeader
 
 
 class BatchIntake:

@@ -12,18 +12,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
+import msgspec
 import structlog
 
+from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import CorruptError, TidemillError, UnavailableError, UnknownOutcomeError
-from tidemill.base.runtime.tasks import error_sentence, is_own_fault_of_await
-from tidemill.consensus.api import LogHead
-from tidemill.topics.api import (
-    NotLeaderError,
-    ProduceResult,
-)
+from tidemill.base.runtime.tasks import Tasks, error_sentence, is_own_fault_of_await
+from tidemill.consensus.api import Consensus, LogHead
+from tidemill.objects.store import ObjectStore
+from tidemill.topics.api import ConfirmTransaction, NotLeaderError, ProduceResult
 from tidemill.topics.batch.header import patch_base_offset
 from tidemill.topics.config.configs import TopicConfig
+from tidemill.topics.config.settings import TopicSettings
 from tidemill.topics.l0.format import parse_writer
+from tidemill.topics.l0.writer import L0Writer
 from tidemill.topics.partition.append_plan import (
     AppendPlan,
     PendingAdvance,
@@ -34,7 +36,6 @@ from tidemill.topics.partition.append_plan import (
 )
 from tidemill.topics.partition.appender import Appender, LeadershipLostError
 from tidemill.topics.partition.batch_intake import BatchIntake
-from tidemill.topics.partition.leader_deps import LeaderDeps
 from tidemill.topics.partition.recovery import catch_up, partition_log
 from tidemill.topics.partition.rollup import RollupScheduler
 from tidemill.topics.partition.sequence_gaps import SequenceGaps
@@ -43,9 +44,31 @@ from tidemill.topics.partition.state_machine.codec import encode_command
 from tidemill.topics.partition.state_machine.commands import Command, Rollup
 from tidemill.topics.partition.state_machine.producer_state import Refusal
 from tidemill.topics.partition.state_machine.state import PartitionState
+from tidemill.topics.partition.transaction_verification import reject_without_coordinator
 from tidemill.topics.partition.watchers import Watchers
+from tidemill.topics.produce.validator_pool import BatchValidator
 
 _log = structlog.get_logger()
+
+
+class LeaderDeps(msgspec.Struct, frozen=True):
+    """Dependencies that all partitions of one process share."""
+
+    consensus: Consensus
+    objects: ObjectStore
+    writer: L0Writer
+    checker: BatchValidator
+    clock: Clock
+    rand: Rand
+    settings: TopicSettings
+    tasks: Tasks
+    appends: asyncio.Semaphore
+    """Limits concurrent appends, so that one reply of consensus does not resume all partitions in one loop turn."""
+    moved: Callable[[str, int], None] = lambda *_: None
+    """Called with (topic id, partition) when its last stable offset moved, or it was opened here. A plain call."""
+    confirm: ConfirmTransaction = reject_without_coordinator
+    touched: Callable[[PartitionLeader], None] = lambda _: None
+    """Called when the data behind the partition's stage status may have changed. A plain call."""
 
 
 class PartitionLeader:

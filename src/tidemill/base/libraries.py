@@ -1,7 +1,16 @@
-"""Optional libraries: which extra of the package installs each of them, and the error when one is missing."""
+"""Libraries of this process: which extra of the package installs an optional one, the error when it is missing, and the
+libraries that a process must not import.
+
+The latter are imported by another library only to look for values of their types:
+
+pandas        Arrow imports it at its first array, to check whether values are pandas objects: a second of processor
+              time and 40 MiB. Arrow remembers the answer, so pandas stays hidden for the life of the process
+hypothesis    kio imports it to register test strategies for its types: half a second, and a directory .hypothesis
+"""
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
 
 from tidemill.base.errors import InvalidError
@@ -52,3 +61,18 @@ def _not_installed(module: str, remark: str = "") -> InvalidError:
     return InvalidError(
         f"{module} is not installed. {remark}".rstrip(), fix=f"Install it: pip install 'tidemill[{EXTRA_OF[module]}]'"
     )
+
+
+class HiddenModules:
+    """Import hook that hides modules from this process."""
+
+    def __init__(self, names: tuple[str, ...]) -> None:
+        self._names = names
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name in self._names:
+            raise ModuleNotFoundError(f"{name} is hidden from this process", name=name)
+
+
+def hide_modules(*names: str) -> None:
+    sys.meta_path.insert(0, HiddenModules(names))

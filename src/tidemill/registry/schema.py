@@ -1,4 +1,4 @@
-"""Parsed schema: its meaning, and the digest that identifies equal schemas."""
+"""Schemas as submitted and as parsed: the meaning, and the digest that identifies equal schemas."""
 
 from __future__ import annotations
 
@@ -12,15 +12,13 @@ SCHEMA_TYPES = ("JSON", "PROTOBUF", "AVRO")
 """Schema types, in the order in which Confluent's registry lists them."""
 
 
-class Difference(NamedTuple):
-    """One reason why a reader cannot read what a writer wrote. `path` is a JSON pointer into the reader's schema."""
+class SubmittedSchema(NamedTuple):
+    """Schema submitted by a client, or stored."""
 
     kind: str
-    path: str
-    description: str
-
-    def message(self) -> str:
-        return f'{{errorType:"{self.kind}", description:"{self.description}", path:"{self.path or "/"}"}}'
+    text: str
+    references: tuple[Reference, ...] = ()
+    normalize: bool = False
 
 
 class ParsedSchema(NamedTuple):
@@ -50,3 +48,14 @@ def schema_digest(kind: str, meaning: bytes, references: Sequence[Reference]) ->
     for part in (kind.encode(), meaning, *(f"{r.name}\0{r.subject}\0{r.version}".encode() for r in references)):
         found.update(len(part).to_bytes(8, "big") + part)
     return found.hexdigest()
+
+
+class Difference(NamedTuple):
+    """One reason why a reader cannot read what a writer wrote. `path` is a JSON pointer into the reader's schema."""
+
+    kind: str
+    path: str
+    description: str
+
+    def message(self) -> str:
+        return f'{{errorType:"{self.kind}", description:"{self.description}", path:"{self.path or "/"}"}}'

@@ -1,7 +1,9 @@
-"""Handler of AddPartitionsToTxn (24), versions 0 to 3: partitions that a transaction is about to write to.
+"""Handlers of AddPartitionsToTxn (24), versions 0 to 3, and AddOffsetsToTxn (25), versions 0 to 4: partitions that a
+transaction is about to write to, and the group whose offsets it is about to commit.
 
-All partitions are added or none: if one is unknown, the others are OPERATION_NOT_ATTEMPTED. Versions 4 and 5 are for
-requests between brokers, which do not exist here: a partition's leader reads the transaction itself.
+All partitions are added or none: if one is unknown, the others are OPERATION_NOT_ATTEMPTED. Versions 4 and 5 of
+AddPartitionsToTxn are for requests between brokers, which do not exist here: a partition's leader reads the transaction
+itself.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from tidemill.kafka.schema.codec_compiler import Body
 FIRST_WITH_FENCED: Final = 2
 
 
-async def handle(context: Context, request: Request, body: Body) -> Body:
+async def add_partitions(context: Context, request: Request, body: Body) -> Body:
     topics = body["v3_and_below_topics"]
     await context.cache.settle_topics(((t["name"], max(t["partitions"], default=0)) for t in topics), is_id=False)
     transactional_id = body["v3_and_below_transactional_id"]
@@ -43,10 +45,10 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         identity = (body["v3_and_below_producer_id"], body["v3_and_below_producer_epoch"])
         code = await error_codes.code_of_work(context.transactions.add(transactional_id, *identity, partitions=places))
         code = error_codes.fenced_code(code, known=request.version >= FIRST_WITH_FENCED)
-    return _answer(body, code, codes if code == error_codes.OPERATION_NOT_ATTEMPTED else {})
+    return _partitions_answer(body, code, codes if code == error_codes.OPERATION_NOT_ATTEMPTED else {})
 
 
-def _answer(body: Body, code: int, codes: dict[tuple[str, int], int]) -> Body:
+def _partitions_answer(body: Body, code: int, codes: dict[tuple[str, int], int]) -> Body:
     return {
         "results_by_topic_v3_and_below": [
             {
@@ -61,8 +63,26 @@ def _answer(body: Body, code: int, codes: dict[tuple[str, int], int]) -> Body:
     }
 
 
-def error_answer(body: Body, code: int) -> Body:
-    return _answer(body, code, {})
+def _partitions_error(body: Body, code: int) -> Body:
+    return _partitions_answer(body, code, {})
 
 
-API = Api(24, "add_partitions_to_txn", 0, 3, begin_decoded(handle, error_answer))
+async def add_group(context: Context, request: Request, body: Body) -> Body:
+    transactional_id = body["transactional_id"]
+    code = coordinator_error(context, transactional_id)
+    if not code:
+        identity = (body["producer_id"], body["producer_epoch"])
+        code = await error_codes.code_of_work(
+            context.transactions.add_group(transactional_id, *identity, body["group_id"])
+        )
+    return {"error_code": error_codes.fenced_code(code, known=request.version >= FIRST_WITH_FENCED)}
+
+
+def _group_error(body: Body, code: int) -> Body:
+    return {"error_code": code}
+
+
+APIS: Final = (
+    Api(24, "add_partitions_to_txn", 0, 3, begin_decoded(add_partitions, _partitions_error)),
+    Api(25, "add_offsets_to_txn", 0, 4, begin_decoded(add_group, _group_error)),
+)

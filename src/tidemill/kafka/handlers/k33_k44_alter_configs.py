@@ -1,5 +1,7 @@
-"""Handler of IncrementalAlterConfigs (44), versions 0 and 1: SET, DELETE, APPEND and SUBTRACT configs of topics and
-groups.
+"""Handlers of IncrementalAlterConfigs (44), versions 0 and 1: SET, DELETE, APPEND and SUBTRACT configs of topics and
+groups; and of AlterConfigs (33), versions 0 to 2: replaces all configs of one, the others become defaults.
+
+Kafka recommends the first, because AlterConfigs removes the configs that others have set.
 
 All changes of one topic or group are made together or not at all, in one write of its row. This node applies them
 before it answers, the others within two seconds. Deleting a config that is not set succeeds, even under an unknown
@@ -12,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Final
 
 import structlog
 from msgspec.structs import replace
@@ -25,7 +28,7 @@ from tidemill.kafka.groups import configs
 from tidemill.kafka.groups.coordinator import is_group_name
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
-from tidemill.topics.config import alter
+from tidemill.topics.config.alter import TOPIC as TOPIC_CONFIGS
 from tidemill.topics.config.alter import AlterOp, ConfigKind, InvalidConfigRequestError, apply_changes
 
 log = structlog.get_logger()
@@ -34,14 +37,21 @@ Altered = Callable[[Mapping[str, str], Body, ConfigKind], dict[str, str]]
 """Function of the current config, the request's resource and its kind; returns the new config. Raises InvalidError."""
 
 
-async def handle(context: Context, request: Request, body: Body) -> Body:
+async def alter_incrementally(context: Context, request: Request, body: Body) -> Body:
     def change(config: Mapping[str, str], asked: Body, kind: ConfigKind) -> dict[str, str]:
         return apply_changes(config, [(c["name"], c["config_operation"], c["value"]) for c in asked["configs"]], kind)
 
-    return {"responses": await alter_all(context, body, change)}
+    return {"responses": await _alter_all(context, body, change)}
 
 
-async def alter_all(context: Context, body: Body, change: Altered) -> list[Body]:
+async def replace_all(context: Context, request: Request, body: Body) -> Body:
+    def change(_: Mapping[str, str], asked: Body, kind: ConfigKind) -> dict[str, str]:
+        return apply_changes({}, [(config["name"], AlterOp.SET, config["value"]) for config in asked["configs"]], kind)
+
+    return {"responses": await _alter_all(context, body, change)}
+
+
+async def _alter_all(context: Context, body: Body, change: Altered) -> list[Body]:
     named = Counter((asked["resource_type"], asked["resource_name"]) for asked in body["resources"])
     one = partial(_alter, context, named, change, validate_only=body["validate_only"])
     answers = await map_items(body["resources"], one, context.pace)
@@ -59,7 +69,7 @@ async def _alter(
     kind, name = asked["resource_type"], asked["resource_name"]
 
     def topic(config: Mapping[str, str]) -> dict[str, str]:
-        return change(config, asked, alter.TOPIC)
+        return change(config, asked, TOPIC_CONFIGS)
 
     def group(config: Mapping[str, str]) -> dict[str, str]:
         return change(config, asked, configs.GROUP)
@@ -80,16 +90,16 @@ async def _alter(
             await context.group_configs.change(name, group, validate_only=validate_only)
         else:
             code, message = await _topic(context, name, topic, validate_only=validate_only)
-            return answer(asked, code, message)
+            return _answer(asked, code, message)
     except InvalidConfigRequestError as error:
-        return answer(asked, error_codes.INVALID_REQUEST, str(error))
+        return _answer(asked, error_codes.INVALID_REQUEST, str(error))
     except MissingError:
-        return answer(asked, error_codes.UNKNOWN_TOPIC_OR_PARTITION, "No such topic.")
+        return _answer(asked, error_codes.UNKNOWN_TOPIC_OR_PARTITION, "No such topic.")
     except InvalidError as error:
-        return answer(asked, error_codes.INVALID_CONFIG, str(error))
+        return _answer(asked, error_codes.INVALID_CONFIG, str(error))
     except TidemillError as error:
-        return answer(asked, error_codes.REQUEST_TIMED_OUT, str(error))
-    return answer(asked, error_codes.NONE, None)
+        return _answer(asked, error_codes.REQUEST_TIMED_OUT, str(error))
+    return _answer(asked, error_codes.NONE, None)
 
 
 async def _topic(
@@ -107,7 +117,7 @@ async def _topic(
     return error_codes.NONE, None
 
 
-def answer(asked: Body, code: int, message: str | None) -> Body:
+def _answer(asked: Body, code: int, message: str | None) -> Body:
     return {
         "error_code": code,
         "error_message": message,
@@ -116,8 +126,11 @@ def answer(asked: Body, code: int, message: str | None) -> Body:
     }
 
 
-def error_answer(body: Body, code: int) -> Body:
-    return {"responses": [answer(asked, code, None) for asked in body["resources"]]}
+def _error_answer(body: Body, code: int) -> Body:
+    return {"responses": [_answer(asked, code, None) for asked in body["resources"]]}
 
 
-API = Api(44, "incremental_alter_configs", 0, 1, begin_decoded(handle, error_answer), barrier=True)
+APIS: Final = (
+    Api(33, "alter_configs", 0, 2, begin_decoded(replace_all, _error_answer), barrier=True),
+    Api(44, "incremental_alter_configs", 0, 1, begin_decoded(alter_incrementally, _error_answer), barrier=True),
+)
