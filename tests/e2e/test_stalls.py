@@ -184,7 +184,7 @@ def test_f605_a_stopped_driver_is_named(stalls: Stalls) -> None:
 def test_a_driver_that_is_killed_again_and_again_is_a_problem_on_the_page_until_its_successor_works(
     stalls: Stalls,
 ) -> None:
-    """After one kill, captured tables follow again within seconds, before anything is late. Only the restart is shown."""
+    """Captured tables follow again within seconds of one kill, before anything is late: only the restart is shown."""
     stalls.fresh()
     stalls.insert()
 
