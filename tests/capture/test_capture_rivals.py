@@ -202,7 +202,7 @@ class Literal:
             self._transaction = Transaction(fragment.xid, fragment.commit_lsn)
         changes = list(fragment.changes)
         self._consumer.offer(
-            InboxEntry(self._transaction, PendingFragment(Backlog(), 0, 0, 0.0, 0), changes, fragment.commits), 0
+            InboxEntry(self._transaction, PendingFragment(Backlog(), 0, 0, 0), changes, fragment.commits, 0.0), 0
         )
         while self._consumer.evaluate(self._turn):
             pass

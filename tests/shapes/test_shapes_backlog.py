@@ -134,6 +134,21 @@ def test_age_counts_while_the_stream_is_live_whatever_comes_meanwhile() -> None:
     assert world.of_table.shape.has_ended
 
 
+def test_the_time_before_a_change_is_routed_counts_as_no_age() -> None:
+    """World 7003 of the oracle: changes waited ten seconds behind the fragments of 200,000 rows of another table. Then
+    the shapes ended that had not even been offered them."""
+    world = Backlog(BacklogLimits(age_s=10.0))
+    world.sink.begin_stream(STREAM, 0, 5)  # type: ignore[arg-type]
+    world.commit(OTHER, OTHER)
+    world.look_for(12)
+    world.route()
+    assert world.of_other.inbox, "its turn was too short for both changes"
+    world.look_for(9)
+    assert not world.of_other.shape.has_ended
+    world.look_for(3)
+    assert world.of_other.shape.has_ended, "it had the changes for more than ten seconds"
+
+
 def test_the_time_that_restoring_takes_counts_as_no_age() -> None:
     world = Backlog(BacklogLimits(age_s=10.0), restoring=True)
     world.sink.begin_stream(STREAM, 0, 5)  # type: ignore[arg-type]

@@ -44,7 +44,8 @@ class BacklogAge:
         self._from_s = now_s
 
     def find_late_before_s(self, now_s: float) -> float | None:
-        """Return the time of arrival before which a change is late, None if none is. Called once a second."""
+        """Return the time before which a change must have been routed to be late, None if none is. Called once a
+        second."""
         if self._checked_s and now_s - self._checked_s > PAUSE_S:
             self._from_s = now_s
         self._checked_s = now_s
@@ -74,9 +75,9 @@ class Backlog:
         self._works: deque[PendingFragment] = deque()
         """Fragments in order of arrival; the first one has not been evaluated by all consumers."""
 
-    def append(self, fragment: Fragment, arrived_s: float, before: int) -> None:
+    def append(self, fragment: Fragment, before: int) -> None:
         """Append an arrival. `before`: as in PendingFragment."""
-        work = PendingFragment(self, len(fragment.changes), memory_bytes(fragment), arrived_s, before)
+        work = PendingFragment(self, len(fragment.changes), memory_bytes(fragment), before)
         self.arrivals.append((fragment, work))
         self._works.append(work)
 
@@ -98,14 +99,13 @@ class Backlog:
 class PendingFragment:
     """A fragment that at least one shape has not evaluated yet."""
 
-    __slots__ = ("arrived_s", "backlog", "before", "changes", "left", "size_bytes")
+    __slots__ = ("backlog", "before", "changes", "left", "size_bytes")
 
-    def __init__(self, backlog: Backlog, changes: int, size_bytes: int, arrived_s: float, before: int) -> None:
+    def __init__(self, backlog: Backlog, changes: int, size_bytes: int, before: int) -> None:
         """Count a fragment in. `before`: the newest whole transaction that arrived before it."""
         self.backlog = backlog
         self.changes = changes
         self.size_bytes = size_bytes
-        self.arrived_s = arrived_s
         self.before = before
         self.left = 1
         """Number of consumers that have not evaluated it yet, plus one until it is routed."""
@@ -124,17 +124,27 @@ class PendingFragment:
 
 
 class InboxEntry:
-    """Some changes of a transaction, for one or more consumers. `commits`: the transaction ends with them."""
+    """Some changes of a transaction, for one or more consumers. `commits`: the transaction ends with them.
 
-    __slots__ = ("changes", "commits", "size_bytes", "transaction", "work")
+    `offered_s`: time at which they were routed. The age of a shape's work counts from there: the time before that was
+    spent on other tables, too.
+    """
+
+    __slots__ = ("changes", "commits", "offered_s", "size_bytes", "transaction", "work")
 
     def __init__(
-        self, transaction: Transaction, work: PendingFragment, changes: Sequence[Change], commits: bool
+        self,
+        transaction: Transaction,
+        work: PendingFragment,
+        changes: Sequence[Change],
+        commits: bool,
+        offered_s: float,
     ) -> None:
         self.transaction = transaction
         self.work = work
         self.changes = changes
         self.commits = commits
+        self.offered_s = offered_s
         self.size_bytes = work.size_bytes * len(changes) // max(1, work.changes)
         """Share of the fragment's size."""
 

@@ -20,8 +20,9 @@ backlog is more
   late shapes the most expensive end first). Clients of an ended shape refetch. A bound ends only the shapes that exceed
   it: all fragments are routed before any shape ends for them. So a large transaction costs no shape of a table that it
   does not touch, not even one that holds an older change and waits for its turn.
-- Invariant (age of live changes only): age counts only while the stream is live. It restarts after logs were restored,
-  with each fragment that was written before the session began, and after a pause of the whole process.
+- Invariant (age of live changes only): age counts from the time at which a change is routed to a shape, and only while
+  the stream is live. It restarts after logs were restored, with each fragment that was written before the session
+  began, and after a pause of the whole process.
 - Invariant (restore first): until the logs of an earlier run are restored, fragments are queued and not routed, within
   the same bounds. Relation events of the stream in that time are recorded too: `resumable` has the relations whose logs
   can still be restored.
@@ -224,10 +225,9 @@ class ShapeTap:
             kept = self._backlog.part_of_relations(fragment, self.resumable or frozenset())
         if kept is None:
             return
-        now_s = self._clock.monotonic_s()
         if fragment.commit_lsn < self._catch_up_lsn:
-            self._age.restart(now_s)
-        self._backlog.append(kept, now_s, before)
+            self._age.restart(self._clock.monotonic_s())
+        self._backlog.append(kept, before)
         if 2 * self.held_bytes > self._limits.size_bytes and not self.restoring:
             for _ in range(min(ROUTED_PER_TAKE, len(self._backlog.arrivals))):
                 self._route_next()
@@ -366,8 +366,9 @@ class ShapeTap:
             transaction = self._transaction = Transaction(fragment.xid, fragment.commit_lsn)
             self._touched.clear()
         touched, commits, handed_bytes = self._touched, fragment.commits, 0
+        now_s = self._clock.monotonic_s()
         for consumers, changes in self.router.route(fragment.changes):
-            entry = InboxEntry(transaction, work, changes, commits)
+            entry = InboxEntry(transaction, work, changes, commits, now_s)
             handed_bytes += entry.size_bytes
             for consumer in consumers:
                 if not commits:
@@ -377,7 +378,7 @@ class ShapeTap:
                 self.turns.offer(consumer, entry, self.routed)
         if commits:
             for consumer in touched:
-                self.turns.offer(consumer, InboxEntry(transaction, work, (), True), self.routed)
+                self.turns.offer(consumer, InboxEntry(transaction, work, (), True, now_s), self.routed)
             touched.clear()
             self.routed = fragment.commit_lsn
         work.shrink(handed_bytes)
@@ -419,7 +420,7 @@ class ShapeTap:
         for fragment, work in arrived:
             found = self._backlog.part_of_relations(fragment, self.resumable or frozenset())
             if found is not None:
-                self._backlog.append(found, work.arrived_s, work.before)
+                self._backlog.append(found, work.before)
 
     def end_late_shapes(self) -> None:
         """End the most expensive of the shapes whose oldest change waits for too long; called once a second."""

@@ -393,11 +393,11 @@ class ConsumerTurns:
         return [each for each in self._behind if 2 * each.inbox_bytes >= most_bytes] if most_bytes else []
 
     def end_tick(self, before_s: float | None) -> list[TableConsumer]:
-        """Return the most expensive of the consumers whose oldest entry arrived before that time; called once a
+        """Return the most expensive of the consumers whose oldest entry was offered before that time; called once a
         second."""
         late: list[TableConsumer] = []
         if before_s is not None:
-            late = [each for each in self._behind if each.inbox[0].work.arrived_s < before_s]
+            late = [each for each in self._behind if each.inbox[0].offered_s < before_s]
         late.sort(key=lambda consumer: consumer.recent_spent_s(self._tick), reverse=True)
         self._tick += 1
         return late[: -(-len(late) // LATE_DIVISOR)]
