@@ -23,6 +23,7 @@ from oracle_tables import Table
 from oracle_topics import alike, read_topic, table_of, twice
 from psycopg import DataError, ProgrammingError
 
+from support.waiting import slowness
 from tidemill.base.errors import TidemillError
 from tidemill.capture.delivery.deferrable_keys import WAITING_BYTES
 from tidemill.capture.naming import table_name
@@ -32,7 +33,8 @@ SETTLE_S = 45.0
 COPIED_S = 180.0
 """Limit where every table may have to be copied again after a kill of the node."""
 CONFIRM_S = 5.0
-"""Limit for confirming the last commit to PostgreSQL once it is durable, that is, once a consumer reads it."""
+"""Limit for confirming the last commit to PostgreSQL once it is durable, that is, once a consumer reads it, on an idle
+machine. Shapes must have evaluated it, too."""
 EXAMPLES = 3
 LEDGER = "public.ledger"
 Mark = tuple[int, str]
@@ -94,7 +96,7 @@ class Judge:
         began_s = time.monotonic()
         took_s = {"ledger": self._until(lambda: self._ledger(mark))}
         last_lsn = self._last_lsn
-        took_s["confirmed"] = self._until(lambda: self._confirmed(last_lsn), CONFIRM_S)
+        took_s["confirmed"] = self._until(lambda: self._confirmed(last_lsn), CONFIRM_S * slowness())
         took_s["states"] = self._until(lambda: self._states(tables))
         took_s["shapes"] = self._until(lambda: [found for s in [*shapes, *large] for found in self._shape(s, last_lsn)])
         took_s["topics"] = self._until(lambda: [found for table in tables for found in self._topic(table)])
