@@ -22,6 +22,7 @@ def build(p):
     def sums(spark, clicks):
         return clicks
 """
+CAPTURED = 'p.capture("db").table("public.clicks")'
 CHECKS = ["python", "spark", "java", "bash", "disk", "node.http", "node.kafka", "exposure", "consensus.url"]
 
 
@@ -99,6 +100,18 @@ def test_inputs_of_pipelines_are_looked_up_on_the_cluster(tmp_path: Path) -> Non
     with open_stores(tmp_path / "tidemill.toml") as opened:
         opened.portal.call(opened.catalogue.create_topic("clicks", 1))
     assert checked(tmp_path, 0)["pipeline.shop"][0]["found"] == "valid: clicks, sums"
+
+
+def test_a_capture_that_has_not_started_is_no_problem_of_its_pipeline(tmp_path: Path) -> None:
+    Cluster(tmp_path)
+    configure(tmp_path, shop=VALID.replace('p.topic("clicks", key="id", schema="id int, n int")', CAPTURED))
+    (result,) = checked(tmp_path, 1)["pipeline.shop"]
+    assert "there is no such capture: table=clicks capture=db" in result["found"]
+    assert result["fix"] == "Configure it: [capture.db]"
+    with (tmp_path / "tidemill.toml").open("a") as file:
+        file.write('[capture.db]\ndsn = "postgresql://localhost:1/db"\n')
+    found = checked(tmp_path, 1)
+    assert not found["capture.db"][0]["ok"] and found["pipeline.shop"][0]["found"] == "valid: clicks, sums"
 
 
 def test_a_pipeline_without_spark_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
