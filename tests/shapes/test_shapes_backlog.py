@@ -149,6 +149,34 @@ def test_the_time_before_a_change_is_routed_counts_as_no_age() -> None:
     assert world.of_other.shape.has_ended, "it had the changes for more than ten seconds"
 
 
+def test_fragments_that_take_long_to_route_leave_half_of_the_time_to_evaluation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """World 7100 of the oracle: each slice routed one fragment of 200,000 rows, was over, and evaluated one change. So
+    the shapes of other tables had their few changes for more than ten seconds, and ended."""
+    world = Backlog(BacklogLimits(size_bytes=10_000_000))
+    world.sink.begin_stream(STREAM, 0, 5)  # type: ignore[arg-type]
+    world.commit(*[OTHER] * 20)
+    for _ in range(50):
+        world.commit(TABLE)
+    route = world.sink.router.route
+
+    def slow(changes: Sequence[Change]) -> Any:
+        world.clock.advance(10)
+        return route(changes)
+
+    monkeypatch.setattr(world.sink.router, "route", slow)
+    slices = 0
+    while not slices or world.of_other.inbox:
+        world.sink.run_slice(Turn(world.clock, world.clock.monotonic_s() + 0.004))
+        slices += 1
+    assert slices <= 3
+    assert world.sink.held_bytes, "the rest of the fragments waits"
+    while world.sink.run_slice(Turn(world.clock, world.clock.monotonic_s() + 0.004)):
+        pass
+    assert not world.of_table.inbox and not world.sink.held_bytes
+
+
 def test_the_time_that_restoring_takes_counts_as_no_age() -> None:
     world = Backlog(BacklogLimits(age_s=10.0), restoring=True)
     world.sink.begin_stream(STREAM, 0, 5)  # type: ignore[arg-type]

@@ -16,6 +16,8 @@ backlog is more
   taken for a shape that registered after them must see them all, as their changes were never offered to it. This gap is
   real: a commit is decoded from the WAL before it becomes visible to new snapshots.
 - Invariant (isolated failures): any exception from evaluating for one consumer ends its shape only.
+- Invariant (even halves): while fragments wait to be routed and changes wait to be evaluated, each gets half of the
+  time, however long a fragment takes. Otherwise a large transaction of one table delays the few changes of the others.
 - Invariant (bounded backlog): the backlog is bounded in bytes (the shapes that hold most of it end) and in age (of the
   late shapes the most expensive end first). Clients of an ended shape refetch. A bound ends only the shapes that exceed
   it: all fragments are routed before any shape ends for them. So a large transaction costs no shape of a table that it
@@ -147,6 +149,8 @@ class ShapeTap:
         self._backlog = Backlog()
         self._recent: deque[int] = deque(maxlen=RECENT_TRANSACTIONS)
         self.fell_behind = 0
+        self._routing_ahead_s = 0.0
+        """Time that routing used more than evaluation, while both had work (even halves)."""
         self._catch_up_lsn = 0
         """The end of the WAL when the session began."""
         self._age = BacklogAge(self._limits.age_s)
@@ -342,14 +346,26 @@ class ShapeTap:
                 raise
 
     def run_slice(self, turn: Turn) -> bool:
-        """Route arrivals for at most half the turn, then evaluate. Return True if there is more to do."""
-        now_s = self._clock.monotonic_s()
-        first_half = Turn(self._clock, (now_s + turn.until_s) / 2)
-        while self._backlog.arrivals:
-            self._route_next()
-            if first_half.is_over:
-                break
-        self.turns.run(turn)
+        """Route arrivals for half the time, and evaluate for the other. Return True if there is more to do.
+
+        A fragment may take longer to route than a whole turn: later turns then evaluate until they are even.
+        """
+        started_s = self._clock.monotonic_s()
+        routes = bool(self._backlog.arrivals) and (self._routing_ahead_s <= 0 or not self.turns.has_ready)
+        if routes:
+            first_half = Turn(self._clock, (started_s + turn.until_s) / 2)
+            while self._backlog.arrivals:
+                self._route_next()
+                if first_half.is_over:
+                    break
+            routed_s = self._clock.monotonic_s()
+            self._routing_ahead_s = max(0.0, self._routing_ahead_s) + routed_s - started_s
+            started_s = routed_s
+        if not routes or not turn.is_over:
+            self.turns.run(turn)
+            self._routing_ahead_s -= self._clock.monotonic_s() - started_s
+        if not self.turns.has_ready:
+            self._routing_ahead_s = 0.0
         self._backlog.drop_evaluated()
         self._owed.report_if_clean()
         return bool(self._backlog.arrivals) or self.turns.has_ready
