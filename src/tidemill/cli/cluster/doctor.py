@@ -230,7 +230,8 @@ def own_node_pid(config: Config) -> int:
 
 
 def _has_reported(config: Config, pid: int) -> bool:
-    """Whether the node with this pid reports to the consensus of this configuration; also True if that does not answer.
+    """Return whether the node with this pid reports to the consensus of this configuration; also True if that does not
+    answer.
 
     The nodes of two clusters that `tidemill init` wrote have the same name and addresses.
     """
