@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,12 @@ import pytest
 
 from support.cli.cluster import Cluster
 from support.cli.process import run_tidemill
+from tidemill.base.config.config import load
+from tidemill.base.errors import TidemillError
+from tidemill.base.status.status import StatusReport
 from tidemill.cli.cluster import doctor
 from tidemill.cli.context import open_stores
+from tidemill.consensus.status.board import StatusBoard
 
 VALID = """
 def build(p):
@@ -22,6 +28,7 @@ def build(p):
     def sums(spark, clicks):
         return clicks
 """
+CAPTURED = 'p.capture("db").table("public.clicks")'
 CHECKS = ["python", "spark", "java", "bash", "disk", "node.http", "node.kafka", "exposure", "consensus.url"]
 
 
@@ -37,7 +44,8 @@ def checked(directory: Path, code: int) -> dict[str, list[dict[str, Any]]]:
 
 def configure(directory: Path, **pipelines: str) -> None:
     """Write a configuration with these pipelines: name → text of its file."""
-    lines = [f'[node]\ndata = "{directory}/data"\n']
+    # Free ports: a node that runs on this machine is not the one of this configuration.
+    lines = [f'[node]\ndata = "{directory}/data"\nhttp = "127.0.0.1:0"\nkafka = "127.0.0.1:0"\n']
     for name, text in pipelines.items():
         (directory / f"{name}.py").write_text(text)
         lines.append(f'[pipeline.{name}]\nfile = "{name}.py"\n')
@@ -99,6 +107,37 @@ def test_inputs_of_pipelines_are_looked_up_on_the_cluster(tmp_path: Path) -> Non
     with open_stores(tmp_path / "tidemill.toml") as opened:
         opened.portal.call(opened.catalogue.create_topic("clicks", 1))
     assert checked(tmp_path, 0)["pipeline.shop"][0]["found"] == "valid: clicks, sums"
+
+
+def test_a_capture_that_has_not_started_is_no_problem_of_its_pipeline(tmp_path: Path) -> None:
+    Cluster(tmp_path)
+    configure(tmp_path, shop=VALID.replace('p.topic("clicks", key="id", schema="id int, n int")', CAPTURED))
+    (result,) = checked(tmp_path, 1)["pipeline.shop"]
+    assert "there is no such capture: table=clicks capture=db" in result["found"]
+    assert result["fix"] == "Configure it: [capture.db]"
+    with (tmp_path / "tidemill.toml").open("a") as file:
+        file.write('[capture.db]\ndsn = "postgresql://localhost:1/db"\n')
+    found = checked(tmp_path, 1)
+    assert not found["capture.db"][0]["ok"] and found["pipeline.shop"][0]["found"] == "valid: clicks, sums"
+
+
+def test_the_node_of_another_cluster_at_the_same_address_is_not_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Cluster(tmp_path)
+    status = json.dumps({"processes": {"node:node-1": 123}}).encode()
+    monkeypatch.setattr(doctor, "urlopen", lambda *_, **__: io.BytesIO(status))
+    with socket.create_server(("127.0.0.1", 0)) as used:
+        (tmp_path / "tidemill.toml").write_text(
+            f'[node]\ndata = "{tmp_path}/data"\nhttp = "127.0.0.1:{used.getsockname()[1]}"\n'
+        )
+        config = load(tmp_path / "tidemill.toml")
+        with pytest.raises(TidemillError, match="cannot be bound"):
+            doctor._check_port(config, config.node.http, "node.http")
+        with open_stores(tmp_path / "tidemill.toml") as opened:
+            report = StatusReport("node:node-1", opened.clock.now_ms(), (), {}, pid=123, host="h")
+            opened.portal.call(StatusBoard(opened.consensus, opened.rand).publish(report))
+        assert doctor._check_port(config, config.node.http, "node.http").endswith("running: pid=123")
 
 
 def test_a_pipeline_without_spark_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

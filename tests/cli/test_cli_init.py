@@ -12,7 +12,9 @@ import pytest
 from support.cli.process import run_tidemill
 from tidemill.base.config.config import load
 from tidemill.capture.setup.inspection import FoundTable, Inspection
+from tidemill.capture.setup.server_checks import SET_PARAMETER
 from tidemill.cli.context import open_stores
+from tidemill.cli.init.command import administrator_text
 from tidemill.cli.init.files import file_texts
 from tidemill.cli.init.plan import capture_name, make_plan
 from tidemill.spark.check import check_file
@@ -114,9 +116,11 @@ def test_a_file_that_exists_is_never_changed(postgres_dsn: str, tmp_path: Path) 
 
 
 @pytest.mark.postgres
-def test_what_is_missing_is_printed_as_sql_that_suffices(postgres_dsn: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("may_create", [False, True], ids=["reads", "creates"])
+def test_what_is_missing_is_printed_as_sql_that_suffices(postgres_dsn: str, tmp_path: Path, may_create: bool) -> None:
+    granted = [f'GRANT CREATE ON DATABASE "{postgres_dsn.rpartition("/")[2]}"'] if may_create else []
     role = postgres_dsn.rpartition("/")[2] + "_reader"
-    run_sql(postgres_dsn, *TABLES, f"CREATE ROLE {role} LOGIN")
+    run_sql(postgres_dsn, *TABLES, f"CREATE ROLE {role} LOGIN", *(f"{each} TO {role}" for each in granted))
     dsn = postgres_dsn.replace("postgres@", f"{role}@")
     try:
         done = run_tidemill(f"init --dsn {dsn} --name shop --json", cwd=tmp_path)
@@ -136,6 +140,12 @@ def test_what_is_missing_is_printed_as_sql_that_suffices(postgres_dsn: str, tmp_
         assert all(str(row.identities_asked).count("DEFAULT") == 1 for row in rows), rows
     finally:
         run_sql(postgres_dsn, f"DROP OWNED BY {role}", f"DROP ROLE {role}")
+
+
+def test_a_setting_of_the_server_is_followed_by_a_restart() -> None:
+    assert administrator_text(["GRANT a TO b"]) == "An administrator has to run:\n  GRANT a TO b;"
+    asked = administrator_text([f"{SET_PARAMETER}wal_level = 'logical'", "GRANT a TO b"]).splitlines()
+    assert asked[0] == "An administrator has to run, and then to restart PostgreSQL:" and len(asked) == 3
 
 
 @pytest.mark.postgres

@@ -305,6 +305,24 @@ def test_bad_input_is_named(postgres_dsn: str) -> None:
         verified("postgresql://localhost:1/x", shard, remap=remap)
 
 
+def test_a_role_that_only_reads_is_told_the_privilege_that_the_lock_needs(postgres_dsn: str) -> None:
+    created(postgres_dsn)
+    shard, remap = run(captured(postgres_dsn)), StreamRemap(postgres_dsn)
+    role = postgres_dsn.rpartition("/")[2] + "_reader"
+    dsn = postgres_dsn.replace("postgres@", f"{role}@")
+    with psycopg.connect(postgres_dsn, autocommit=True) as owner:
+        owner.execute(f"CREATE ROLE {role} LOGIN")
+        try:
+            owner.execute(f"GRANT SELECT ON kinds TO {role}")
+            with pytest.raises(InvalidError, match="permission denied for table kinds") as denied:
+                verified(dsn, shard, remap=remap)
+            owner.execute(denied.value.fix.removeprefix("Have an administrator run: "))
+            assert verified(dsn, shard, remap=remap).clean
+        finally:
+            owner.execute(f"DROP OWNED BY {role}")
+            owner.execute(f"DROP ROLE {role}")
+
+
 def test_a_shard_that_does_not_reach_the_time_is_named(postgres_dsn: str) -> None:
     created(postgres_dsn)
     shard = run(captured(postgres_dsn))

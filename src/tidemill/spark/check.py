@@ -191,17 +191,22 @@ def check_file(file: Path, name: str, reads: Collection[str] | None = ()) -> Che
 
 
 async def check_cluster(
-    found: CheckedPipeline, catalogue: Catalogue, consensus: Consensus, reads: Collection[str]
+    found: CheckedPipeline,
+    catalogue: Catalogue,
+    consensus: Consensus,
+    reads: Collection[str],
+    captures: Collection[str] = (),
 ) -> None:
     """Add the problems of the pipeline on this cluster: topics, captured tables and inputs that do not exist, schemas
-    that differ, and tables of other pipelines. Raises UnavailableError."""
+    that differ, and tables of other pipelines. `captures`: those of the configuration, which may not have started yet.
+    Raises UnavailableError."""
     rows = await catalogue.list(PipelineRow)
     others = {table for row in rows for table in (*row.tables, row.dead_letters)}
     wanted = {one for table in found.derived_tables.values() for one in table.inputs} - others
     stored = {one for one in sorted(wanted) if await read_shard(consensus, one) is not None}
     found.check_inputs({*reads, *others, *stored})
     for name, source in found.tables.items():
-        error = await _source_problem(name, source, catalogue)
+        error = await _source_problem(name, source, catalogue, captures)
         error = error or await _schema_problem(name, source, consensus)
         if error is not None:
             found.report(error, found.lines.get(name, 0))
@@ -213,7 +218,9 @@ async def check_cluster(
         found.report(InvalidError(why), found.lines.get(table, 0))
 
 
-async def _source_problem(name: str, source: Input, catalogue: Catalogue) -> InvalidError | None:
+async def _source_problem(
+    name: str, source: Input, catalogue: Catalogue, captures: Collection[str]
+) -> InvalidError | None:
     if isinstance(source, StreamTopic):
         if await catalogue.get(TopicRow, source.topic) is not None:
             return None
@@ -222,10 +229,12 @@ async def _source_problem(name: str, source: Input, catalogue: Catalogue) -> Inv
             fix=f"Correct the name, or create it: tidemill topic create {source.topic}",
         )
     if await catalogue.get(CaptureRow, source.capture) is None:
-        known = [row.name for row in await catalogue.list(CaptureRow)]
+        if source.capture in captures:
+            return None  # it starts with the next `tidemill up`, and the pipeline waits for it
+        known = {*captures, *(row.name for row in await catalogue.list(CaptureRow))}
         return InvalidError(
             f"there is no such capture: table={name} capture={source.capture}.",
-            fix=f"Use one of: {', '.join(sorted(known)) or 'none has started yet'}.",
+            fix=f"Use one of: {', '.join(sorted(known))}." if known else f"Configure it: [capture.{source.capture}]",
         )
     try:
         await captured_feed(catalogue, source.capture, source.table)

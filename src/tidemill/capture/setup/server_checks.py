@@ -44,6 +44,10 @@ decode well, and otherwise everything starts over (bootstrap.py).
 ADVISORY_CLASS = 0x7469_6465  # "tide"
 
 
+SET_PARAMETER = "ALTER SYSTEM SET "
+"""Start of the statements after which PostgreSQL has to be restarted."""
+
+
 class ServerFacts(msgspec.Struct, frozen=True):
     version: int
     system_id: str
@@ -118,7 +122,7 @@ async def find_server_problems(wire: PgConnection, config: CaptureConfig) -> lis
     restart = "and restart PostgreSQL."
     found: list[ServerProblem] = []
     if wal_level != "logical":
-        statement = "ALTER SYSTEM SET wal_level = 'logical'"
+        statement = f"{SET_PARAMETER}wal_level = 'logical'"
         fix = f"Run {statement} {restart}"
         if rds:
             statement, fix = "", "Set rds.logical_replication = 1 in its parameter group, and reboot it."
@@ -134,7 +138,7 @@ async def find_server_problems(wire: PgConnection, config: CaptureConfig) -> lis
         )
         found.append(ServerProblem(standby))
     if int(senders or 0) < 1:
-        statement = "ALTER SYSTEM SET max_wal_senders = 10"
+        statement = f"{SET_PARAMETER}max_wal_senders = 10"
         error = InvalidError(
             f"no WAL senders are allowed: max_wal_senders={senders}.", fix=f"Run {statement} {restart}"
         )

@@ -79,11 +79,13 @@ async def find_missing_statements(wire: PgConnection, config: CaptureConfig, tab
     )
     may_create = await wire.value("SELECT has_database_privilege(current_database(), 'CREATE')") == "t"
     may_create = may_create and not config.manual
-    may_alter = (found[0][0] == "t" if found else may_create) and not config.manual
     oids = ", ".join(str(table.oid) for table in tables)
     query = _TABLES_SQL.format(publication=literal(config.publication), oids=oids)
     known = {int(oid or 0): [each == "t" for each in rest] for oid, *rest in await wire.query(query)}
     by_oid = [(table, known[table.oid]) for table in tables if table.oid in known]
+    # A publication has to exist before an administrator can add a table that the role does not own.
+    may_create = may_create and all(owned for _, (owned, *_) in by_oid)
+    may_alter = (found[0][0] == "t" if found else may_create) and not config.manual
     denied = await wire.query(_DENIED_PARTITIONS_SQL.format(oids=oids))
     unusable = {table.schema for table, (_, _, usable, _) in by_oid if not usable}
     unusable |= {schema or "" for schema, _, usable, _ in denied if usable != "t"}

@@ -35,12 +35,14 @@ async def store_prior_identities(config: Config, capture: str, asked: dict[str, 
     drop`. If the stores do not answer, the identities are only printed."""
     if not asked:
         return  # only what has to be remembered creates the stores of a cluster that was never started
+    from tidemill.base.status.logging import configure_logs
     from tidemill.capture.setup.publication import with_asked_identities
     from tidemill.consensus.factory import open_consensus
     from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
     from tidemill.metastore.factory import create_metastore
     from tidemill.objects.factory import open_objects
 
+    configure_logs("warning")  # a command that leads for a moment has nothing to report about it
     clock, rand = SystemClock(), Rand()
     with contextlib.suppress(TidemillError):
         async with contextlib.AsyncExitStack() as opened:

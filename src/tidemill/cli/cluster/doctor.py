@@ -209,14 +209,15 @@ def _check_port(config: Config, address: str, key: str) -> str:
             if pid:
                 return f"{address} is in use by this node, which is running: pid={pid}"
             raise TidemillError(
-                f"{address} cannot be bound: {error.strerror}.", fix=f"Stop the process that uses it, or change {key}."
+                f"{address} cannot be bound: {error.strerror}.",
+                fix=f"Stop the process that uses it (another cluster of this machine?), or change {key}.",
             ) from error
     return f"{address} is free"
 
 
 def own_node_pid(config: Config) -> int:
     """Return the pid of the running node of this configuration, as its own HTTP address reports it; 0 when it does not
-    answer."""
+    answer, or belongs to another cluster."""
     try:
         with urlopen(
             f"http://{Address.parse(config.node.http).reachable}/api/status", timeout=PROBE_TIMEOUT_S
@@ -224,7 +225,31 @@ def own_node_pid(config: Config) -> int:
             processes = msgspec.json.decode(answer.read(), type=StatusReply).processes
     except (OSError, ValueError, msgspec.MsgspecError):
         return 0
-    return processes.get(f"node:{config.node.name}", 0)
+    pid = processes.get(f"node:{config.node.name}", 0)
+    return pid if pid and _has_reported(config, pid) else 0
+
+
+def _has_reported(config: Config, pid: int) -> bool:
+    """Return whether the node with this pid reports to the consensus of this configuration; also True if that does not
+    answer.
+
+    The nodes of two clusters that `tidemill init` wrote have the same name and addresses.
+    """
+    from tidemill.consensus.factory import open_consensus
+    from tidemill.consensus.status.board import StatusBoard
+
+    with BlockingPortal() as portal:
+        try:
+            consensus = portal.call(open_consensus(config.consensus_url, SystemClock(), Rand(), create=False))
+        except TidemillError as error:
+            return not isinstance(error, MissingError)
+        try:
+            head = portal.call(StatusBoard(consensus, Rand()).last_report_head(f"node:{config.node.name}"))
+        except TidemillError:
+            return True
+        finally:
+            portal.call(consensus.aclose())
+    return head is not None and head.pid == pid
 
 
 class StatusReply(msgspec.Struct):

@@ -42,7 +42,8 @@ def _check_inputs(checked: dict[str, CheckedPipeline], config: Config, path: Pat
             raise MissingError("there is no cluster yet.")
         with open_stores(path) as opened:
             for found in checked.values():
-                opened.portal.call(check_cluster(found, opened.catalogue, opened.consensus, declared))
+                checking = check_cluster(found, opened.catalogue, opened.consensus, declared, config.capture)
+                opened.portal.call(checking)
     except TidemillError as error:
         for found in checked.values():
             found.check_inputs(declared)

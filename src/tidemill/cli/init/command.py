@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from tidemill.base.errors import InvalidError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.capture.postgres.connection import database_name, describe_dsn
 from tidemill.capture.setup.inspection import Inspection, inspect_database
+from tidemill.capture.setup.server_checks import SET_PARAMETER
 from tidemill.cli.cluster.capture_checks import store_prior_identities
 from tidemill.cli.cluster.ready_block import local_url
 from tidemill.cli.context import EXIT_FAILED
@@ -97,6 +99,13 @@ def next_commands(directory: Path, plan: Plan, config: Config) -> list[tuple[str
     return commands[:5] if directory != Path() else commands[1:]
 
 
+def administrator_text(statements: Sequence[str]) -> str:
+    """Return the statements for an administrator, one a line."""
+    restart = any(statement.startswith(SET_PARAMETER) for statement in statements)
+    head = f"An administrator has to run{', and then to restart PostgreSQL' if restart else ''}:"
+    return "\n".join([head, *(f"  {statement};" for statement in statements)])
+
+
 def _to_value(plan: Plan, found: Inspection, created: list[str], existing: list[str]) -> dict[str, object]:
     return {
         "capture": plan.capture,
@@ -124,7 +133,7 @@ def _print(
     for error in found.problems:
         print(f"  {error}")
     if found.statements:
-        print("An administrator has to run:\n" + "\n".join(f"  {statement};" for statement in found.statements))
+        print(administrator_text(found.statements))
     print(f"created in {directory}: {', '.join(created) or 'nothing'}")
     for path in existing:
         note = f"; add {plan.variable} to it" if path == ENV_FILE else ""

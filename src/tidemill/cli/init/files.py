@@ -64,6 +64,7 @@ def build(p: Pipeline) -> None:
 _IGNORED = """\
 .env
 .tidemill/
+.venv/
 __pycache__/
 """
 

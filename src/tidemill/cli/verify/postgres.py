@@ -20,6 +20,7 @@ from tidemill.base.lsn import Lsn
 from tidemill.capture.naming import split_name
 from tidemill.capture.postgres.connection import (
     describe_dsn,
+    identifier,
     qualified_identifier,
     session_settings,
     settings_statement,
@@ -43,6 +44,8 @@ LOCK_PAUSE_S = 0.5
 LOCK_SHARE = 0.05
 """Largest share of the time spent waiting for the lock, because writers queue behind a waiting lock."""
 FETCH_ROWS = 20_000
+MAINTAIN_VERSION = 170_000
+"""The first server with the privilege MAINTAIN."""
 MARKER_PREFIX = "tidemill"
 
 
@@ -125,8 +128,8 @@ class SourcePoint:
 async def open_source_point(dsn: str, tables: Sequence[str], nonce: str) -> AsyncIterator[SourcePoint]:
     """Fix a point at which all `tables` (schema.table) can be read, marked by `nonce` in the stream.
 
-    Raises MissingError for a table that does not exist, and UnavailableError when the server does not answer or the
-    locks are not granted.
+    Raises MissingError for a table that does not exist, InvalidError without the privilege to lock one, and
+    UnavailableError when the server does not answer or the locks are not granted.
     """
     import psycopg
 
@@ -150,6 +153,11 @@ async def open_source_point(dsn: str, tables: Sequence[str], nonce: str) -> Asyn
                 await asyncio.sleep(max(LOCK_PAUSE_S, took_s / LOCK_SHARE))
             except psycopg.errors.UndefinedTable as error:
                 raise MissingError(f"no such table: tables={','.join(tables)} ({_first_line(error)}).") from error
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise InvalidError(
+                    f"the role may not lock the tables: server={describe_dsn(dsn)} ({_first_line(error)}).",
+                    fix=f"Have an administrator run: {_grant_statement(reader.info, tables)};",
+                ) from error
             except psycopg.Error as error:
                 raise UnavailableError(
                     f"the source failed: server={describe_dsn(dsn)} ({_first_line(error)})."
@@ -189,6 +197,14 @@ async def _mark_commit(
         raise
     finally:
         await marker.close()
+
+
+def _grant_statement(info: psycopg.ConnectionInfo, tables: Sequence[str]) -> str:
+    """Return the statement with which a role that only reads may lock the tables in SHARE mode: with one of UPDATE,
+    DELETE and TRUNCATE, or MAINTAIN (https://www.postgresql.org/docs/current/sql-lock.html).
+    """
+    privilege = "MAINTAIN" if info.server_version >= MAINTAIN_VERSION else "UPDATE"
+    return f"GRANT {privilege} ON {', '.join(_quoted(t) for t in sorted(tables))} TO {identifier(info.user)}"
 
 
 async def _connect_repeatable_read(dsn: str) -> psycopg.AsyncConnection[Any]:
