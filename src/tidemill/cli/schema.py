@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.errors import InvalidError
+from tidemill.base.libraries import require
 from tidemill.cli.context import ConfigOption, DryRunOption, OpenStores, YesOption, confirm, open_stores, preview
 from tidemill.cli.output.output import TABLE, Output
 
@@ -152,6 +153,7 @@ def _checked_subject(subject: str) -> str:
 def _read_schema_file(file: Path, kind: str, references: list[str] | None, normalize: bool) -> SubmittedSchema:
     from tidemill.registry.schema import SubmittedSchema
 
+    require("fastavro")
     kind = kind.upper() or KINDS.get(file.suffix, "")
     if not kind:
         raise InvalidError(f"the schema type is unknown: file={file}.", fix="Give --type AVRO, JSON or PROTOBUF.")
