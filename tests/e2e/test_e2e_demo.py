@@ -97,7 +97,7 @@ def test_killing_node_and_driver_in_turn_changes_nothing_and_a_second_run_resume
     """The money is equal in all three places: PostgreSQL, its shard and the page."""
     directory = tmp_path / "demo"
     # A crash is followed by the next one when everything works again, which takes longer on a busy machine.
-    with demo(directory, "--for", f"{60 * min(3.0, slowness()):.0f}", "--crash") as (process, _):
+    with demo(directory, "--for", f"{60 * min(1.5, slowness()):.0f}", "--crash") as (process, _):
         first = report_of(process, directory)
     check(first)
     assert first["crashes"] >= 4

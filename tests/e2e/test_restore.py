@@ -23,7 +23,7 @@ from confluent_kafka import Consumer, TopicPartition
 
 from demo.environment import Environment, prepare
 from support.e2e.demo import TABLES, ports, wait_until_ready
-from support.waiting import DEADLINE_S, eventually
+from support.waiting import DEADLINE_S, eventually, slowness
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import TidemillError
 from tidemill.maintenance.restore.plan import plan_restore
@@ -100,7 +100,7 @@ class Shop:
             )
             for arguments in (shop, kafka)
         ]
-        time.sleep(seconds)
+        time.sleep(seconds * slowness())  # both have to start first
         counts: dict[str, int] = {}
         for process in running:
             process.terminate()
