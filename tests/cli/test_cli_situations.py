@@ -98,8 +98,8 @@ SHOWN_BY = {
     "table compact orders": "table describe orders",
     "table drop orders": "table list",
 }
-"""Commands that destroy or change something, with the command that shows it. Other tests have those that need a process
-or a database: `test_cli_pipeline` (restart), `test_cli_txn` (abort) and `test_cli_capture_accept`."""
+"""Commands that destroy or change something, with the command that shows it. Other tests cover commands that need a
+process or a database: `test_cli_pipeline` (restart), `test_cli_txn` (abort) and `test_cli_capture_accept`."""
 NAMED = {
     "group alter g --set consumer.session.timeout.ms=60000": "g  consumer.session.timeout.ms=60000",
     "capture resnapshot orders": "copy public.orders again (7 rows last time); its topic shop.public.orders is deleted",

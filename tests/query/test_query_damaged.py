@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import duckdb
@@ -10,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+import tidemill
 from support.query.world import ORDERS, World, filled, rows_of
 from tidemill.base.errors import CorruptError
 from tidemill.query import verified_paths
@@ -124,6 +127,19 @@ def duck_forgets() -> None:
     """Simulate another process, which has verified nothing yet."""
 
     verified_paths._verified.clear()
+
+
+def test_a_copy_of_a_bucket_is_verified_although_its_parts_have_the_same_keys(world: World, tmp_path: Path) -> None:
+    filled(world)
+    whole = rows_of(world.cluster.table("orders").scan_polars().collect().to_arrow())
+    shutil.copytree(tmp_path / "data", tmp_path / "copy" / "data", ignore=shutil.ignore_patterns("*.sock"))
+    (tmp_path / "copy" / "tidemill.toml").write_text(f'[node]\ndata = "{tmp_path}/copy/data"\n')
+    with tidemill.connect(tmp_path / "copy" / "tidemill.toml") as cluster:
+        copy = World(cluster)
+        flip(copy, max(stored(copy), key=lambda p: p.rows), in_column("total"))
+        with pytest.raises(Exception, match="part is damaged"):
+            cluster.table("orders").scan_polars().collect()
+    assert rows_of(world.cluster.table("orders").scan_polars().collect().to_arrow()) == whole
 
 
 def test_a_merge_refuses_a_damaged_part_and_changes_nothing(world: World) -> None:

@@ -56,6 +56,24 @@ def test_every_type_is_scanned_as_it_is_read(world: World) -> None:
         assert sorted(found.to_series()) == [1, 3], kind
 
 
+def test_a_file_that_is_gone_is_lost_history_and_no_error_of_the_file_system(world: World) -> None:
+    filled(world)
+    lazy = world.cluster.table("orders").scan_polars(as_of=19)
+    assert lazy.collect().height == 300
+    world.append(40, [(n, "new", 1) for n in range(400, 500)])
+
+    async def release() -> None:
+        shard = await world.stores.shard("orders")
+        for hold in shard.state.holds:  # as if its process had been paused for longer than a hold lasts
+            await shard.release_hold(hold.reader)
+        await shard.aclose()
+
+    world.portal.call(release())
+    world.merge(39)
+    with pytest.raises(Exception, match="merged and deleted in the meantime"):
+        lazy.collect()
+
+
 FILTERS = {
     "none": pl.lit(value=True),
     "a superseded row": pl.col("id") == 7,

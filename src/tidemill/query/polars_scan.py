@@ -55,7 +55,11 @@ def lazy_frame(table: Table, found: SyncContext[ReadSelection]) -> pl.LazyFrame:
             if predicate is not None:
                 lazy = lazy.filter(predicate)
             lazy = lazy.select(names)
-            frame = (lazy if left is None else lazy.head(left)).collect()
+            try:
+                frame = (lazy if left is None else lazy.head(left)).collect()
+            except FileNotFoundError as error:  # Polars opens files itself; the hold of a paused process has lapsed
+                missing = MissingError(f"a part is missing: {error}.")
+                raise table._portal.call(table._shard.explain_missing(missing, found.value.batches)) from error
             if left is not None:
                 left -= frame.height
             yield frame

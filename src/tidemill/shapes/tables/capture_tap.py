@@ -4,8 +4,7 @@
                                           (the pump: slices of LoopShare, consumers in turns of QUANTUM_S)
 
 - Invariant (capture never waits): `process_fragment` only appends to a queue, however much work shapes have. If the
-backlog is more
-  than half full, it also routes a few fragments.
+  backlog is more than half full, it also routes a few fragments.
 - Invariant (no early confirm): if logs are stored (`store`), each commit is owed: its LSN is confirmed to PostgreSQL
   only after it was evaluated and its items are durable, which takes about a second. The bounded backlog limits the
   first delay, and a failing disk is abandoned (store.py), which limits the second. Without a store no confirmation

@@ -1,7 +1,9 @@
 """Rows of a planned read (`read_plan`), for readers in this process.
 
-settled part   per row group: the columns asked for, without the rows of its deletion vector
-live           the difference, as the plan has it
+    settled part   per row group: the columns asked for, without the rows of its deletion vector
+    live           the difference, as the plan has it
+
+Memory holds one row group, the difference and the deletion vectors.
 """
 
 from __future__ import annotations

@@ -52,6 +52,8 @@ Measured in CPU-s with files and with rows: 5,000 rows 0.22 and 0.11, 30,000 row
 KNOWN_MAX = 8192
 
 UNTIL_COLUMN = "_until"
+NO_ROWS = {"min": None, "max": None}
+"""Bounds of a column without rows."""
 
 
 class PlanNotPossibleError(Exception):
@@ -90,7 +92,7 @@ def plan_parts(
 
     If `again`, the handle plans repeatedly, so decoded parts are cached, and a small shard is read here whole.
     `no_files` is the reason why the engine cannot read the parts itself, or "". Raises PlanNotPossibleError,
-    CorruptError, SchemaEvolvedError, HistoryLostError, MissingError, UnavailableError.
+    CorruptError, SchemaEvolvedError, MissingError, UnavailableError.
     """
     for batch in chosen:
         check_schema_known(shard.schema, batch)
@@ -175,11 +177,10 @@ def _difference(portal: BlockingPortal, reader: PartReader, shard: LogShard, res
     if size_bytes > DIFFERENCE_BYTES:
         raise PlanNotPossibleError(f"{size_bytes >> 20} MiB of updates are not merged")
     updates = portal.call(reader.read_batches(rest, 0, at + 1))
-    diffs = pc.min_max(updates.column(DIFF)).as_py()
-    if not updates.num_rows or (not shard.schema.key and diffs == {"min": 1, "max": 1}):
-        return plan_of_rows(updates.select(contents_schema(shard.schema).names))
-    if not shard.schema.key:
+    if not shard.schema.key and pc.min_max(updates.column(DIFF)).as_py() not in ({"min": 1, "max": 1}, NO_ROWS):
         raise PlanNotPossibleError("it has no key, and updates that are not merged")
+    if not shard.schema.key or not updates.num_rows:
+        return plan_of_rows(updates.select(contents_schema(shard.schema).names))
     found = last_states(shard.schema, updates)
     if found is None:
         raise PlanNotPossibleError("some key has several rows")
