@@ -209,11 +209,16 @@ class Runner:
             await asyncio.sleep(1)
 
     def _record_stuck_stages(self) -> None:
-        """Record each stage that is stuck for longer than the limit, except in the grace time after a kill."""
-        if self._clock.monotonic_s() < self._graced_until_s:
+        """Record each stage that is stuck for longer than the limit.
+
+        Only time after the grace time of the last kill counts: a driver that is killed more often than it can start
+        stands still for several kills.
+        """
+        undisturbed_s = self._clock.monotonic_s() - self._graced_until_s
+        if undisturbed_s < 0:
             return
         for name, derived in self.marks.items():
-            long = derived.standing_ms >= self._stuck_after_s * 1000
+            long = min(derived.standing_ms / 1000, undisturbed_s) >= self._stuck_after_s
             if derived.state is StageState.STUCK and long and name not in self._stuck:
                 mark = derived.mark
                 held = f" held by {mark.held_by}" if mark.held_by else ""

@@ -136,7 +136,7 @@ async def test_f467_one_that_is_too_large_or_has_changed_otherwise_since_waits_f
 
             await until(reported, "it is told")
             await until(lambda: is_parked(world, "large"), "the status follows the stored row")
-            assert "tidemill capture resnapshot" in stuck(world, "large")
+            assert "tidemill capture resnapshot" in await stuck(world, "large")
         later = 1 << 50  # the clock was wrong
         async with world.capture(table_poll_s=0.1, copy_again=True, copy_again_pause_s=3600):
             for name in ("other", "off"):
@@ -155,7 +155,7 @@ async def test_f467_one_that_is_too_large_or_has_changed_otherwise_since_waits_f
 
             await until(changed, "a column is not lost to a copy that nobody asked for")
             await until(lambda: is_parked(world, "other"), "the status follows the stored row")
-            assert "changed again since" in stuck(world, "other")
+            assert "changed again since" in await stuck(world, "other")
         async with world.capture(table_poll_s=0.1):
             await until(lambda: said(world, "off", "copy_again is off"), "it says that it is off")
 

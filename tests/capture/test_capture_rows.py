@@ -35,7 +35,7 @@ async def test_f419_a_dropped_table_ends_at_its_drop_and_leaves_nothing_once_no_
             await forgotten(world, "gone")
             assert f"{world.name}.public.gone" not in {t.name for t in await world.catalogue.list(TopicRow)}
             row = await world.paused("kept", "dropped from the database")
-            assert row.state == "dropped" and "the pipeline's table ends here" in stuck(world, "kept")
+            assert row.state == "dropped" and "the pipeline's table ends here" in await stuck(world, "kept")
             await good_flows(world)
             binding = await world.caught_up()
             end = sum(binding.offsets[await world.topic_id("kept")])
@@ -61,7 +61,7 @@ async def test_a_table_that_is_dropped_while_it_is_parked_says_so_and_not_how_to
             await world.sql("DROP TABLE kept")
             row = await world.paused("kept", "dropped from the database")
             assert (row.state, row.paused_lsn, row.again_ms) == ("dropped", before.paused_lsn, 0)
-            assert "accept" not in row.fix and "the pipeline's table ends here" in stuck(world, "kept")
+            assert "accept" not in row.fix and "the pipeline's table ends here" in await stuck(world, "kept")
             await world.sql("CREATE TABLE kept (id int PRIMARY KEY, v int)", "INSERT INTO kept VALUES (2, 2)")
             await world.flowing("kept")
             assert await world.folded("kept") == await plain(world, "kept")
@@ -77,7 +77,7 @@ async def test_a_table_that_is_dropped_while_it_is_refused_says_so_and_not_what_
             await world.paused("kept", "other")
             await world.sql("DROP TABLE kept")
             row = await world.paused("kept", "dropped from the database")
-            assert (row.state, row.paused_lsn) == ("dropped", 0) and "other" not in stuck(world, "kept")
+            assert (row.state, row.paused_lsn) == ("dropped", 0) and "other" not in await stuck(world, "kept")
             await world.sql("CREATE TABLE kept (id int PRIMARY KEY, v int)", "INSERT INTO kept VALUES (2, 2)")
             await world.flowing("kept")
             assert await world.folded("kept") == await plain(world, "kept")
@@ -129,7 +129,7 @@ async def test_a_table_that_is_dropped_while_it_is_set_up_is_dropped_and_not_for
         await world.catalogue.change_table(world.name, "public.kept", lambda _: noted)
         async with world.capture(table_poll_s=0.1):
             assert (await world.paused("kept", "dropped from the database")).state == "dropped"
-            assert "the pipeline's table ends here" in stuck(world, "kept")
+            assert "the pipeline's table ends here" in await stuck(world, "kept")
             await world.sql("CREATE TABLE kept (id int PRIMARY KEY, v int)", "INSERT INTO kept VALUES (2, 2)")
             await world.flowing("kept")
             assert await world.folded("kept") == await plain(world, "kept")
@@ -231,7 +231,7 @@ async def test_f423_a_table_whose_rows_a_role_may_not_all_see_is_refused_not_cop
         try:
             async with world.capture(table_poll_s=0.1):
                 await good_flows(world)
-                assert "row-level security" in stuck(world, "hidden")
+                assert "row-level security" in await stuck(world, "hidden")
         finally:
             world.dsn = owner
             await until(world.slot_dropped, "the slot is dropped")

@@ -99,7 +99,7 @@ async def test_f410_a_table_whose_description_changes_parks_before_the_first_suc
         async with world.capture(tables=("t", "good")):
             await world.sql(f"DELETE FROM {table} WHERE id = 3")
             await good_flows(world)
-            assert words in stuck(world, "t")
+            assert words in await stuck(world, "t")
             binding = await world.caught_up()
             assert sum(binding.offsets[await world.topic_id("t")]) == end
 
@@ -133,7 +133,7 @@ async def test_f412_a_difference_made_while_nothing_captures_parks_the_table_at_
         for _ in range(2):
             async with world.capture():
                 await good_flows(world)
-                assert "column 'x' double precision is new" in stuck(world, "t")
+                assert "column 'x' double precision is new" in await stuck(world, "t")
                 binding = await world.caught_up()
                 assert await world.folded("t", sum(binding.offsets[await world.topic_id("t")])) == expected
 

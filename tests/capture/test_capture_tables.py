@@ -80,7 +80,7 @@ async def test_f404_a_virtual_column_added_later_takes_the_table_out_of_the_publ
 
             await until(works, "the application's UPDATE works again", 3.0)
             await world.paused("t")
-            assert "generated" in stuck(world, "t")
+            assert "generated" in await stuck(world, "t")
             await good_flows(world)
 
 
@@ -113,7 +113,7 @@ async def test_f407_an_attached_partition_without_full_parks_its_table_alone(pos
             await good_flows(world)
         async with world.capture():
             await good_flows(world)
-            assert "old row" in stuck(world, "p")
+            assert "old row" in await stuck(world, "p")
 
 
 async def test_f407_partitions_that_begin_empty_flow(postgres_dsn: str) -> None:

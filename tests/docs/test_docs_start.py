@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import subprocess
@@ -31,6 +32,11 @@ def test_a_block_that_is_not_run_is_parsed(block: Block, tmp_path: Path) -> None
         postgast.parse(block.text)
     elif block.language == "console":
         assert commands_of(block) and all(shlex.split(command.line) for command in commands_of(block))
+    elif block.language == "text":
+        statements = re.findall(r"^  ([A-Z][^;]*;)$", block.text, re.MULTILINE)
+        assert statements
+        for statement in statements:
+            postgast.parse(statement)
     else:
         assert block.language in ("js", "jsx")
         node = shutil.which("node")

@@ -412,9 +412,9 @@ async def test_f402_tables_that_cannot_be_captured_are_told_and_stop_nothing_now
                     assert is_reported(world, name) == asked, "a table that is skipped makes nothing stuck"
                 assert rows["public.far"].state == "left" and "foreign" in rows["public.far"].reason
                 if asked:
-                    assert "needs a primary key" in stuck(world, "keyless")
-                    assert "no WAL" in stuck(world, "quick")
-                    assert "no such table" in stuck(world, "nowhere")
+                    assert "needs a primary key" in await stuck(world, "keyless")
+                    assert "no WAL" in await stuck(world, "quick")
+                    assert "no such table" in await stuck(world, "nowhere")
                 # Nothing of theirs was touched.
                 await world.sql("INSERT INTO keyless VALUES (1)", "UPDATE keyless SET id = 2", "DELETE FROM keyless")
         async with world.capture(table_poll_s=0.1):

@@ -281,14 +281,24 @@ async def is_parked(world: World, table: str) -> bool:
     return any(mark.name == name and mark.parked for mark in world.tracker.report("p", world.clock.now_ms()).marks)
 
 
-def stuck(world: World, table: str) -> str:
-    """Return the reason of the table's status, which must be stuck immediately and blocked by the operator."""
-    now_ms = world.clock.now_ms()
+async def stuck(world: World, table: str) -> str:
+    """Wait until the table's status gives the reason of its row, which the status follows; return the status's reason.
+    The status must be stuck immediately and blocked by the operator.
+    """
     name = f"table:{world.name}/public.{table}"
-    (mark,) = [m for m in world.tracker.report("p", now_ms).marks if m.name == name]
-    assert derive_status(mark, "p", now_ms, now_ms).state is StageState.STUCK
-    assert mark.parked and mark.held_by == "operator"
-    return mark.reason
+    found: list[StageStatus] = []
+
+    async def follows() -> bool:
+        row = await world.table(f"public.{table}")
+        marks = [mark for mark in world.tracker.report("p", world.clock.now_ms()).marks if mark.name == name]
+        found[:] = [mark for mark in marks if row is not None and mark.reason.startswith(row.reason)]
+        return bool(found)
+
+    await until(follows, f"the status of table {table} gives the reason of its row")
+    now_ms = world.clock.now_ms()
+    assert derive_status(found[0], "p", now_ms, now_ms).state is StageState.STUCK
+    assert found[0].parked and found[0].held_by == "operator"
+    return found[0].reason
 
 
 GOOD = ("CREATE TABLE good (id int PRIMARY KEY, v int)", "INSERT INTO good VALUES (1, 1)")
