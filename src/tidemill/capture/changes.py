@@ -100,8 +100,23 @@ class Marker(msgspec.Struct, frozen=True):
     content: str
 
 
+class CommitColumns(msgspec.Struct, frozen=True, gc=False):
+    """Whole transactions of a batch, by columns, in commit order. `ends`: number of changes up to the end of each."""
+
+    xids: list[int]
+    lsns: list[int]
+    times_ms: list[int]
+    ends: list[int]
+
+    def __len__(self) -> int:
+        return len(self.lsns)
+
+
 class Fragment(msgspec.Struct, frozen=True):
     """Part of one transaction, in order. A whole transaction in one fragment has both `begins` and `commits`.
+
+    A batch has several whole transactions without markers, which `batch` describes. It has both `begins` and `commits`;
+    `xid`, `commit_lsn`, `commit_time_ms` and `last` are those of its last transaction.
 
     `last` is the position of its last change (of the commit if it has none).
     """
@@ -117,3 +132,13 @@ class Fragment(msgspec.Struct, frozen=True):
     markers: tuple[Marker, ...] = ()
     size_bytes: int = 0
     """Size of the messages that it contains, for consumers that bound their memory."""
+    batch: CommitColumns | None = None
+
+    @property
+    def first_lsn(self) -> int:
+        """Commit LSN of its first transaction."""
+        return self.commit_lsn if self.batch is None else self.batch.lsns[0]
+
+    @property
+    def commit_count(self) -> int:
+        return int(self.commits) if self.batch is None else len(self.batch)

@@ -75,9 +75,9 @@ class FullFragments(TransactionBuilder):
 class EagerWriter(TopicWriter):
     """Planted fault early-boundary: a commit's boundary goes to the binder at its delivery, before it is durable."""
 
-    def _add_boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
-        super()._add_boundary(fragment, written)
-        self._pass_on_boundaries(fragment.last)
+    def _queue_boundary(self, stamp: Any, end: ChangePosition, *rest: Any) -> None:
+        super()._queue_boundary(stamp, end, *rest)
+        self._pass_on_boundaries(end)
 
 
 class EagerBinder(Binder):

@@ -5,7 +5,8 @@
     Insert/Update/Delete/Truncate   changes, ordinal + 2 each (a key change may be split into n and n + 1)
     Message          transactional with prefix `tidemill`: a Marker on the fragment that commits; others ignored
     Relation         `RelationSeen`, immediately, even inside a transaction; buffered changes stay where they are
-    Commit           the last fragment, with everything that is still buffered
+    Commit           the last fragment, with everything that is still buffered; with `batches` a whole transaction
+                     without markers joins the batch, which the caller takes (`take_batch`) before what follows it
 
 Invariant (distinct ends): a fragment is emitted when `max_changes` (or `max_bytes`) are buffered, always without the
 newest change. So the fragment that commits has its own last position, and a transaction whose size is a multiple of the
@@ -29,7 +30,8 @@ import msgspec
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import ORDINAL_STEP, Change, Column, Fragment, Marker, Relation
-from tidemill.capture.decode.row_blocks import ChangePart, LazyChanges, RowSegment, SegmentRows
+from tidemill.capture.decode.batches import BatchBuilder, join_parts, last_position
+from tidemill.capture.decode.row_blocks import ChangePart, RowSegment, SegmentRows
 from tidemill.capture.decode.row_tuples import build_change
 from tidemill.capture.postgres.pgoutput import (
     PREFIX_AT,
@@ -99,6 +101,15 @@ class TransactionBuilder:
         self._paused_lsns: dict[int, int] = {}
         self._followed: set[int] = set()
         self._announce: list[Relation] = []
+        self.batches = False
+        """True if whole transactions are put into batches."""
+        self._batch = BatchBuilder()
+
+    def take_batch(self) -> Fragment | None:
+        """Return the transactions that are not handed on yet. They come before anything that is fed or returned after
+        them.
+        """
+        return self._batch.take()
 
     @property
     def inside_txn(self) -> bool:
@@ -245,7 +256,7 @@ class TransactionBuilder:
             self._append_change(self._build_truncate(self._find_relation(oid)[0]), 0)
         return self._emit_if_full()
 
-    def _finish_transaction(self, message: Commit) -> Fragment:
+    def _finish_transaction(self, message: Commit) -> Fragment | None:
         begin = self._begin
         if begin is None or begin.final_lsn != message.commit_lsn:
             raise CorruptError(f"a Commit message without its Begin: commit_lsn={message.commit_lsn}.")
@@ -253,21 +264,30 @@ class TransactionBuilder:
             # At or above the position where it is paused, so the topic writer leaves it out.
             self._append_change(self._build_truncate(relation), 0)
             self._announce.remove(relation)
-        last = _last_position(self._buffer[-1]) if self._buffer else ChangePosition(begin.final_lsn, 0)
+        if self.batches and not (self._emitted or self._markers or self.deferrable):
+            batch = self._batch
+            batch.add(begin.xid, begin.final_lsn, message.commit_time_ms, self._buffer, self._count, self._buffer_bytes)
+            self._close_transaction(begin)
+            full = batch.count > self._max_changes or batch.size_bytes > self._max_bytes
+            return batch.take() if full else None
+        last = last_position(self._buffer[-1]) if self._buffer else ChangePosition(begin.final_lsn, 0)
         fragment = Fragment(
             xid=begin.xid,
             commit_lsn=begin.final_lsn,
             commit_time_ms=message.commit_time_ms,
             begins=not self._emitted,
             commits=True,
-            changes=_join_parts(self._buffer),
+            changes=join_parts(self._buffer),
             last=last,
             markers=tuple(self._markers),
             size_bytes=self._buffer_bytes,
         )
+        self._close_transaction(begin)
+        return fragment
+
+    def _close_transaction(self, begin: Begin) -> None:
         self._begin, self._last_commit_lsn = None, begin.final_lsn
         self._buffer, self._count, self._buffer_bytes, self._markers = [], 0, 0, []
-        return fragment
 
     def _emit_if_full(self) -> Fragment | None:
         """Emit all but the newest change if the buffer is full."""
@@ -281,8 +301,8 @@ class TransactionBuilder:
             commit_time_ms=self._begin.commit_time_ms,
             begins=not self._emitted,
             commits=False,
-            changes=_join_parts(self._buffer),
-            last=_last_position(self._buffer[-1]),
+            changes=join_parts(self._buffer),
+            last=last_position(self._buffer[-1]),
             size_bytes=self._buffer_bytes,
         )
         self._emitted = True
@@ -370,12 +390,3 @@ def _is_same_description(known: Relation | None, message: RelationMessage) -> bo
         return False
     ours = [(c.name, c.type_oid, c.type_mod) for c in known.columns]
     return ours == [(c.name, c.type_oid, c.type_mod) for c in message.columns]
-
-
-def _join_parts(parts: list[ChangePart]) -> LazyChanges | tuple[Change, ...]:
-    changes = tuple(part for part in parts if isinstance(part, Change))
-    return changes if len(changes) == len(parts) else LazyChanges(parts)
-
-
-def _last_position(part: ChangePart) -> ChangePosition:
-    return part.position(part.end - 1) if isinstance(part, SegmentRows) else part.position

@@ -16,6 +16,10 @@ confirm an undelivered commit.
 Invariant (replays): a fragment at or below the last processed position is a replay. It is dropped, but its commit is
 still registered. A fragment that straddles that position is an error: the stream was cut differently than before.
 
+Invariant (batches): the transactions of a batch are delivered in one call, and registered once, at the last of them.
+Another session may put them into other batches, so a batch that straddles the last processed position loses only the
+transactions up to it.
+
 Invariant (taps first): taps come before sinks, so they never wait for room in a sink, and their errors affect only
 themselves (consumers.py).
 
@@ -35,6 +39,7 @@ from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
 from tidemill.base.lsn import BEFORE_ALL, ChangePosition, Lsn
 from tidemill.base.runtime.tasks import error_sentence
 from tidemill.capture.changes import Fragment
+from tidemill.capture.decode.batches import drop_replayed
 from tidemill.capture.decode.row_blocks import first_position
 from tidemill.capture.delivery.consumers import Sink, TapRegistry
 from tidemill.capture.delivery.flush_tracker import FlushTracker
@@ -152,6 +157,7 @@ class Collector:
             if fragment.commits:
                 self._register_commit(fragment, ())
             return
+        fragment = drop_replayed(fragment, self._last_processed.commit_lsn)
         first = first_position(fragment.changes)
         if first is not None and first <= self._last_processed:
             raise CorruptError(

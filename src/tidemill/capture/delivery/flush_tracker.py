@@ -10,7 +10,8 @@ State. Positions are (commit LSN, ordinal), compared as tuples.
     S   position of the last commit seen
     P   consumer → (sent, flushed, progress time): consumers with something sent and not yet flushed.
         sent     the last commit boundary delivered to the consumer
-        flushed  the position it has flushed; for a new entry (commit LSN − 1, 0): everything before this commit
+        flushed  the position it has flushed; for a new entry (commit LSN − 1, 0): everything before this commit, or
+                 before the first commit of a batch, which is registered once, at its last position
     T   the `record_flush` values of P in order, for access to their minimum (here a heap with lazy deletion)
 
 Algorithm.
@@ -83,7 +84,7 @@ class FlushTracker:
             if entry is not None:
                 entry.sent = position
             else:
-                before = ChangePosition(position.commit_lsn - 1, 0)
+                before = ChangePosition(fragment.first_lsn - 1, 0)
                 self._pending[consumer] = _PendingConsumer(position, before, now_ms)
                 self._push_position(consumer, before)
         self.last_seen = max(self.last_seen, position)

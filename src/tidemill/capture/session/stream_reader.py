@@ -1,5 +1,5 @@
 """The reader task of a session: passes the messages of the stream through the converter to the collector, in commit
-order.
+order. The whole transactions of one read of the socket are handed on as batches.
 
 Back-pressure: nothing is read while the collector is full. A separate task sends the statuses.
 """
@@ -62,6 +62,7 @@ class StreamReader:
         self._watch = watch
         self._handlers = handlers
         self._converter = handlers.converter
+        self._converter.batches = True
         self._stages = stages
         self._clock = clock
         self._pace = CoopBudget(clock)
@@ -82,6 +83,7 @@ class StreamReader:
                     await self._read_rows(step)
                 else:
                     await self._read_one(step)
+            await self._pass_on_batch()
             if collector.received_time_ms:
                 self._stages.add("received", [collector.received_time_ms], self._clock.now_ms())
                 collector.received_time_ms = 0
@@ -104,6 +106,7 @@ class StreamReader:
     async def _read_one(self, item: FramedMessage | Keepalive) -> None:
         await self._wait_until_allowed()
         if isinstance(item, Keepalive):
+            await self._pass_on_batch()
             self._collector.put_keepalive(item, inside_txn=self._converter.inside_txn)
             if item.reply_requested:
                 self._handlers.bind_soon()
@@ -111,14 +114,22 @@ class StreamReader:
         try:
             out = feed_frame(item, self._converter)
         except UndecodableMessageError as poisoned:
+            await self._pass_on_batch()
             await self._handlers.bad_rows.handle_message(item, poisoned)
             return
         if isinstance(out, RelationSeen):
+            await self._pass_on_batch()
             await self._handlers.process_description(out)
         elif out is not None:
             await self._pass_on(out)
 
+    async def _pass_on_batch(self) -> None:
+        batch = self._converter.take_batch()
+        if batch is not None:
+            await self._collector.put(batch)
+
     async def _pass_on(self, fragment: Fragment) -> None:
+        await self._pass_on_batch()  # before the fragment, which may itself be a full batch
         fragments: Sequence[Fragment] = (fragment,)
         if self._converter.deferrable:
             fragments = await self._handlers.deferrable_keys.resolve_fragment(fragment)

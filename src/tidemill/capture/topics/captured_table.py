@@ -12,7 +12,7 @@ import structlog
 from tidemill.base.errors import InvalidError
 from tidemill.base.limits import KAFKA_REQUEST_BYTES
 from tidemill.base.runtime.tasks import error_sentence
-from tidemill.capture.changes import LSN_NEVER, Fragment, Relation
+from tidemill.capture.changes import LSN_NEVER, Relation
 from tidemill.capture.decode.row_blocks import RowBlock
 from tidemill.capture.encode.columnar_encoder import (
     ENCODE_PER_ROW,
@@ -119,12 +119,11 @@ class CapturedTable:
                 fix="Shorten it, then re-snapshot the table.",
             )
 
-    def needs_no_writing(self, fragment: Fragment) -> bool:
+    def needs_no_writing(self, xid: int, lsn: int) -> bool:
         """Return whether the transaction needs no writing: it is already bound, part of the table's snapshot, or at or
         above the position where the table was paused.
         """
-        lsn = fragment.commit_lsn
-        return lsn <= self.bound_lsn or lsn >= self.paused_lsn or is_in_snapshot(fragment.xid, lsn, self.snapshot)
+        return lsn <= self.bound_lsn or lsn >= self.paused_lsn or is_in_snapshot(xid, lsn, self.snapshot)
 
 
 OnFault = Callable[[CapturedTable, int, BaseException], Awaitable[None]]

@@ -41,7 +41,7 @@ import msgspec
 import numpy as np
 
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture.changes import Change, Fragment, Relation
+from tidemill.capture.changes import Change, Relation
 from tidemill.capture.decode.copy_text import decode_block, decode_rows
 from tidemill.capture.decode.row_blocks import SegmentRows
 from tidemill.capture.decode.transaction_builder import is_key_changed
@@ -56,11 +56,13 @@ from tidemill.topics.batch import Record
 from tidemill.topics.batch.records import Headers
 
 
-class _Stamp(NamedTuple):
+class TransactionStamp(NamedTuple):
     """Transaction of a record, or the time of a copy."""
 
-    xid: bytes
+    xid: int
+    commit_lsn: int
     time_ms: int
+    xid_text: bytes
 
 
 class RecordWriter:
@@ -68,8 +70,8 @@ class RecordWriter:
 
     def __init__(self, rounds: BatchSender) -> None:
         self._rounds = rounds
-        self.touched: dict[PartitionWriter, None] = {}
-        """Partitions that have records of the open transaction."""
+        self.touched: dict[PartitionWriter, int] = {}
+        """Partitions that have records of the open transaction, and the offset of the first of them."""
         self._version = 1
         """Version of the description under which the current change is written."""
 
@@ -112,17 +114,16 @@ class RecordWriter:
             position = ChangePosition(0, writer.next)
             writer.assign_offset(position)
             whole = value if tail is None else value + tail.encode(position.ordinal, SNAPSHOT_OP)
-            self._queue_record(writer, key, whole, position, b"insert", _Stamp(b"0", now_ms))
+            self._queue_record(writer, key, whole, position, b"insert", TransactionStamp(0, 0, now_ms, b"0"))
 
     # stream -----------------------------------------------------------------------------------------
-    def write_change(self, table: CapturedTable, change: Change, fragment: Fragment) -> bool:
+    def write_change(self, table: CapturedTable, change: Change, stamp: TransactionStamp) -> bool:
         """Assign offsets to the change's records; return True if at least one still has to be sent."""
         events = table.event_encoder(change.relation)
         if events is not None:
-            return self._write_event(table, events, change, fragment)
+            return self._write_event(table, events, change, stamp)
         encoder = table.row_encoder(change.relation)
         self._version = change.relation.version
-        stamp = _Stamp(b"%d" % fragment.xid, fragment.commit_time_ms)
         if change.op == "truncate":
             fresh = [
                 self._queue_if_new(writer, None, None, change.position, b"truncate", stamp) for writer in table.writers
@@ -150,12 +151,12 @@ class RecordWriter:
         return self._queue_if_new(writer, key, value, position, change.op.encode(), stamp, more) or fresh_tombstone
 
     def _write_event(
-        self, table: CapturedTable, events: EventEncoder | AvroEncoder, change: Change, fragment: Fragment
+        self, table: CapturedTable, events: EventEncoder | AvroEncoder, change: Change, stamp: TransactionStamp
     ) -> bool:
         """Write the change in Debezium's envelope; otherwise like `write_change`."""
         self._version = change.relation.version
-        at, stamp = change.position, _Stamp(b"%d" % fragment.xid, fragment.commit_time_ms)
-        tail = events.encode_tail(at.commit_lsn, fragment.xid, fragment.commit_time_ms)
+        at = change.position
+        tail = events.encode_tail(at.commit_lsn, stamp.xid, stamp.time_ms)
         old, new = change.old, change.new
         if change.op == "truncate":
             value = events.encode_head(None, None) + tail.encode(at.ordinal, OPS["truncate"])
@@ -188,19 +189,19 @@ class RecordWriter:
 
     def write_encoded_rows(
         self, table: CapturedTable, relation: Relation, encoded: EncodedBlock, start: int, end: int, rows: SegmentRows,
-        fragment: Fragment,
+        stamp: TransactionStamp,
     ) -> ChangePosition | None:  # fmt: skip
         """Assign offsets to the rows' records, and queue the unsent ones. Return the position of the
         last.
         """
         written: ChangePosition | None = None
-        xid, at_ms = fragment.xid, fragment.commit_time_ms
+        xid, at_ms = stamp.xid, stamp.time_ms
         origin = RangeOrigin(rows.commit_lsn, rows.shift, xid, at_ms)
         events = table.event_encoder(relation)
         tail = events.encode_tail(rows.commit_lsn, xid, at_ms) if events is not None else None
         for number, own, first, last in encoded.partition_ranges(start, end):
             writer = table.writers[number]
-            self.touched[writer] = None
+            self.touched.setdefault(writer, writer.next)
             taken = RowRange(own, first, last, origin, tail)
             fresh = writer.assign_offsets(taken)
             if fresh < last:
@@ -210,9 +211,9 @@ class RecordWriter:
 
     def _queue_if_new(
         self, writer: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes,
-        stamp: _Stamp, more: Headers = (),
+        stamp: TransactionStamp, more: Headers = (),
     ) -> bool:  # fmt: skip
-        self.touched[writer] = None
+        self.touched.setdefault(writer, writer.next)
         if not writer.assign_offset(at):
             return False
         self._queue_record(writer, key, value, at, op, stamp, more)
@@ -220,9 +221,9 @@ class RecordWriter:
 
     def _queue_record(
         self, writer: PartitionWriter, key: bytes | None, value: bytes | None, at: ChangePosition, op: bytes,
-        stamp: _Stamp, more: Headers = (),
+        stamp: TransactionStamp, more: Headers = (),
     ) -> None:  # fmt: skip
-        headers = (*build_headers(at, op, stamp.xid, self._version), *more)
+        headers = build_headers(at, op, stamp.xid_text, self._version) + more
         self._rounds.add(writer, Record(key, value, headers, stamp.time_ms))
 
 

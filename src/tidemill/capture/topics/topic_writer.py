@@ -11,6 +11,10 @@ Invariant (bound before confirmed): the tracker learns of a boundary only after 
 bound ≤ durable. So the newest binding determines where the count of offsets restarts after a crash, regardless of the
 tails.
 
+Invariant (batches): a batch has one boundary, at its last transaction. If a table is paused at one of its transactions,
+the ones before it have a boundary of their own, with the offsets from before the first record of that transaction, and
+each later one has its own.
+
 Invariant (paused tables): a table is paused at a commit LSN. No transaction at or above it is carried, in this session
 or a later one. A row that cannot be written, for any reason, pauses only its table. `on_fault` makes that durable
 before the transaction is delivered, hence before it is confirmed. Records that a paused transaction has already written
@@ -26,17 +30,19 @@ from collections.abc import Callable, Iterable, Sequence
 from msgspec.structs import replace
 
 from tidemill.base.clock import Rand
-from tidemill.base.lsn import ChangePosition
+from tidemill.base.lsn import BEFORE_ALL, ChangePosition
 from tidemill.base.runtime.tasks import is_fault
 from tidemill.capture.changes import LSN_NEVER, Change, Fragment, Relation
-from tidemill.capture.decode.row_blocks import RowBlock, SegmentRows, parts_of
+from tidemill.capture.decode.batches import last_position, transaction_parts
+from tidemill.capture.decode.row_blocks import ChangePart, RowBlock, SegmentRows, parts_of
 from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
 from tidemill.capture.topics.batch_sender import BACKLOG_BYTES, BatchSender
 from tidemill.capture.topics.binder import CommitBoundary
 from tidemill.capture.topics.captured_table import CapturedTable, OnFault
 from tidemill.capture.topics.partition_tails import open_partition
-from tidemill.capture.topics.record_writer import RecordWriter, later_position
+from tidemill.capture.topics.partition_writer import PartitionWriter
+from tidemill.capture.topics.record_writer import RecordWriter, TransactionStamp, later_position
 from tidemill.topics.api import TopicLog
 
 RETIRE_POLL_S = 0.02
@@ -44,6 +50,23 @@ RETIRE_POLL_S = 0.02
 
 async def _raise_fault(table: CapturedTable, lsn: int, error: BaseException) -> None:
     raise error
+
+
+def _stamp(xid: int, commit_lsn: int, time_ms: int) -> TransactionStamp:
+    return TransactionStamp(xid, commit_lsn, time_ms, b"%d" % xid)
+
+
+class _OpenBatch:
+    """The transactions of a batch that are written so far: `stamp` and `end` of the last one, and the partitions that
+    they touched. `is_divided`: each of the later ones has its own boundary.
+    """
+
+    def __init__(self, is_divided: bool) -> None:
+        self.is_divided = is_divided
+        self.stamp: TransactionStamp | None = None
+        self.end = BEFORE_ALL
+        self.written: ChangePosition | None = None
+        self.touched: dict[PartitionWriter, int] = {}
 
 
 class TopicWriter:
@@ -71,6 +94,8 @@ class TopicWriter:
         self._on_durable = on_durable
         self._consumer = FlushAlignment()
         self._boundaries: deque[CommitBoundary] = deque()
+        self._batch: _OpenBatch | None = None
+        """The batch that is being written."""
         self._rounds = BatchSender(
             topics,
             rand,
@@ -113,53 +138,98 @@ class TopicWriter:
         """
         self._rounds.raise_failure()
         self.notices = notices
-        written: ChangePosition | None = None
-        for part in parts_of(fragment.changes):
-            if isinstance(part, SegmentRows):
-                for block, start, end in part.segment.block_ranges(part.start, part.end):
-                    written = later_position(written, await self._write_block_rows(block, start, end, part, fragment))
-            else:
-                written = later_position(written, await self._write_change(part, fragment))
-        if fragment.commits:
-            self._add_boundary(fragment, written)
+        if fragment.batch is not None:
+            written = await self._write_batch(fragment)
         else:
-            self._consumer.record_fragment(written, fragment.last, commits=False)
+            stamp = _stamp(fragment.xid, fragment.commit_lsn, fragment.commit_time_ms)
+            written = await self._write_parts(parts_of(fragment.changes), stamp)
+            if fragment.commits:
+                tags = tuple(marker.content for marker in fragment.markers)
+                self._add_boundary(stamp, fragment.last, written, self._records.touched, tags)
+            else:
+                self._consumer.record_fragment(written, fragment.last, commits=False)
         self._rounds.schedule_round(written)
         await self._rounds.wait_for_room()
         return [self.name] if fragment.commits else []
 
-    async def _write_change(self, change: Change, fragment: Fragment) -> ChangePosition | None:
+    async def _write_batch(self, fragment: Fragment) -> ChangePosition | None:
+        """Write the transactions of a batch, and add their boundaries; return the position of the last change that
+        still has to be sent.
+        """
+        written: ChangePosition | None = None
+        first, last = fragment.first_lsn, fragment.commit_lsn
+        open_batch = self._batch = _OpenBatch(any(first < lsn <= last for lsn in self._paused_lsns.values()))
+        touched = self._records.touched
+        for xid, lsn, time_ms, parts in transaction_parts(fragment):
+            stamp = _stamp(xid, lsn, time_ms)
+            own = await self._write_parts(parts, stamp)
+            written = later_position(written, own)
+            end = last_position(parts[-1]) if parts else ChangePosition(lsn, 0)
+            if open_batch.is_divided:
+                self._add_boundary(stamp, end, own, touched)
+                continue
+            open_batch.stamp, open_batch.end, open_batch.written = stamp, end, written
+            open_batch.touched.update(touched)
+            touched.clear()
+        self._batch = None
+        if not open_batch.is_divided and open_batch.stamp is not None:
+            self._add_boundary(open_batch.stamp, open_batch.end, written, open_batch.touched)
+        return written
+
+    async def _write_parts(self, parts: Iterable[ChangePart], stamp: TransactionStamp) -> ChangePosition | None:
+        """Write changes of one transaction; return the position of the last one that still has to be sent."""
+        written: ChangePosition | None = None
+        for part in parts:
+            if isinstance(part, SegmentRows):
+                for block, start, end in part.segment.block_ranges(part.start, part.end):
+                    written = later_position(written, await self._write_block_rows(block, start, end, part, stamp))
+            else:
+                written = later_position(written, await self._write_change(part, stamp))
+        return written
+
+    async def _write_change(self, change: Change, stamp: TransactionStamp) -> ChangePosition | None:
         """Write a change; return its position if it still has to be sent."""
         table = self._tables.get(change.relation.oid)
-        if table is None or table.needs_no_writing(fragment):
+        if table is None or table.needs_no_writing(stamp.xid, stamp.commit_lsn):
             return None
         try:
-            return change.position if self._records.write_change(table, change, fragment) else None
+            return change.position if self._records.write_change(table, change, stamp) else None
         except BaseException as error:
             if not is_fault(error):
                 raise
-            await self._on_fault(table, fragment.commit_lsn, error)
+            await self._report_fault(table, stamp.commit_lsn, error)
             return None
 
+    async def _report_fault(self, table: CapturedTable, lsn: int, error: BaseException) -> None:
+        """Pause a table at a transaction of which a row cannot be written."""
+        batch = self._batch
+        if batch is not None and not batch.is_divided:
+            batch.is_divided = True
+            if batch.stamp is not None:
+                # The table's earlier transactions stay bound, and of this one nothing is.
+                before = {writer: self._records.touched.get(writer, writer.next) for writer in batch.touched}
+                self._queue_boundary(batch.stamp, batch.end, batch.written, before)
+        await self._on_fault(table, lsn, error)
+
     async def _write_block_rows(
-        self, block: RowBlock, start: int, end: int, rows: SegmentRows, fragment: Fragment
+        self, block: RowBlock, start: int, end: int, rows: SegmentRows, stamp: TransactionStamp
     ) -> ChangePosition | None:
         """Write the rows [start, end) of a block; return the position of the last one that still has to be sent."""
         table = self._tables.get(block.relation.oid)
-        if table is None or table.needs_no_writing(fragment):
+        if table is None or table.needs_no_writing(stamp.xid, stamp.commit_lsn):
             return None
         encoded = table.encode_block(block)
         if encoded is None:
             written: ChangePosition | None = None
             for place in block.places[start:end]:
-                written = later_position(written, await self._write_change(rows.decode_change_at(place), fragment))
+                written = later_position(written, await self._write_change(rows.decode_change_at(place), stamp))
             return written
         try:
-            return self._records.write_encoded_rows(table, block.relation, encoded, start, end, rows, fragment)
+            return self._records.write_encoded_rows(table, block.relation, encoded, start, end, rows, stamp)
         except BaseException as error:
             if not is_fault(error):
                 raise
-            await self._on_fault(table, fragment.commit_lsn, error)
+            await self._report_fault(table, stamp.commit_lsn, error)
             return None
 
     def record_keepalive(self, lsn: int) -> None:
@@ -233,18 +303,28 @@ class TopicWriter:
         return {**self._rounds.facts(), "boundaries_waiting": len(self._boundaries)}
 
     # commit boundaries ----------------------------------------------------------------------------
-    def _add_boundary(self, fragment: Fragment, written: ChangePosition | None) -> None:
-        offsets = [
-            (writer.topic_id, writer.partition, writer.next)
-            for writer in self._records.touched
-            if fragment.commit_lsn < self._paused_lsns.get(writer.topic_id, LSN_NEVER)
+    def _add_boundary(
+        self, stamp: TransactionStamp, end: ChangePosition, written: ChangePosition | None,
+        touched: dict[PartitionWriter, int], tags: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        """Add the boundary of a transaction, or of a batch that ends with it, at the present offsets of the partitions
+        that it touched.
+        """
+        self._queue_boundary(stamp, end, written, {writer: writer.next for writer in touched}, tags)
+        touched.clear()
+
+    def _queue_boundary(
+        self, stamp: TransactionStamp, end: ChangePosition, written: ChangePosition | None,
+        offsets: dict[PartitionWriter, int], tags: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
+        lsn = stamp.commit_lsn
+        bound = [
+            (writer.topic_id, writer.partition, offset)
+            for writer, offset in offsets.items()
+            if lsn < self._paused_lsns.get(writer.topic_id, LSN_NEVER)
         ]
-        self._records.touched.clear()
-        tags = tuple(marker.content for marker in fragment.markers)
-        self._boundaries.append(
-            CommitBoundary(fragment.commit_lsn, fragment.last, True, fragment.commit_time_ms, offsets, tags)
-        )
-        self._pass_on_boundaries(self._consumer.record_fragment(written, fragment.last, commits=True))
+        self._boundaries.append(CommitBoundary(lsn, end, True, stamp.time_ms, bound, tags))
+        self._pass_on_boundaries(self._consumer.record_fragment(written, end, commits=True))
 
     def _pass_on_boundaries(self, position: ChangePosition | None) -> None:
         """Pass on the boundaries up to the commit boundary `position`, up to which everything is durable."""

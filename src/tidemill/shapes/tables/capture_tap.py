@@ -40,6 +40,7 @@ from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import error_sentence, is_own_fault_of_await
 from tidemill.capture.changes import Fragment
+from tidemill.capture.decode.batches import split_batch
 from tidemill.capture.delivery.consumers import TapSession
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare, Turn
@@ -197,7 +198,8 @@ class ShapeTap:
         """Queue a fragment in constant time; return the names under which its commit is owed."""
         self._taking = fragment.commit_lsn
         if fragment.commit_lsn > self.taken:
-            self._enqueue(fragment)
+            for each in split_batch(fragment, self.taken):
+                self._enqueue(each)
         owed = fragment.commits and fragment.commit_lsn > self._owed.held and self._must_hold_commit
         if owed:
             self._owed.add(fragment.commit_lsn)
