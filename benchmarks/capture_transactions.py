@@ -19,6 +19,7 @@ import json
 import logging
 import struct
 import time
+import traceback
 from typing import Any
 
 import structlog
@@ -175,6 +176,10 @@ def open_shapes(tap: ShapeTap, count: int, clock: SystemClock) -> list[LiveShape
     return shapes
 
 
+def _show_failure(name: str, error: BaseException) -> None:
+    traceback.print_exception(error)
+
+
 async def measure(transactions: int, rate: float, rows: int, shapes: int, at_once: int) -> dict[str, Any]:
     clock, rand = SystemClock(), Rand(1)
     consensus, objects = await open_consensus("memory:", clock, rand), await open_objects("memory:", clock, rand)
@@ -210,7 +215,7 @@ async def measure(transactions: int, rate: float, rows: int, shapes: int, at_onc
     )  # fmt: skip
     last_lsn = FIRST_LSN + LSN_STEP * (transactions - 1)
     meter = UnitMeter()
-    async with Tasks(print) as tasks:
+    async with Tasks(_show_failure) as tasks:
         tasks.spawn(meter.run(), name="meter")
         tasks.spawn(collector.run(), name="collector")
         tasks.spawn(binder.run(), name="binder")

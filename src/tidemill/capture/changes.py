@@ -115,8 +115,8 @@ class CommitColumns(msgspec.Struct, frozen=True, gc=False):
 class Fragment(msgspec.Struct, frozen=True):
     """Part of one transaction, in order. A whole transaction in one fragment has both `begins` and `commits`.
 
-    A batch has several whole transactions without markers, which `batch` describes. It has both `begins` and `commits`;
-    `xid`, `commit_lsn`, `commit_time_ms` and `last` are those of its last transaction.
+    A batch has one or more whole transactions without markers, which `batch` describes. It both `begins` and `commits`.
+    Its `xid`, `commit_lsn`, `commit_time_ms` and `last` are those of its last transaction.
 
     `last` is the position of its last change (of the commit if it has none).
     """

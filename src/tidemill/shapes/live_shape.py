@@ -112,6 +112,19 @@ class LiveShape:
         if self.log.is_overgrown:
             self.drop(f"the log outgrew its limit: log_bytes={self.log.log_bytes}")
 
+    def append(self, items: list[LogItem], last_seen: int) -> None:
+        """Append the items of whole transactions up to `last_seen` and make them visible; the last item of each
+        transaction is marked already.
+        """
+        try:
+            self.log.stage_all(items)
+        except OverBudgetError:
+            for item in items:
+                self.stage(item)
+        if self.log.is_overgrown:
+            self.drop(f"the log outgrew its limit: log_bytes={self.log.log_bytes}")
+        self.publish(last_seen)
+
     def make_room(self, error: OverBudgetError) -> bool:
         """End the shape whose log has grown most, this one or another. Return whether this one continues and may try
         again."""

@@ -1,5 +1,7 @@
 """The real collector, flush tracker and status table between a model of Postgres and durable consumers.
 
+Whole transactions arrive alone or in batches, which differ in each life of the process.
+
 Faults: storages flush at any moment, also in the middle of a transaction, and may report a position slightly beyond
 their last write if nothing else is left to write; the capture process dies at any step and begins again at the last
 position confirmed to the server; statuses are delayed, or lost with the process.
@@ -12,19 +14,21 @@ Replay: ./dev sim --room capture --seed K --trace
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 
-from sim.scenarios.capture_plants import EagerCollector, EqualityTracker, RawNotices, StaleStatus
+from sim.scenarios.capture_plants import EagerCollector, EqualityTracker, LastOnlyTracker, RawNotices, StaleStatus
 from sim.world import Actor, Violated, World
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.changes import Change, Fragment, Relation
+from tidemill.capture.decode.batches import BatchBuilder
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
 from tidemill.capture.postgres.standby_status import Keepalive, ReplicationStatus
 
-FAULTS = ("seed002", "near-miss", "early-keepalive", "early-register")
+FAULTS = ("seed002", "near-miss", "early-keepalive", "early-register", "early-batch")
 
 
 class Server:
@@ -153,6 +157,10 @@ class Process:
         )
         if fault == "near-miss":
             self._collector.tracker = EqualityTracker()
+        elif fault == "early-batch":
+            self._collector.tracker = LastOnlyTracker()
+        self._batch = BatchBuilder()
+        self._reads = random.Random(f"reads {world.seed}")  # the rest of a world does not depend on it
 
     def _failed(self, name: str, error: BaseException) -> None:
         self._world.loop.call_exception_handler({"message": f"{name} failed: {error}", "exception": error})
@@ -180,14 +188,29 @@ class Process:
             for fragment in fragments:
                 await asyncio.sleep(source.uniform(0, 0.05) if source.random() < 0.5 else 0)
                 if source.random() < 0.3:
+                    await self._put_batch()
                     # The next record may be this commit, so the server can promise nothing beyond its start.
                     self._keepalive(source.randint(sent + 1, fragment.commit_lsn), inside=not fragment.begins)
                 self._world.trace(f"fragment {fragment.last} {'commits' if fragment.commits else ''}")
+                if fragment.begins and fragment.commits and self._reads.random() < 0.7:
+                    parts = list(fragment.changes)
+                    self._batch.add(fragment.xid, fragment.commit_lsn, 0, parts, len(parts), 0)
+                    continue
+                await self._put_batch()
                 await self._collector.put(fragment)
             sent = fragments[0].commit_lsn
+            if self._reads.random() < 0.3:
+                await self._put_batch()
+        await self._put_batch()
         while True:
             self._keepalive(sent + 1, inside=False)
             await asyncio.sleep(1.0)
+
+    async def _put_batch(self) -> None:
+        """Put the transactions that one read delivered."""
+        batch = self._batch.take()
+        if batch is not None:
+            await self._collector.put(batch)
 
     def _keepalive(self, wal_end: int, *, inside: bool) -> None:
         self._collector.put_keepalive(Keepalive(wal_end, False), inside_txn=inside)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
+
+from msgspec.structs import replace
 
 from sim.world import World, swapped
 from tidemill.base.lsn import ChangePosition
@@ -53,6 +55,14 @@ class EqualityTracker(FlushTracker):
         entry.flushed = position
         self._push_position(consumer, position)
         return self._advance()
+
+
+class LastOnlyTracker(FlushTracker):
+    """Planted fault early-batch: a batch is registered as its last transaction, so the ones before it count as flushed
+    before their rows are durable."""
+
+    def commit(self, fragment: Fragment, consumers: Iterable[str], now_ms: int) -> int | None:
+        return super().commit(replace(fragment, batch=None), consumers, now_ms)
 
 
 class StaleStatus(ReplicationStatus):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 import re
 import struct
 from collections import deque
@@ -159,6 +160,9 @@ class Stream:
         self._queue: deque[FramedMessage | Keepalive] = deque()
         self._described: set[int] = set()
         self._closed = False
+        self._reads = random.Random(f"reads {wire.server.world.seed}")  # the rest of a world does not depend on it
+        self._depth = self._reads.choice((1, 1, 30, 200))
+        """Number of messages up to which the server writes ahead, so that one read delivers several transactions."""
 
     @property
     def _server(self) -> Server:
@@ -186,6 +190,10 @@ class Stream:
         if not self._queue:
             self._fill()
         some = source.choice((1, 2, 50))
+        if self._depth > 1 and self._reads.random() < 0.8:
+            await asyncio.sleep(self._reads.uniform(0, 0.5))
+            self._fill()
+            some = self._depth
         items = [self._queue.popleft() for _ in range(min(some, len(self._queue)))]
         world.trace(
             f"stream gives {[str(i.lsn) + chr(i.payload[0]) if isinstance(i, FramedMessage) else i for i in items]}"
@@ -194,7 +202,7 @@ class Stream:
 
     def _fill(self) -> None:
         source, queue = self._server.world.source, self._queue
-        while self._at < len(self._db.log) and not queue:
+        while self._at < len(self._db.log) and len(queue) < self._depth:
             txn = self._db.log[self._at]
             self._at += 1
             if not txn.sent:

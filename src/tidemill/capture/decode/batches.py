@@ -56,7 +56,7 @@ class BatchBuilder:
             changes=join_parts(self._parts),
             last=last_position(self._parts[-1]) if end > before else ChangePosition(lsn, 0),
             size_bytes=self.size_bytes,
-            batch=batch if len(batch) > 1 else None,
+            batch=batch,
         )
         self._clear()
         return fragment

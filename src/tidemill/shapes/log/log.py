@@ -152,6 +152,27 @@ class ShapeLog:
         self._json.append(item.json)
         self._charged.append(size)
 
+    def stage_all(self, items: Sequence[LogItem]) -> None:
+        """Append items, of which there is at least one, not yet visible; raises as `stage` does."""
+        if self._dropped:
+            return
+        last = self._offsets[-1] if self._offsets else self._memory_end
+        sizes = []
+        for item in items:
+            if item.offset <= last:
+                raise RuntimeError(f"log offsets must grow: last={last} next={item.offset}")
+            last = item.offset
+            sizes.append(item.size_bytes)
+        size = sum(sizes)
+        self._reserve(size)
+        if self._dropped:  # the budget evicted this very shape to make room
+            self._release(size)
+            return
+        self.log_bytes += size
+        self._offsets += [item.offset for item in items]
+        self._json += [item.json for item in items]
+        self._charged += sizes
+
     def publish(self, *, mark: bool = False) -> bool:
         """Make the staged items visible; return whether there were any. `mark`: mark the last one as the end of its
         transaction."""

@@ -38,6 +38,8 @@ class RowWriter:
         self.full = replica == "full"
         """True if updates and deletes show the whole row, and updates also the old values."""
         self._keys = KeyWriter(schema, table, key_columns)
+        self.rendering = (schema, table, self._columns, self._key_columns, tuple(booleans), replica)
+        """Everything on which the items of a row depend."""
         self._base_headers: Headers = {"operation": "insert", "relation": self._relation, **(marks or {})}
 
     @property

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
 import msgspec
 
-from tidemill.capture.changes import Change, Fragment
+from tidemill.base.lsn import ChangePosition
+from tidemill.capture.changes import Change, CommitColumns, Fragment
 from tidemill.capture.decode.row_blocks import changes_of_relations, count_by_relation
+from tidemill.shapes.log.items import LogItem, mark_last
+from tidemill.shapes.log.log_offset import LogOffset
 from tidemill.shapes.log.row_writer import Headers
 
 CHANGE_BYTES = 600
@@ -62,6 +66,48 @@ class Transaction:
         self.xid = xid
         self.commit_lsn = commit_lsn
         self.headers: Headers = {"lsn": str(commit_lsn), "txids": [xid]}
+
+
+class RenderedItems:
+    """Items of a batch that several shapes have in common, by the position of their change."""
+
+    __slots__ = ("_marked", "items")
+
+    def __init__(self) -> None:
+        self.items: dict[ChangePosition, list[LogItem]] = {}
+        self._marked: dict[LogOffset, tuple[LogItem, LogItem]] = {}
+
+    def mark_last(self, item: LogItem) -> LogItem:
+        """Return the item marked as the last of its transaction."""
+        made, marked = self._marked.get(item.offset, (None, item))
+        if made is not item:
+            marked = LogItem(item.offset, mark_last(item.json))
+            self._marked[item.offset] = item, marked
+        return marked
+
+
+class TransactionBatch:
+    """State that all shapes share of the transactions of a batch."""
+
+    __slots__ = ("_rendered", "_transactions", "_xids")
+
+    def __init__(self, commits: CommitColumns) -> None:
+        self._xids = dict(zip(commits.lsns, commits.xids, strict=True))
+        self._transactions: dict[int, Transaction] = {}
+        self._rendered: dict[object, RenderedItems] = {}
+
+    def rendered_as(self, rendering: object) -> RenderedItems:
+        """Return the items of the shapes that render rows in the same way (RowWriter.rendering)."""
+        found = self._rendered.get(rendering)
+        if found is None:
+            found = self._rendered[rendering] = RenderedItems()
+        return found
+
+    def transaction(self, commit_lsn: int) -> Transaction:
+        found = self._transactions.get(commit_lsn)
+        if found is None:
+            found = self._transactions[commit_lsn] = Transaction(self._xids[commit_lsn], commit_lsn)
+        return found
 
 
 class Backlog:
@@ -126,11 +172,13 @@ class PendingFragment:
 class InboxEntry:
     """Some changes of a transaction, for one or more consumers. `commits`: the transaction ends with them.
 
+    With a `batch` they are changes of its whole transactions, and `transaction` is the last one of the batch.
+
     `offered_s`: time at which they were routed. The age of a shape's work counts from there: the time before that was
     spent on other tables, too.
     """
 
-    __slots__ = ("changes", "commits", "offered_s", "size_bytes", "transaction", "work")
+    __slots__ = ("batch", "changes", "commits", "offered_s", "size_bytes", "transaction", "work")
 
     def __init__(
         self,
@@ -139,7 +187,9 @@ class InboxEntry:
         changes: Sequence[Change],
         commits: bool,
         offered_s: float,
+        batch: TransactionBatch | None = None,
     ) -> None:
+        self.batch = batch
         self.transaction = transaction
         self.work = work
         self.changes = changes
@@ -147,6 +197,15 @@ class InboxEntry:
         self.offered_s = offered_s
         self.size_bytes = work.size_bytes * len(changes) // max(1, work.changes)
         """Share of the fragment's size."""
+
+    def divide(self, start: int) -> list[InboxEntry]:
+        """Return the changes of a batch from this place on as one entry for each transaction."""
+        batch = self.batch
+        assert batch is not None
+        groups = groupby(self.changes[start:], lambda change: change.position.commit_lsn)
+        return [
+            InboxEntry(batch.transaction(lsn), self.work, list(group), True, self.offered_s) for lsn, group in groups
+        ]
 
 
 def memory_bytes(fragment: Fragment) -> int:

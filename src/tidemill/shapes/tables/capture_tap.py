@@ -11,6 +11,8 @@
   waits for shapes.
 - Invariant (replays): a transaction at or below the last committed one is a replay, and is dropped. A transaction that
   begins again after an interrupted delivery discards what the first attempt left.
+- Invariant (batches): the transactions of a batch are routed together, and stay whole in every log. While logs are
+  restored, batches are split, because only a part of their changes may be stored.
 - Invariant (no gap): `recent` has the xids of the transactions delivered lately, including the open one. A snapshot
   taken for a shape that registered after them must see them all, as their changes were never offered to it. This gap is
   real: a commit is decoded from the WAL before it becomes visible to new snapshots.
@@ -40,7 +42,7 @@ from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import error_sentence, is_own_fault_of_await
 from tidemill.capture.changes import Fragment
-from tidemill.capture.decode.batches import split_batch
+from tidemill.capture.decode.batches import drop_replayed, split_batch
 from tidemill.capture.delivery.consumers import TapSession
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.loop_share import LoopShare, Turn
@@ -51,6 +53,7 @@ from tidemill.shapes.tables.backlog import (
     InboxEntry,
     PendingFragment,
     Transaction,
+    TransactionBatch,
     find_largest_relation,
 )
 from tidemill.shapes.tables.filter_index import FilterIndex
@@ -198,8 +201,11 @@ class ShapeTap:
         """Queue a fragment in constant time; return the names under which its commit is owed."""
         self._taking = fragment.commit_lsn
         if fragment.commit_lsn > self.taken:
-            for each in split_batch(fragment, self.taken):
-                self._enqueue(each)
+            if self.restoring:
+                for each in split_batch(fragment, self.taken):
+                    self._enqueue(each)
+            else:
+                self._enqueue(drop_replayed(fragment, self.taken))
         owed = fragment.commits and fragment.commit_lsn > self._owed.held and self._must_hold_commit
         if owed:
             self._owed.add(fragment.commit_lsn)
@@ -215,7 +221,9 @@ class ShapeTap:
         return store is not None and self.name != "" and store.waited_for and (kept or not store.clean)
 
     def _enqueue(self, fragment: Fragment) -> None:
-        if fragment.begins:
+        if fragment.batch is not None:
+            self._recent.extend(fragment.batch.xids)
+        elif fragment.begins:
             self._recent.append(fragment.xid)
         before = self.taken
         if fragment.commits:
@@ -383,9 +391,10 @@ class ShapeTap:
             transaction = self._transaction = Transaction(fragment.xid, fragment.commit_lsn)
             self._touched.clear()
         touched, commits, handed_bytes = self._touched, fragment.commits, 0
+        batch = TransactionBatch(fragment.batch) if fragment.batch is not None else None
         now_s = self._clock.monotonic_s()
         for consumers, changes in self.router.route(fragment.changes):
-            entry = InboxEntry(transaction, work, changes, commits, now_s)
+            entry = InboxEntry(transaction, work, changes, commits, now_s, batch)
             handed_bytes += entry.size_bytes
             for consumer in consumers:
                 if not commits:

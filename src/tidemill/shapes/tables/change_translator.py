@@ -17,8 +17,11 @@ from tidemill.capture.decode.transaction_builder import is_key_changed
 from tidemill.shapes.log.items import LogItem
 from tidemill.shapes.log.log_offset import FIRST_OP, LogOffset
 from tidemill.shapes.log.row_writer import Headers, RowWriter
+from tidemill.shapes.tables.backlog import TransactionBatch
 from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, Verdict, WhereWithVerdicts
 from tidemill.shapes.where import Equality, EvaluationError, Where
+
+Filter = Where | WhereWithVerdicts
 
 
 class ChangeTranslator:
@@ -29,7 +32,7 @@ class ChangeTranslator:
     def __init__(self, relation: Relation, shown: Sequence[str], where: Where | None, writer: RowWriter) -> None:
         self.relation = relation
         self.needed = needed_columns(relation, shown, where)
-        self._where: Where | WhereWithVerdicts | None = where
+        self._where: Filter | None = where
         self._writer = writer
 
     @property
@@ -63,15 +66,56 @@ class ChangeTranslator:
         """Add the items of a change. `verdicts`: PostgreSQL's, on rows on which the filter fails. Raises
         EvaluationError."""
         if not verdicts:
-            self._make_items(change, headers, items)
+            self._make_items(change, headers, items, self._where)
             return
         where = self._where
         assert isinstance(where, Where)
         self._where = WhereWithVerdicts(where, verdicts)
         try:
-            self._make_items(change, headers, items)
+            self._make_items(change, headers, items, self._where)
         finally:
             self._where = where
+
+    def translate_whole(
+        self, changes: Sequence[Change], headers: Headers, items: list[LogItem], batch: TransactionBatch
+    ) -> bool:
+        """Add the items of one transaction, the last of them marked as its last. Return False, and add none, if one of
+        its changes cannot be translated without a failure.
+        """
+        rendered = batch.rendered_as(self._writer.rendering)
+        start = len(items)
+        try:
+            for change in changes:
+                if self.unfollowable_reason(change):
+                    del items[start:]
+                    return False
+                if not self._is_independent(change):
+                    self._make_items(change, headers, items, self._where)
+                elif self._where is None or self._matches_row_of(change):
+                    shared = rendered.items.get(change.position)
+                    if shared is None:
+                        shared = rendered.items[change.position] = []
+                        self._make_items(change, headers, shared, None)
+                    items += shared
+        except EvaluationError:
+            del items[start:]
+            return False
+        if len(items) > start:
+            items[-1] = rendered.mark_last(items[-1])
+        return True
+
+    def _matches_row_of(self, change: Change) -> bool:
+        row = change.new if change.op == "insert" else change.old
+        assert row is not None
+        return self._matches(row)
+
+    def _is_independent(self, change: Change) -> bool:
+        """Return whether the filter only decides whether the items of a change are shown, not which."""
+        if self._where is None:
+            return True
+        return (
+            change.op in ("insert", "delete") and change.over is None and change.stays is None and not change.replaced
+        )
 
     def request_evaluation(self, change: Change) -> EvaluationRequest:
         """Return the question to PostgreSQL: the rows of the change on which the filter fails."""
@@ -85,9 +129,9 @@ class ChangeTranslator:
                     failing.append(row)
         return EvaluationRequest(change.relation, where, tuple(failing))
 
-    def _make_items(self, change: Change, headers: Headers, items: list[LogItem]) -> None:
+    def _make_items(self, change: Change, headers: Headers, items: list[LogItem], where: Filter | None) -> None:
         offset = LogOffset(change.position.commit_lsn, FIRST_OP + change.position.ordinal)
-        writer, where = self._writer, self._where
+        writer = self._writer
         new, old = change.new, change.old
         if change.over is not None or change.stays is not None or change.replaced:
             self._make_rival_items(change, offset, headers, items)

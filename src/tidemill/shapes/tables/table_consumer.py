@@ -6,6 +6,9 @@ rest.
 
 - Invariant (whole transactions): items are staged in the log immediately, and become visible together at their commit.
   A delivery that begins the same transaction again discards what an interrupted one left.
+- Invariant (batches): the transactions of a batch are evaluated together, and become visible and wake the readers at
+  once, as long as each is translated without a failure or a question to PostgreSQL. Otherwise the rest of the batch is
+  divided into its transactions, which are evaluated one by one.
 - Invariant (end if not followable): a shape ends at the commit of a change that cannot be followed
   (change_translator.py), and its clients refetch. A filter that fails on a row also ends the shape, and its clients get
   400. If PostgreSQL can be queried, the filter fails only if PostgreSQL also fails (remote_evaluation.py).
@@ -31,7 +34,7 @@ from tidemill.shapes.log.items import LogItem
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.loop_share import Turn
 from tidemill.shapes.memory_budget import OverBudgetError
-from tidemill.shapes.tables.backlog import InboxEntry, Transaction
+from tidemill.shapes.tables.backlog import InboxEntry, Transaction, TransactionBatch
 from tidemill.shapes.tables.change_translator import ChangeTranslator, row_failure_error
 from tidemill.shapes.tables.initial_snapshot import SnapshotFilter
 from tidemill.shapes.tables.remote_evaluation import EvaluationRequest, Verdict
@@ -39,6 +42,9 @@ from tidemill.shapes.where import Equality, EvaluationError, Where
 
 QUANTUM_S = 0.001
 """Time that one consumer works before the next one's turn."""
+
+BATCHED_CHANGES = 32
+"""Transactions with more changes are evaluated alone, because a turn cannot end within one of a batch."""
 
 LATE_DIVISOR = 10
 """One in this many late shapes is ended per check: the others may catch up without it."""
@@ -149,6 +155,14 @@ class TableConsumer:
         """Process the inbox. Return False if it is empty or a question is open, True if the turn ended before that."""
         while self.inbox:
             entry = self.inbox[0]
+            if entry.batch is not None:
+                self._evaluate_batch(entry, entry.batch, turn)
+                if self.shape.has_ended:
+                    self.clear()
+                    return False
+                if self.inbox and turn.is_over:
+                    return True
+                continue
             current, changes = self._current, entry.changes
             if current is None or current.transaction is not entry.transaction:
                 self._discard_delivery(current)
@@ -171,6 +185,44 @@ class TableConsumer:
             if self.inbox and turn.is_over:
                 return True
         return False
+
+    def _evaluate_batch(self, entry: InboxEntry, batch: TransactionBatch, turn: Turn) -> None:
+        """Evaluate the transactions of a batch until the turn ends; divide the batch if one of them must be evaluated
+        alone.
+        """
+        self._discard_delivery(self._current)
+        self._current = None
+        changes, at, floor = entry.changes, self._at, self.floor
+        divided = not self._following or bool(self._verdicts)
+        made: list[LogItem] = []
+        while at < len(changes) and not divided:
+            lsn = changes[at].position.commit_lsn
+            end = at + 1
+            while end < len(changes) and changes[end].position.commit_lsn == lsn:
+                end += 1
+            transaction = batch.transaction(lsn)
+            if end - at > BATCHED_CHANGES or lsn <= self._has_lsn:
+                divided = True
+            elif self._admits_transaction(transaction):
+                divided = not self._translator.translate_whole(changes[at:end], transaction.headers, made, batch)
+            if not divided:
+                at, floor = end, lsn
+                if turn.is_over:
+                    break
+        if made:
+            self.shape.append(made, floor)
+        self._at, self.floor = at, max(self.floor, floor)
+        if divided:
+            parts = entry.divide(at)
+            self.inbox.popleft()
+            self.inbox.extendleft(reversed(parts))
+            self.inbox_bytes += sum(part.size_bytes for part in parts) - entry.size_bytes
+            entry.work.left += len(parts) - 1
+            self._at = 0
+        elif at == len(changes):
+            self._finish_entry()
+            self.shape.publish(entry.transaction.commit_lsn)
+            self.floor = max(self.floor, entry.transaction.commit_lsn)
 
     def _finish_entry(self) -> None:
         entry = self.inbox.popleft()
@@ -252,10 +304,11 @@ class TableConsumer:
             self._staged = None
 
     def _admits(self, delivery: _Delivery) -> bool:
-        if delivery.transaction.commit_lsn <= self._has_lsn:
-            return False
+        return delivery.transaction.commit_lsn > self._has_lsn and self._admits_transaction(delivery.transaction)
+
+    def _admits_transaction(self, transaction: Transaction) -> bool:
         assert self._filter is not None, "settle before open"
-        return self._filter.admits(delivery.transaction.xid, delivery.transaction.commit_lsn)
+        return self._filter.admits(transaction.xid, transaction.commit_lsn)
 
     def _discard_delivery(self, delivery: _Delivery | None) -> None:
         """Release a delivery that will not be shown."""
