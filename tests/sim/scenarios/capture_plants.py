@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
@@ -9,6 +10,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from sim.scenarios import capture_shapes
 from sim.world import World, swapped
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Fragment
@@ -23,6 +25,7 @@ from tidemill.capture.session import session
 from tidemill.capture.topics import topic_writer
 from tidemill.capture.topics.binder import Binder, CommitBoundary
 from tidemill.capture.topics.topic_writer import TopicWriter
+from tidemill.shapes.live_shape import LiveShape
 
 FAULTS = (
     "seed002",
@@ -35,6 +38,8 @@ FAULTS = (
     "early-boundary",
     "lost-notice",
     "late-tombstone",
+    "torn-binding",
+    "early-wake",
 )
 
 
@@ -90,6 +95,25 @@ class EagerWriter(TopicWriter):
         self._pass_on_boundaries(end)
 
 
+class TornWriter(TopicWriter):
+    """Planted fault torn-binding: the boundary of a batch is before the last row of its last transaction."""
+
+    def _queue_boundary(
+        self, stamp: Any, end: ChangePosition, written: ChangePosition | None, offsets: Any, *tags: Any
+    ) -> None:
+        if self._batch is not None:
+            offsets = {writer: offset - 1 for writer, offset in offsets.items()}
+        super()._queue_boundary(stamp, end, written, offsets, *tags)
+
+
+class EagerShape(LiveShape):
+    """Planted fault early-wake: readers are woken before the items of the transactions are visible."""
+
+    def publish(self, last_seen: int, *, mark: bool = False) -> None:
+        self._wake()
+        asyncio.get_running_loop().call_later(0.05, lambda: super(EagerShape, self).publish(last_seen, mark=mark))
+
+
 class EagerBinder(Binder):
     """Planted fault early-confirm: a durable boundary is reported as flushed before a binding covers it."""
 
@@ -97,6 +121,7 @@ class EagerBinder(Binder):
         super().add_durable(boundaries)
         for boundary in boundaries:
             self._on_bound(boundary.last)
+            self._on_stored(boundary.lsn)
 
 
 class EagerCollector(Collector):
@@ -139,6 +164,8 @@ def planted(world: World, fault: str) -> Iterator[None]:
         "no-hold-back": (session, "TransactionBuilder", FullFragments),
         "early-confirm": (session, "Binder", EagerBinder),
         "early-boundary": (session, "TopicWriter", EagerWriter),
+        "torn-binding": (session, "TopicWriter", TornWriter),
+        "early-wake": (capture_shapes, "LiveShape", EagerShape),
         "lost-notice": (session, "Binder", _forgetful(world)),
         "late-tombstone": (session, "DeferrableKeys", BlindRivals),
     }

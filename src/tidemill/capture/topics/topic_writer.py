@@ -171,9 +171,9 @@ class TopicWriter:
             open_batch.stamp, open_batch.end, open_batch.written = stamp, end, written
             open_batch.touched.update(touched)
             touched.clear()
-        self._batch = None
         if not open_batch.is_divided and open_batch.stamp is not None:
             self._add_boundary(open_batch.stamp, open_batch.end, written, open_batch.touched)
+        self._batch = None
         return written
 
     async def _write_parts(self, parts: Iterable[ChangePart], stamp: TransactionStamp) -> ChangePosition | None:
