@@ -29,6 +29,7 @@ NAMES = (
     "capture",
     "capture_copy",
     "capture_rows",
+    "capture_transactions",
     "shapes",
     "http_servers",
     "positions",

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from support.shapes.consumer import CLOCK, COLUMNS, TABLE, row
+from support.shapes.consumer import CLOCK, COLUMNS, ENDLESS, TABLE, row
 from support.shapes.crowd import Crowd
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Column, Fragment, Op, Relation
+from tidemill.capture.decode.batches import BatchBuilder
 from tidemill.shapes.log.log_offset import BASE_END
 from tidemill.shapes.loop_share import Turn
 from tidemill.shapes.tables import filter_index as router_module
@@ -71,6 +72,51 @@ def test_shapes_found_by_the_index_get_what_they_would_get_if_all_were_evaluated
             crowd.finish()
             assert crowd.sink.held_bytes == 0
         assert indexed.outcome() == scanned.outcome(), filters
+
+
+def batches_of(rand: random.Random, stream: list[Fragment]) -> list[Fragment]:
+    """Return the same transactions in batches, some of which repeat earlier transactions."""
+    out: list[Fragment] = []
+    builder, joined = BatchBuilder(), list[Fragment]()
+
+    def close() -> None:
+        batch = builder.take()
+        if batch is not None:
+            out.append(batch)
+
+    for each in stream:
+        if each.begins and each.commits:
+            repeated = joined[-1:] if not builder.count and rand.random() < 0.3 else []
+            for one in (*repeated, each):
+                builder.add(one.xid, one.commit_lsn, 0, list(one.changes), len(one.changes), one.size_bytes)
+            joined.append(each)
+            if rand.random() < 0.2:
+                close()
+        else:
+            close()
+            joined.clear()
+            out.append(each)
+    close()
+    return out
+
+
+def test_batches_make_the_same_logs_as_their_transactions_wherever_slices_end() -> None:
+    rand = random.Random(23)
+    for _ in range(30):
+        filters = ["", "", "open", *(rand.choice(FILTERS).format(a=rand.randint(1, 6), b=2) for _ in range(10))]
+        stream = transactions(rand, 25)
+        alone, together = Crowd(filters), Crowd(filters)
+        alone.take(stream)
+        alone.finish()
+        together.take(batches_of(rand, stream))
+        over = Turn(CLOCK, 0.0)
+        while together.sink.run_slice(over if rand.random() < 0.7 else ENDLESS):
+            for shape in together.shapes:
+                items = shape.log.read(BASE_END).items
+                assert not items or b'"last":true' in items[-1], "a part of a transaction is visible"
+        assert together.sink.held_bytes == 0
+        assert together.outcome() == alone.outcome(), filters
+        assert together.sink.recent == alone.sink.recent
 
 
 def test_a_change_is_offered_only_to_the_shapes_that_its_values_name() -> None:

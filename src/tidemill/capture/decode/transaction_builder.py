@@ -6,7 +6,7 @@
     Message          transactional with prefix `tidemill`: a Marker on the fragment that commits; others ignored
     Relation         `RelationSeen`, immediately, even inside a transaction; buffered changes stay where they are
     Commit           the last fragment, with everything that is still buffered; with `batches` a whole transaction
-                     without markers joins the batch, which the caller takes (`take_batch`) before what follows it
+                     without markers joins the batch, which the caller takes before what follows it
 
 Invariant (distinct ends): a fragment is emitted when `max_changes` (or `max_bytes`) are buffered, always without the
 newest change. So the fragment that commits has its own last position, and a transaction whose size is a multiple of the
@@ -103,13 +103,8 @@ class TransactionBuilder:
         self._announce: list[Relation] = []
         self.batches = False
         """True if whole transactions are put into batches."""
-        self._batch = BatchBuilder()
-
-    def take_batch(self) -> Fragment | None:
-        """Return the transactions that are not handed on yet. They come before anything that is fed or returned after
-        them.
-        """
-        return self._batch.take()
+        self.batch = BatchBuilder()
+        """Transactions that are not handed on yet. They come before anything that is fed or returned after them."""
 
     @property
     def inside_txn(self) -> bool:
@@ -264,30 +259,26 @@ class TransactionBuilder:
             # At or above the position where it is paused, so the topic writer leaves it out.
             self._append_change(self._build_truncate(relation), 0)
             self._announce.remove(relation)
-        if self.batches and not (self._emitted or self._markers or self.deferrable):
-            batch = self._batch
-            batch.add(begin.xid, begin.final_lsn, message.commit_time_ms, self._buffer, self._count, self._buffer_bytes)
-            self._close_transaction(begin)
+        joins_batch = self.batches and not (self._emitted or self._markers or self.deferrable)
+        parts, count, size_bytes, markers = self._buffer, self._count, self._buffer_bytes, tuple(self._markers)
+        self._begin, self._last_commit_lsn = None, begin.final_lsn
+        self._buffer, self._count, self._buffer_bytes, self._markers = [], 0, 0, []
+        if joins_batch:
+            batch = self.batch
+            batch.add(begin.xid, begin.final_lsn, message.commit_time_ms, parts, count, size_bytes)
             full = batch.count > self._max_changes or batch.size_bytes > self._max_bytes
             return batch.take() if full else None
-        last = last_position(self._buffer[-1]) if self._buffer else ChangePosition(begin.final_lsn, 0)
-        fragment = Fragment(
+        return Fragment(
             xid=begin.xid,
             commit_lsn=begin.final_lsn,
             commit_time_ms=message.commit_time_ms,
             begins=not self._emitted,
             commits=True,
-            changes=join_parts(self._buffer),
-            last=last,
-            markers=tuple(self._markers),
-            size_bytes=self._buffer_bytes,
+            changes=join_parts(parts),
+            last=last_position(parts[-1]) if parts else ChangePosition(begin.final_lsn, 0),
+            markers=markers,
+            size_bytes=size_bytes,
         )
-        self._close_transaction(begin)
-        return fragment
-
-    def _close_transaction(self, begin: Begin) -> None:
-        self._begin, self._last_commit_lsn = None, begin.final_lsn
-        self._buffer, self._count, self._buffer_bytes, self._markers = [], 0, 0, []
 
     def _emit_if_full(self) -> Fragment | None:
         """Emit all but the newest change if the buffer is full."""

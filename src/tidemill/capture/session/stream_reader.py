@@ -29,6 +29,9 @@ from tidemill.capture.session.server_watch import StreamWatch
 DENSE_FRAMES = 24
 """N frames in one receive indicate a dense stream: the next ones are gathered for GATHER_S, and encoded by columns."""
 GATHER_S = 0.004
+MESSAGES_PER_CHECK = 16
+MESSAGE_BYTES_PER_CHECK = 1024
+"""Small messages are fed in groups of this number, fewer if they are larger, before the reader may yield."""
 
 
 class StreamHandlers(msgspec.Struct, frozen=True):
@@ -78,15 +81,27 @@ class StreamReader:
             frames = await self._stream.receive()
             self._watch.record_message()
             dense = len(frames) >= DENSE_FRAMES and sum(map(len, frames)) < BURST_BYTES
-            for step in split_into_steps(frames, self._converter):
-                if isinstance(step, RowRun):
-                    await self._read_rows(step)
-                else:
-                    await self._read_one(step)
+            await self._read_frames(frames)
             await self._pass_on_batch()
             if collector.received_time_ms:
                 self._stages.add("received", [collector.received_time_ms], self._clock.now_ms())
                 collector.received_time_ms = 0
+
+    async def _read_frames(self, frames: Sequence[bytes]) -> None:
+        """Process frames in order. Messages that complete nothing are fed without an await in between, during which no
+        other task can begin to pause a table.
+        """
+        unchecked = 0
+        for step in split_into_steps(frames, self._converter):
+            if isinstance(step, RowRun):
+                await self._read_rows(step)
+                unchecked = 0
+            elif unchecked <= 0 or isinstance(step, Keepalive):
+                unchecked = 0 if await self._read_one(step) else MESSAGES_PER_CHECK
+            elif await self._feed(step):
+                unchecked = 0
+            else:
+                unchecked -= 1 + len(step.payload) // MESSAGE_BYTES_PER_CHECK
 
     async def _read_rows(self, run: RowRun) -> None:
         """Process changes of rows that are complete in the buffer. A table among them may be paused between two
@@ -103,28 +118,36 @@ class StreamReader:
             if fragment is not None:
                 await self._pass_on(fragment)
 
-    async def _read_one(self, item: FramedMessage | Keepalive) -> None:
+    async def _read_one(self, item: FramedMessage | Keepalive) -> bool:
+        """Process one frame; return whether other tasks may have run after it was read."""
         await self._wait_until_allowed()
         if isinstance(item, Keepalive):
             await self._pass_on_batch()
             self._collector.put_keepalive(item, inside_txn=self._converter.inside_txn)
             if item.reply_requested:
                 self._handlers.bind_soon()
-            return
+            return True
+        return await self._feed(item)
+
+    async def _feed(self, item: FramedMessage) -> bool:
+        """Feed a message; return whether that may have let other tasks run."""
         try:
             out = feed_frame(item, self._converter)
         except UndecodableMessageError as poisoned:
             await self._pass_on_batch()
             await self._handlers.bad_rows.handle_message(item, poisoned)
-            return
+            return True
+        if out is None:
+            return False
         if isinstance(out, RelationSeen):
             await self._pass_on_batch()
             await self._handlers.process_description(out)
-        elif out is not None:
+        else:
             await self._pass_on(out)
+        return True
 
     async def _pass_on_batch(self) -> None:
-        batch = self._converter.take_batch()
+        batch = self._converter.batch.take()
         if batch is not None:
             await self._collector.put(batch)
 
