@@ -120,7 +120,7 @@ def describe_wait(pid: int, waiting: Sequence[str], *, starts: bool) -> str:
 
 
 class Progress:
-    """Lines on stderr about a wait: each new text at once, an unchanged one every PROGRESS_INTERVAL_S."""
+    """Lines on stderr about a wait: each new text immediately, an unchanged one every PROGRESS_INTERVAL_S."""
 
     def __init__(self, subject: str, clock: Clock) -> None:
         self._subject = subject
