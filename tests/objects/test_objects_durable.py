@@ -56,7 +56,7 @@ def record(root: Path, skip: frozenset[str] = frozenset()) -> Recorder:
 
 
 def record_unpublished(root: Path, skip: frozenset[str] = frozenset()) -> Recorder:
-    """Record a run with concurrent writers of keys that nobody else knows."""
+    """Record a run with concurrent writers of keys without readers."""
     recorder = Recorder(skip)
 
     async def main() -> None:

@@ -17,8 +17,8 @@ does step 6 before it reports the loss: callers that then use the winner's objec
 loss.
 
 `create_unpublished` links before it syncs, so that steps 3 and 6 run at the same time and share a commit of the file
-system's journal: 1 2 4 5 (3 and 6) 7. What is acknowledged is as safe as above. Until then, power loss may leave a torn
-file under the name, which is harmless only under a name that nobody knows yet.
+system's journal: 1 2 4 5 (3 and 6) 7. An acknowledged object is as safe as above. Before the acknowledgement, power loss
+may leave a torn file, which is harmless only under a name without readers.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ def create_unpublished(
     """Create `target`, whose name no reader knows yet, with one wait for both syncs. Blocks.
 
     Raises FileExistsError if the target exists, and any other OSError if it is not safe. The name is then removed
-    again, so that nobody can mistake the file for a safe one: a second sync of it would succeed although pages of the
-    first were lost. If even that fails, the name remains and every later create of it fails.
+    again, because a second sync of the same file would succeed although pages of the first were lost. If even that
+    fails, the name remains and every later create of it fails.
     """
     fd, temporary = _create(calls, temporary)
     name = temporary

@@ -4,7 +4,7 @@
 - Invariant (durable): an acknowledged put survives power loss (local directory: temp file, fdatasync, link, directory
   fsync).
 - Invariant (create once): `put` of an existing key raises ConflictError and changes nothing.
-- Invariant (whole): an object that a `put` created is complete or absent, whatever happens. One of `put_unpublished` is
+- Invariant (whole): an object that a `put` created is complete or absent at any time. One of `put_unpublished` is
   complete once that call returned.
 
 Keys are `/`-separated, relative, without empty, `.` or `..` segments, so that one key means one object on every
