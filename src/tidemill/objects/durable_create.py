@@ -17,8 +17,8 @@ does step 6 before it reports the loss: callers that then use the winner's objec
 loss.
 
 `create_unpublished` links before it syncs, so that steps 3 and 6 run at the same time and share a commit of the file
-system's journal: 1 2 4 5 (3 and 6) 7. An acknowledged object is as safe as above. Before the acknowledgement, power loss
-may leave a torn file, which is harmless only under a name without readers.
+system's journal: 1 2 4 5 (3 and 6) 7. An acknowledged object is as safe as above. Until then, power loss may leave a
+torn file, which is harmless only under a name without readers.
 """
 
 from __future__ import annotations
