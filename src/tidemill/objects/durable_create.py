@@ -131,15 +131,16 @@ class DirectorySyncer:
 
 
 class GroupedDirectorySyncs:
-    """Syncs of directories in a thread of their own: one for all entries that wait for the same directory.
+    """Syncs of directories in threads of their own: one at a time of each directory, for all entries that wait for it.
 
     Invariant (covered): a call joins only a sync that has not begun, so entries made before the call are synced.
     """
 
-    def __init__(self, directories: DirectorySyncer) -> None:
+    def __init__(self, directories: DirectorySyncer, threads: int) -> None:
         self._directories = directories
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tidemill-directories")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="tidemill-directories")
         self._waiting: dict[str, Future[None]] = {}
+        self._syncing: set[str] = set()
         self._lock = threading.Lock()
 
     def begin(self, path: str) -> Future[None]:
@@ -147,13 +148,26 @@ class GroupedDirectorySyncs:
         with self._lock:
             waiting = self._waiting.get(path)
             if waiting is None:
-                waiting = self._waiting[path] = self._pool.submit(self._sync, path)
+                waiting = self._waiting[path] = Future()
+                if path not in self._syncing:
+                    self._pool.submit(self._sync, path)
+                    self._syncing.add(path)
             return waiting
 
     def _sync(self, path: str) -> None:
-        with self._lock:
-            del self._waiting[path]
-        self._directories.sync(path)
+        """Sync `path` until no entry waits for it."""
+        while True:
+            with self._lock:
+                done = self._waiting.pop(path, None)
+                if done is None:
+                    self._syncing.discard(path)
+                    return
+            try:
+                self._directories.sync(path)
+            except BaseException as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
 
     def close(self) -> None:
         """Stop after the syncs that have been requested. Blocks."""

@@ -69,7 +69,7 @@ class LocalObjects:
         self._rand = rand
         self._calls = calls or RealSyscalls()
         self._directories = DirectorySyncer(self._calls, root)
-        self._syncs = GroupedDirectorySyncs(self._directories)
+        self._syncs = GroupedDirectorySyncs(self._directories, THREADS)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tidemill-objects")
         self._closed = False
         self._scratch = memoryview(bytearray(CACHED_READ_BYTES)) if _NOWAIT else None
