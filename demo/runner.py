@@ -212,7 +212,7 @@ class Runner:
         """Record each stage that is stuck for longer than the limit.
 
         Only time after the grace time of the last kill counts: a driver that is killed more often than it can start
-        stands still for several kills.
+        does not advance for several kills.
         """
         undisturbed_s = self._clock.monotonic_s() - self._graced_until_s
         if undisturbed_s < 0:

@@ -38,10 +38,11 @@ class Changed(threading.Event):
 
 class Sink:
     def __init__(self, steps: list[Callable[[], None]]) -> None:
-        self.seats = SimpleNamespace(changed=Changed(steps), tables=[])
+        self.seats = SimpleNamespace(changed=Changed(steps), attached=threading.Event(), tables=[])
         self.due_in_s: float | None = None
         self.forwarded = 0
         self.error = ""
+        self.records = 0
         self.steps = SimpleNamespace(use_spark=lambda _: None)
 
     def advance(self) -> None:
@@ -56,7 +57,7 @@ def host(**more: Any) -> Any:
     ready = threading.Event()
     ready.set()
     return SimpleNamespace(
-        settings=SimpleNamespace(name="p", instance=""),
+        settings=SimpleNamespace(name="p", instance="", freshness_ms=0),
         stores=SimpleNamespace(clock=SystemClock()),
         spark=SimpleNamespace(sparkContext=None),
         portal=SimpleNamespace(call=asyncio.run),
@@ -68,6 +69,23 @@ def host(**more: Any) -> Any:
     )
 
 
+@pytest.mark.parametrize(
+    ("freshness_s", "took_s", "records", "interval_s"),
+    [
+        (0.1, 0.002, 10, 0.1),  # a small round: records gather for the freshness
+        (0.1, 0.05, 10, 0.2),  # a small round of a busy machine: it takes a quarter of the time
+        (0.1, 2.0, 10, 1.0),  # a stall is not repeated four times
+        (10.0, 2.0, 10, 10.0),
+        (0.1, 2.0, 5_000, 0.1),  # a backlog waits for nothing
+        (0.0, 0.0, 0, 0.0),
+    ],
+)
+def test_a_feed_gathers_records_for_the_freshness_and_longer_where_small_rounds_fill_the_machine(
+    freshness_s: float, took_s: float, records: int, interval_s: float
+) -> None:
+    assert feeding.round_interval_s(freshness_s, took_s, records) == pytest.approx(interval_s)
+
+
 def feed_of(found: Any, sink: Sink) -> Feed:
     dead: Any = None
     feed = Feed("topic/t", {}, found, dead)
@@ -75,8 +93,7 @@ def feed_of(found: Any, sink: Sink) -> Feed:
     return feed
 
 
-def test_an_idle_feed_waits_for_ever_and_is_woken_by_a_table_that_is_due_and_by_a_pause(monkeypatch: Any) -> None:
-    monkeypatch.setattr(feeding, "ROUND_S", 0.0)
+def test_an_idle_feed_waits_for_ever_and_is_woken_by_a_table_that_is_due_and_by_a_pause() -> None:
     found = host()
 
     def due(in_s: float) -> Callable[[], None]:
@@ -96,7 +113,7 @@ def test_an_idle_feed_waits_for_ever_and_is_woken_by_a_table_that_is_due_and_by_
 def test_a_time_that_is_bound_is_taken_with_or_without_spark_and_bindings_that_are_away_are_asked_again(
     monkeypatch: Any, ready: bool
 ) -> None:
-    for pause in ("WATCH_S", "ROUND_S", "WARM_ROUND_S"):
+    for pause in ("WATCH_S", "WARM_ROUND_S"):
         monkeypatch.setattr(feeding, pause, 0.01)
     sink, found = Sink([]), host()
     if not ready:
@@ -138,7 +155,7 @@ class Query:
 
 def test_a_query_that_brings_a_batch_is_well_and_its_end_wakes_its_watch(monkeypatch: Any) -> None:
     found, began = host(), Query()
-    watched = StreamingQuery(found, ["topic/t"], lambda _: None)
+    watched = StreamingQuery(found, ["topic/t"], lambda _: None, lambda: True)
     monkeypatch.setattr(watched, "_start", lambda: began)
     found.tracker.fail(watched.mark, "an earlier query ended", now_ms=1)
 
@@ -155,7 +172,7 @@ def test_a_query_that_brings_a_batch_is_well_and_its_end_wakes_its_watch(monkeyp
 def test_a_query_whose_first_start_is_in_vain_is_logged_and_the_second_is_told(monkeypatch: Any) -> None:
     """A busy machine may not start a worker within Spark's ten seconds; rows advance in the meantime."""
     found = host()
-    watched = StreamingQuery(found, ["topic/t"], lambda _: None)
+    watched = StreamingQuery(found, ["topic/t"], lambda _: None, lambda: True)
     batches = [False, False, True, False, False]
     reported: list[bool] = []
 
@@ -178,11 +195,32 @@ def test_a_query_whose_first_start_is_in_vain_is_logged_and_the_second_is_told(m
 def test_a_query_that_ends_with_its_session_ends_the_process(monkeypatch: Any) -> None:
     found = host()
     found.session_is_lost = lambda: True
-    watched = StreamingQuery(found, ["topic/t"], lambda _: None)
+    watched = StreamingQuery(found, ["topic/t"], lambda _: None, lambda: True)
     monkeypatch.setattr(watched, "_run_query", lambda: "connection refused")
     with pytest.raises(SparkSessionLostError, match="connection refused"):
         watched.run()
     assert found.tracker.failure(watched.mark) is None
+
+
+def test_a_query_starts_after_the_first_round_of_the_derived_tables_or_a_limit(monkeypatch: Any) -> None:
+    answers, asked = [False, False, True], list[bool]()
+
+    def may_start() -> bool:
+        asked.append(answers.pop(0) if answers else False)
+        return asked[-1]
+
+    def run_query() -> str:
+        found.ending.set()
+        return ""
+
+    for expected in ([False, False, True], [False]):
+        found = host()
+        watched = StreamingQuery(found, ["topic/t"], lambda _: None, may_start)
+        monkeypatch.setattr(watched, "_run_query", run_query)
+        watched.run()
+        assert found.ending.is_set() and asked == expected
+        asked.clear()
+        monkeypatch.setattr("tidemill.spark.pipeline.streaming_query.DERIVED_FIRST_S", 0.0)
 
 
 def test_a_batch_brings_the_sources_forward_that_it_has_a_new_time_of(tmp_path: Any) -> None:

@@ -5,7 +5,9 @@
 Measured up to the first Python job on a slow, shared two-core machine: 23 s without, 11 s with it. Spark loads some
 fifteen thousand classes before its first batch. A dynamic archive (JDK 13 and later) maps them instead. It matches one
 Java, one pyspark and one class path, which its name identifies, and a JVM ignores an archive that does not match.
-Sessions use an existing archive and never create one: dumping takes time at exit that a driver does not have.
+Sessions use an existing archive and never create one: dumping takes time at exit that a driver does not have. Each use
+is recorded in the file's modification time. Creating an archive deletes those that nothing has used for
+UNUSED_DAYS_MAX.
 """
 
 from __future__ import annotations
@@ -18,9 +20,12 @@ from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+from tidemill.base.clock import SystemClock
 from tidemill.spark.session.java import cache_dir, ensure_spark_home, find_java
 
 DUMP_TIMEOUT_S = 600
+UNUSED_DAYS_MAX = 30.0
+DAY_S = 86400.0
 _EXERCISE = """
 import sys
 from pathlib import Path
@@ -40,15 +45,23 @@ def archive_path(environ: Mapping[str, str] | None = None) -> Path:
 def archive_options(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return JVM options that use the archive, empty if there is no archive."""
     path = archive_path(environ)
-    return [f"-XX:SharedArchiveFile={path}", "-Xlog:cds=off", "-Xlog:cds+dynamic=off"] if path.is_file() else []
+    try:
+        os.utime(path)
+    except FileNotFoundError:
+        return []
+    except PermissionError:  # the archive of an image, or of another user: nothing here deletes it
+        pass
+    return [f"-XX:SharedArchiveFile={path}", "-Xlog:cds=off", "-Xlog:cds+dynamic=off"]
 
 
 def ensure_archive() -> Path:
-    """Create the archive if it is missing, and return its path. Raises OSError, subprocess.CalledProcessError."""
+    """Create the archive if it is missing, and return its path. Raises InvalidError without a Java, OSError,
+    subprocess.CalledProcessError."""
     path = archive_path()
     if path.is_file():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
+    delete_unused_archives(path.parent, SystemClock().now_ms() / 1000)
     fresh = path.with_suffix(f".{os.getpid()}")
     try:
         subprocess.run(
@@ -59,6 +72,14 @@ def ensure_archive() -> Path:
     finally:
         fresh.unlink(missing_ok=True)
     return path
+
+
+def delete_unused_archives(directory: Path, now_s: float) -> None:
+    """Delete the archives, and what interrupted dumps left, that were not used for UNUSED_DAYS_MAX before `now_s`, in
+    seconds since 1970."""
+    for path in directory.glob("spark-*-java*"):
+        if path.stat().st_mtime < now_s - UNUSED_DAYS_MAX * DAY_S:
+            path.unlink(missing_ok=True)
 
 
 def dump_archive(target: Path) -> None:
