@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,22 @@ async def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_
     again = supervisor.tracker.failure("pipeline:shop")
     assert again is not None and (again.since_ms, again.tries) == (first, 2)
     await supervisor.stop()
+
+
+def test_each_pipeline_of_a_driver_has_its_own_freshness(tmp_path: Path) -> None:
+    from tidemill.base.config.config import parse
+    from tidemill.node.supervise.processes import driver_spec
+
+    values = {
+        "node": {"data": str(tmp_path / "data")},
+        "pipeline": {
+            "slow": {"file": "slow.py", "driver": "small", "freshness_s": 10},
+            "usual": {"file": "usual.py", "driver": "small"},
+        },
+    }
+    command = driver_spec(parse(values, origin=""), ["slow", "usual"]).command
+    assert [value for key, value in pairwise(command) if key == "--freshness-ms"] == ["10000", "100"]
+    assert [value for key, value in pairwise(command) if key == "--name"] == ["slow", "usual"]
 
 
 async def test_f310_a_child_that_ends_again_and_again_is_told_with_its_last_words_and_one_age(tmp_path: Path) -> None:

@@ -42,6 +42,7 @@ class Sink:
         self.due_in_s: float | None = None
         self.forwarded = 0
         self.error = ""
+        self.records = 0
         self.steps = SimpleNamespace(use_spark=lambda _: None)
 
     def advance(self) -> None:
@@ -56,7 +57,7 @@ def host(**more: Any) -> Any:
     ready = threading.Event()
     ready.set()
     return SimpleNamespace(
-        settings=SimpleNamespace(name="p", instance=""),
+        settings=SimpleNamespace(name="p", instance="", freshness_ms=0),
         stores=SimpleNamespace(clock=SystemClock()),
         spark=SimpleNamespace(sparkContext=None),
         portal=SimpleNamespace(call=asyncio.run),
@@ -68,6 +69,23 @@ def host(**more: Any) -> Any:
     )
 
 
+@pytest.mark.parametrize(
+    ("freshness_s", "took_s", "records", "interval_s"),
+    [
+        (0.1, 0.002, 10, 0.1),  # a small round: records gather for the freshness
+        (0.1, 0.05, 10, 0.2),  # a small round of a busy machine: it takes a quarter of the time
+        (0.1, 2.0, 10, 1.0),  # a stall is not repeated four times
+        (10.0, 2.0, 10, 10.0),
+        (0.1, 2.0, 5_000, 0.1),  # a backlog waits for nothing
+        (0.0, 0.0, 0, 0.0),
+    ],
+)
+def test_a_feed_gathers_records_for_the_freshness_and_longer_where_small_rounds_fill_the_machine(
+    freshness_s: float, took_s: float, records: int, interval_s: float
+) -> None:
+    assert feeding.round_interval_s(freshness_s, took_s, records) == pytest.approx(interval_s)
+
+
 def feed_of(found: Any, sink: Sink) -> Feed:
     dead: Any = None
     feed = Feed("topic/t", {}, found, dead)
@@ -75,8 +93,7 @@ def feed_of(found: Any, sink: Sink) -> Feed:
     return feed
 
 
-def test_an_idle_feed_waits_for_ever_and_is_woken_by_a_table_that_is_due_and_by_a_pause(monkeypatch: Any) -> None:
-    monkeypatch.setattr(feeding, "ROUND_S", 0.0)
+def test_an_idle_feed_waits_for_ever_and_is_woken_by_a_table_that_is_due_and_by_a_pause() -> None:
     found = host()
 
     def due(in_s: float) -> Callable[[], None]:
@@ -96,7 +113,7 @@ def test_an_idle_feed_waits_for_ever_and_is_woken_by_a_table_that_is_due_and_by_
 def test_a_time_that_is_bound_is_taken_with_or_without_spark_and_bindings_that_are_away_are_asked_again(
     monkeypatch: Any, ready: bool
 ) -> None:
-    for pause in ("WATCH_S", "ROUND_S", "WARM_ROUND_S"):
+    for pause in ("WATCH_S", "WARM_ROUND_S"):
         monkeypatch.setattr(feeding, pause, 0.01)
     sink, found = Sink([]), host()
     if not ready:

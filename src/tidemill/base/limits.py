@@ -63,6 +63,9 @@ KAFKA_REQUEST_BYTES = 100 * MIB
 FRESHNESS_BUDGET_MS = 5_000
 """Time after which a stage stalled below its target is stuck, unless `freshness.budget_s` says otherwise."""
 
+PIPELINE_FRESHNESS_MS = 100
+"""Time for which a pipeline gathers records before a step, unless its `freshness_s` says otherwise."""
+
 DECOMPRESSED_BYTES = 32 * MIB
 """Decompressed size of the records of one batch, for every decoder.
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from tidemill.base.errors import InvalidError
-from tidemill.base.limits import FRESHNESS_BUDGET_MS
+from tidemill.base.limits import FRESHNESS_BUDGET_MS, PIPELINE_FRESHNESS_MS
 from tidemill.consensus.factory import sqlite_path_of_url
 
 OBJECTS_VARIABLE = "TIDEMILL_OBJECTS__URL"
@@ -100,7 +100,8 @@ class DriverSettings(msgspec.Struct, frozen=True):
     """Settings of one driver.
 
     `instance` distinguishes drivers of the same pipeline; `conf` are Spark settings that override the defaults.
-    `domains` of the metastore as configured, 0 = the cluster's number.
+    `domains` of the metastore as configured, 0 = the cluster's number. `budget_ms`: the time that a stage may stand
+    below its target, without `freshness_ms`, for which the feeds gather records (feed.py).
     """
 
     name: str
@@ -113,6 +114,7 @@ class DriverSettings(msgspec.Struct, frozen=True):
     conf: dict[str, str] = {}
     domains: int = 0
     budget_ms: int = FRESHNESS_BUDGET_MS
+    freshness_ms: int = PIPELINE_FRESHNESS_MS
 
     @property
     def process(self) -> str:

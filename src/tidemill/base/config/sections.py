@@ -17,6 +17,7 @@ from tidemill.base.limits import (
     L1_OBJECT_BYTES,
     METASTORE_CHECKPOINT_INTERVAL_S,
     METASTORE_PERSIST_INTERVAL_S,
+    PIPELINE_FRESHNESS_MS,
 )
 
 NAME: Final = re.compile(r"^[a-z][a-z0-9_]{0,40}\Z")
@@ -162,10 +163,12 @@ class PipelineSparkSection(Section):
 
 
 class PipelineSection(Section):
-    """One pipeline. Pipelines with the same `driver` share one process and one Spark session; "" = a separate one."""
+    """One pipeline. Pipelines with the same `driver` share one process and one Spark session; "" = a separate one.
+    `freshness_s`: time for which records are gathered before a step."""
 
     file: str
     driver: str = ""
+    freshness_s: float = Field(PIPELINE_FRESHNESS_MS / 1000, ge=0, le=60)
     spark: PipelineSparkSection = PipelineSparkSection()
 
     @field_validator("driver")

@@ -182,6 +182,7 @@ def driver_spec(config: Config, names: Sequence[str], instance: str = "") -> Chi
     for name, file in zip(names, files, strict=True):
         flags += [
             ("pipeline", file),
+            ("freshness-ms", str(int(config.pipeline[name].freshness_s * 1000))),
             ("name", name),
             ("scratch", str(data / "scratch" / _instance_path(name, instance))),
         ]

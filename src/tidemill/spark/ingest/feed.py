@@ -2,8 +2,11 @@
 
 It does not wait for the JVM or for the pipeline's streaming query (streaming_query.py): rows appear, also after a
 crash, while Spark starts or has lost a worker. A micro-batch costs the JVM and its planner more than processing the
-rows of a moment, so under load micro-batches run a few times a second and mostly find the work done. Each table is a
-unit of failure (table_unit.py).
+rows of a moment, so micro-batches run every few seconds and mostly find the work done. Each table is a unit of failure
+(table_unit.py).
+
+Pace: a step costs a table the same for one record and for a thousand, so the feed gathers records between two rounds
+(`round_interval_s`).
 """
 
 from __future__ import annotations
@@ -30,12 +33,24 @@ WARM_ROUND_S = 0.15
 """Minimum interval between the starts of two rounds while the JVM starts, which needs the processor more."""
 WATCH_S = 0.2
 """Pause between two rounds while storage is unavailable, which limits the requests to it."""
-ROUND_S = 0.04
-"""Minimum interval between the starts of two rounds: one round per binding would cost more than it gains."""
+SMALL_ROUND_RECORDS = 1000
+SMALL_ROUND_SHARE = 0.25
+"""Maximum share of the feed's time for rounds of at most SMALL_ROUND_RECORDS."""
+SMALL_ROUND_INTERVAL_S_MAX = 1.0
+"""Limit of the interval that this share requires on a busy machine."""
 FOLLOW_S = 5.0
 """Limit of one wait for a binding, and so of the time that it may outlive the pipeline."""
 
 log = structlog.get_logger()
+
+
+def round_interval_s(freshness_s: float, took_s: float, records: int) -> float:
+    """Return the minimum interval between the starts of two rounds, after one that took `took_s` for `records`: the
+    pipeline's `freshness_s`, and more where small rounds would fill the machine. A large round gains more than a pause
+    saves."""
+    if records > SMALL_ROUND_RECORDS:
+        return freshness_s
+    return max(freshness_s, min(took_s / SMALL_ROUND_SHARE, SMALL_ROUND_INTERVAL_S_MAX))
 
 
 class Feed:
@@ -112,11 +127,14 @@ class Feed:
                 sink.steps.use_spark(host.spark.sparkContext)
                 uses_spark = True
             if sink.due_in_s == 0:  # a time was bound, or a table's pause ended, or a table joined
-                began_s = clock.monotonic_s()
+                began_s, before = clock.monotonic_s(), sink.records
                 sink.advance()
-                round_s = ROUND_S if host.session_ready.is_set() else WARM_ROUND_S
                 took_s = clock.monotonic_s() - began_s
-                host.ending.wait(WATCH_S if sink.error else max(0.0, round_s - took_s))
+                freshness_s = host.settings.freshness_ms / 1000
+                if not host.session_ready.is_set():
+                    freshness_s = max(freshness_s, WARM_ROUND_S)
+                pause_s = round_interval_s(freshness_s, took_s, sink.records - before) - took_s
+                host.ending.wait(WATCH_S if sink.error else max(0.0, pause_s))
             else:
                 host.tracker.clear_failure(self.mark)
             sink.seats.changed.wait(sink.due_in_s)

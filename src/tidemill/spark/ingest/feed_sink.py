@@ -57,6 +57,11 @@ class FeedSink:
         self.steps = StepExecutor(portal, stores, remap, seats, dead_letters, pool, self._stopping)
 
     @property
+    def records(self) -> int:
+        """Records in all rounds of this process."""
+        return self.steps.records
+
+    @property
     def idle_tables(self) -> list[TableWriter]:
         """Tables that no thread is changing, so their mirrors may be saved: a half-applied change would be trusted
         later."""

@@ -72,7 +72,7 @@ class PipelineContext:
         """Directory in which the session that this process opened stores its blocks."""
         self.session_ready = threading.Event()
         self.ending = threading.Event()
-        self.tracker = StatusTracker(settings.budget_ms)
+        self.tracker = StatusTracker(settings.budget_ms + settings.freshness_ms)
         """Stage statuses of the pipeline and its units; their supervision reports failures here."""
 
     def session_is_lost(self) -> bool:

@@ -30,7 +30,7 @@ import structlog
 
 from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolledBackError
 from tidemill.base.libraries import require
-from tidemill.base.limits import FRESHNESS_BUDGET_MS
+from tidemill.base.limits import FRESHNESS_BUDGET_MS, PIPELINE_FRESHNESS_MS
 from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
 from tidemill.base.runtime.memory_budget import retain_freed_memory
@@ -62,11 +62,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--instance", default="", help="distinguishes drivers of the same pipeline in their statuses")
     parser.add_argument("--driver-memory", default="1g")
     parser.add_argument("--budget-ms", type=int, default=FRESHNESS_BUDGET_MS, help="freshness.budget_s in ms")
+    parser.add_argument(
+        "--freshness-ms", action="append", type=int, help="freshness_s of each pipeline in ms: one for each --name"
+    )
     parser.add_argument("--conf", action="append", default=[], metavar="KEY=VALUE", help="a Spark setting; repeatable")
     options = parser.parse_args(arguments)
     count = len(options.name)
     if {len(options.pipeline), len(options.scratch)} != {count} or (count > 1) != (options.session is not None):
         parser.error("give one --pipeline and --scratch for each --name, and --session only with several names")
+    freshness_ms = options.freshness_ms or [PIPELINE_FRESHNESS_MS] * count
+    if len(freshness_ms) != count:
+        parser.error("give one --freshness-ms for each --name, or none")
     configure_logs()
     file_descriptors.raise_limit()
     # Pages that were released between two steps and faulted in again took a quarter of a driver's time. Arrow's own
@@ -84,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
     install_gc_tuning()
     conf = _spark_settings(options.conf)
 
-    def settings(name: str, file: Path, scratch: Path) -> DriverSettings:
+    def settings(name: str, file: Path, scratch: Path, freshness_ms: int = PIPELINE_FRESHNESS_MS) -> DriverSettings:
         return DriverSettings(
             name=name,
             file=file,
@@ -96,6 +102,7 @@ def main(arguments: list[str] | None = None) -> int:
             driver_memory=options.driver_memory,
             conf=conf,
             budget_ms=options.budget_ms,
+            freshness_ms=freshness_ms,
         )
 
     try:
@@ -103,7 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     except InvalidError as error:
         print(str(error), file=sys.stderr, flush=True)
         return EXIT_CONFIGURATION
-    pipelines = [settings(*each) for each in zip(options.name, options.pipeline, options.scratch, strict=True)]
+    each = zip(options.name, options.pipeline, options.scratch, freshness_ms, strict=True)
+    pipelines = [settings(*one) for one in each]
     try:
         if options.session is None:
             PipelineRunner(pipelines[0], stopping).run()

@@ -321,7 +321,7 @@ class StatusReporter:
         upstream: str = "",
         work_ms: int = 0,
     ) -> None:
-        budget_ms = self._runner.settings.budget_ms
+        budget_ms = self._runner.tracker.budget_ms
         self._tracker.set(
             name,
             *place,

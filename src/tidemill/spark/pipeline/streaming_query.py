@@ -26,8 +26,9 @@ from tidemill.base.runtime.tasks import Backoff, error_sentence, is_fault
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.pipeline_context import PipelineContext, feed_status_name
 
-PACE_MS = 500
-"""Minimum interval between the starts of two micro-batches."""
+PACE_MS = 5000
+"""Minimum interval between the starts of two micro-batches. No row waits for one (feed.py). The planner may outlive a
+killed JVM by it."""
 STABLE_S = 60.0
 LONGEST_PAUSE_S = 30.0
 POLL_S = 0.2

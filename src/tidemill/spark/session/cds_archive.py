@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
+from tidemill.base.clock import SystemClock
 from tidemill.spark.session.java import cache_dir, ensure_spark_home, find_java
 
 DUMP_TIMEOUT_S = 600
@@ -61,7 +61,7 @@ def ensure_archive() -> Path:
     if path.is_file():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
-    delete_unused_archives(path.parent, time.time())
+    delete_unused_archives(path.parent, SystemClock().now_ms() / 1000)
     fresh = path.with_suffix(f".{os.getpid()}")
     try:
         subprocess.run(

@@ -81,6 +81,8 @@ class StepExecutor:
         decoders: ThreadPoolExecutor | None,
         stopping: threading.Event,
     ) -> None:
+        self.records = 0
+        """Records in the steps of all rounds."""
         self._portal = portal
         self._stores = stores
         self._seats = seats
@@ -131,6 +133,7 @@ class StepExecutor:
         work = _select_round(small)
         self._seats.record_latency("planned", (w.step for w in work))
         self._round_bytes = sum(w.step.bytes for w in work)
+        self.records += sum(w.step.records for w in work)
         self._prefetch_next(small, work, end)
         big = [w for w in work if w.step.records > self._most_inline]
         self._run_inline([w for w in work if w not in big])
