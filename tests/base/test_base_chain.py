@@ -41,6 +41,12 @@ def test_a_table_at_its_target_is_as_sick_as_its_source() -> None:
     assert reported(cluster(capture=down)) == (3, "capture:shop", "PostgreSQL at db:5432")
 
 
+def test_the_chain_of_a_table_at_its_target_follows_the_data_and_not_the_source_of_its_next_input() -> None:
+    fresh = StageStatus("shard:orders", 9, 9, "capture:shop", upstream="capture:shop/topics")
+    found = verdict_of(cluster(shard=fresh), "shard:orders")
+    assert [each.mark.name for each in found.chain] == ["shard:orders", "capture:shop/topics", "capture:shop"]
+
+
 def test_the_holder_nearest_to_the_source_is_named_when_several_stand() -> None:
     shard = StageStatus("shard:orders", 8, 9, upstream="capture:shop/topics", since_ms=0)
     down = StageStatus("capture:shop", 9, 10, "pid 4711 holds the slot", since_ms=0)

@@ -56,7 +56,7 @@ def test_the_files_work_and_hold_the_password_in_one_place(postgres_dsn: str, tm
     assert config.http.pages == {"app": str(shop / "app")}
     checked = run_tidemill("pipeline check pipeline.py", cwd=shop)
     tables = "class_table, orders, orders_by_status"
-    assert (checked.exit_code, checked.output) == (0, f"pipeline.py: pipeline pipeline is valid: {tables}\n")
+    assert (checked.exit_code, checked.output) == (0, f"pipeline.py: pipeline {capture} is valid: {tables}\n")
     assert 'const TABLE = "public.orders";' in (shop / "app/index.html").read_text()
     # The database was only read.
     with psycopg.connect(postgres_dsn) as connection:

@@ -52,6 +52,21 @@ def check(file: Path, *more: str) -> tuple[int, str]:
     return done.exit_code, done.stdout
 
 
+def test_the_name_of_a_pipeline_is_that_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, GOOD)
+    config = tmp_path / "tidemill.toml"
+    for text, name in (
+        ('[pipeline.harbour]\nfile = "shop.py"\n', "harbour"),
+        ('[pipeline.harbour]\nfile = "other.py"\n', "shop"),
+        ('[pipeline.harbour]\nfile = "shop.py"\n[pipeline.other]\nfile = "shop.py"\n', "shop"),
+        ('[capture.shop]\ndsn = "${NOT_SET_HERE}"\n[pipeline.harbour]\nfile = "shop.py"\n', "shop"),
+    ):
+        config.write_text(text)
+        assert check(Path("shop.py")) == (0, f"shop.py: pipeline {name} is valid: by_product, clicks\n"), text
+    assert "pipeline mine is valid" in check(Path("shop.py"), "--name", "mine")[1]
+
+
 def written(directory: Path, text: str, name: str = "shop.py") -> Path:
     file = directory / name
     file.write_text(text)

@@ -77,7 +77,8 @@ def walk_to_source(marks: Mapping[str, DerivedStatus], name: str) -> Iterator[De
             if other not in seen and other in marks and marks[other].state is not StageState.IDLE:
                 seen.add(other)
                 yield marks[other]
-        open_names += [mark for mark in (derived.mark.held_by, derived.mark.upstream) if mark]
+        nexts = (derived.mark.held_by, derived.mark.upstream)
+        open_names += [mark for mark in (nexts if derived.blocker else reversed(nexts)) if mark]
         if here.startswith("topic:"):
             open_names.append("binding:topic/" + here.removeprefix("topic:"))  # the source of times for its records
 

@@ -13,7 +13,7 @@ from tidemill.base.config.config import Config
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.freshness import Verdict, resolve_status_name, verdict_of
 from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of, status_row
-from tidemill.cli.cluster.status import Watch, read_stage_statuses, watch_screen
+from tidemill.cli.cluster.status import Watch, read_stage_statuses, warn_if_all_silent, watch_screen
 from tidemill.cli.context import (
     EXIT_STUCK,
     OPEN_TIMEOUT_S,
@@ -71,6 +71,7 @@ class _Explainer:
         else:
             rows = [status_row(derived) for derived in found.chain]
             self._out.rows(rows, value=verdict_row(found, exit_code, note))
+        warn_if_all_silent(marks)
         return exit_code
 
     def _find_captured_table(self, marks: Mapping[str, DerivedStatus]) -> tuple[str, str]:

@@ -147,7 +147,8 @@ def _require_local_driver(report: StatusReport) -> None:
     if not is_driver(report.pid):
         raise InvalidError(
             f"the driver is gone: process={report.process} pid={report.pid}.",
-            fix="Start it: tidemill pipeline run. Restart a run in the session of another program there.",
+            fix="A running `tidemill up` or `pipeline run` starts it again; otherwise run one of them. A run in the"
+            " session of another program is restarted there.",
         )
 
 
