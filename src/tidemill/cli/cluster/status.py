@@ -104,7 +104,8 @@ def status(
                 show_status(marks, reports, every)
             else:
                 out.rows(stage_rows(marks))
-            warn_if_all_silent(marks)
+            if not watch:
+                warn_if_all_silent(marks)
             return max((EXIT_BY_STATE.get(derived.state, 0) for derived in marks.values()), default=0)
         return EXIT_GOOD
 
