@@ -50,7 +50,15 @@ def verdict_of(marks: Mapping[str, DerivedStatus], name: str) -> Verdict:
     worst = max(
         enumerate(chain), key=lambda item: (severity_of(item[1])[0], _is_foundation(item[1].mark.name), item[0])
     )[1]
+    worst = _supervisors_finding(marks, worst)
     return Verdict(chain, worst, _root(marks, worst))
+
+
+def _supervisors_finding(marks: Mapping[str, DerivedStatus], worst: DerivedStatus) -> DerivedStatus:
+    """Return why a blind process does not run, if its supervisor reports that; otherwise `worst`."""
+    name = worst.mark.name
+    found = marks.get(name.removeprefix(PROCESS)) if name.startswith(PROCESS) else None
+    return found if found is not None and found.state is StageState.STUCK and found.mark.error else worst
 
 
 def _is_foundation(name: str) -> bool:
