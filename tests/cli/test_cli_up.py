@@ -1,9 +1,10 @@
-"""`tidemill up` next to a node that runs already."""
+"""`tidemill up`: next to a node that runs already, and ended with Ctrl-C."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,13 @@ from typer.testing import CliRunner
 
 from support.cli.cluster import create_stores
 from support.cli.node import node_answering
+from tidemill.base.config.config import load
 from tidemill.base.errors import ConflictError
 from tidemill.base.status.status import StatusReport
 from tidemill.cli.cluster import up
 from tidemill.cli.context import open_stores
 from tidemill.cli.main import app
+from tidemill.cli.run_supervised import run_supervised
 from tidemill.consensus.status.board import StatusBoard
 
 
@@ -44,3 +47,13 @@ def test_a_node_that_runs_already_is_not_started_again(
         assert isinstance(error, ConflictError) and f"node=node-1 http={address} pid={pid}. See it" in str(error)
     else:
         assert isinstance(error, StartedError)
+
+
+def test_ctrl_c_is_answered_before_the_processes_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tidemill.cli.run_supervised.configure_logs", lambda **_: None)
+    config = tmp_path / "tidemill.toml"
+    config.write_text(f'[node]\ndata = "{tmp_path}/data"\n')
+    run_supervised(load(config), "node-1", lambda *_: os.kill(os.getpid(), signal.SIGINT), pipelines=[])
+    assert capsys.readouterr().err == "tidemill: stopping: each process finishes its current work, for at most 20 s.\n"
