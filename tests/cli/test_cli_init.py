@@ -152,7 +152,12 @@ def test_a_setting_of_the_server_is_followed_by_a_restart() -> None:
 @pytest.mark.parametrize(
     ("made", "options", "code", "words"),
     [
-        ("", "", 2, "the capture's patterns match no table"),
+        (
+            "",
+            "",
+            2,
+            "the capture's patterns match no table: table=public.*. Create a table, or choose others with --tab",
+        ),
         ("CREATE TABLE log (line text)", "", 2, "no table can be captured, and nothing was written: a captured table"),
         (
             "CREATE TABLE log (line text); CREATE SCHEMA s; CREATE TABLE s.t (id int PRIMARY KEY)",
