@@ -155,7 +155,7 @@ class Query:
 
 def test_a_query_that_brings_a_batch_is_well_and_its_end_wakes_its_watch(monkeypatch: Any) -> None:
     found, began = host(), Query()
-    watched = StreamingQuery(found, ["topic/t"], lambda _: None)
+    watched = StreamingQuery(found, ["topic/t"], lambda _: None, lambda: True)
     monkeypatch.setattr(watched, "_start", lambda: began)
     found.tracker.fail(watched.mark, "an earlier query ended", now_ms=1)
 
@@ -172,7 +172,7 @@ def test_a_query_that_brings_a_batch_is_well_and_its_end_wakes_its_watch(monkeyp
 def test_a_query_whose_first_start_is_in_vain_is_logged_and_the_second_is_told(monkeypatch: Any) -> None:
     """A busy machine may not start a worker within Spark's ten seconds; rows advance in the meantime."""
     found = host()
-    watched = StreamingQuery(found, ["topic/t"], lambda _: None)
+    watched = StreamingQuery(found, ["topic/t"], lambda _: None, lambda: True)
     batches = [False, False, True, False, False]
     reported: list[bool] = []
 
@@ -195,11 +195,32 @@ def test_a_query_whose_first_start_is_in_vain_is_logged_and_the_second_is_told(m
 def test_a_query_that_ends_with_its_session_ends_the_process(monkeypatch: Any) -> None:
     found = host()
     found.session_is_lost = lambda: True
-    watched = StreamingQuery(found, ["topic/t"], lambda _: None)
+    watched = StreamingQuery(found, ["topic/t"], lambda _: None, lambda: True)
     monkeypatch.setattr(watched, "_run_query", lambda: "connection refused")
     with pytest.raises(SparkSessionLostError, match="connection refused"):
         watched.run()
     assert found.tracker.failure(watched.mark) is None
+
+
+def test_a_query_starts_after_the_first_round_of_the_derived_tables_or_a_limit(monkeypatch: Any) -> None:
+    answers, asked = [False, False, True], list[bool]()
+
+    def may_start() -> bool:
+        asked.append(answers.pop(0) if answers else False)
+        return asked[-1]
+
+    def run_query() -> str:
+        found.ending.set()
+        return ""
+
+    for expected in ([False, False, True], [False]):
+        found = host()
+        watched = StreamingQuery(found, ["topic/t"], lambda _: None, may_start)
+        monkeypatch.setattr(watched, "_run_query", run_query)
+        watched.run()
+        assert found.ending.is_set() and asked == expected
+        asked.clear()
+        monkeypatch.setattr("tidemill.spark.pipeline.streaming_query.DERIVED_FIRST_S", 0.0)
 
 
 def test_a_batch_brings_the_sources_forward_that_it_has_a_new_time_of(tmp_path: Any) -> None:

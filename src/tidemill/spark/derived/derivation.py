@@ -79,6 +79,8 @@ class Derivation:
         self.waits = False
         """True while it waits for the input in `waits_for`, which will reach a time that the others can be read at."""
         self._left_out = OmittedRows(table.name, table.by_output if table.by else ())
+        self.rounds = 0
+        """Rounds that have ended, failed ones included."""
         self.recomputed = 0
         self.took_s = 0.0
         """Duration of the last round that recomputed."""
@@ -137,6 +139,8 @@ class Derivation:
             except BaseException:
                 self.writer = None
                 raise
+            finally:
+                self.rounds += 1
             took_s = clock.monotonic_s() - began_s
             if self.recomputed > computed:
                 self.took_s = took_s

@@ -88,7 +88,7 @@ class PipelineRunner(PipelineContext):
         self.dead_letters: DeadLetterWriter
         self._opening = opening or SessionOpener(settings)
         if pipeline.tables and not self._opening.of_caller:  # whose checkpoints and workers a query would depend on
-            self.query = StreamingQuery(self, tuple(pipeline.sources()), self._sink_of)
+            self.query = StreamingQuery(self, tuple(pipeline.sources()), self._sink_of, self._derived_tables_began)
         self._own_session = opening is None
         self._stopping = stopping
         self._failure: BaseException | None = None
@@ -230,6 +230,11 @@ class PipelineRunner(PipelineContext):
 
     def _sink_of(self, source: str) -> FeedSink | None:
         return next((feed.sink for feed in self.feeds if feed.source == source), None)
+
+    def _derived_tables_began(self) -> bool:
+        """Return whether each derived table has had a round."""
+        begun = {name for name, derivation in list(self.derivations.items()) if derivation.rounds}
+        return begun == self.pipeline.derived_tables.keys()
 
     def tables(self) -> list[TableWriter]:
         """Return all open tables, including derived ones."""

@@ -5,6 +5,9 @@ that start together on a busy machine exceed that. One planner serves any number
 share a JVM, the number of queries that start concurrently is limited: the next one starts once an earlier one has had
 its first batch, has ended, or has taken START_TIMEOUT_S.
 
+No row waits for the query, so it starts after the first round of the derived tables: both need the JVM, which is slow
+until it has compiled what they use.
+
 A micro-batch names the sources with new bindings and their end times; the sink of each feed reads the records
 (feed_sink.py). Feeds follow their bindings without the query, so its start and its failures delay no row. A sink that
 raises does not end the query: its feed fails under its own stage status.
@@ -32,6 +35,8 @@ killed JVM by it."""
 STABLE_S = 60.0
 LONGEST_PAUSE_S = 30.0
 POLL_S = 0.2
+DERIVED_FIRST_S = 30.0
+"""Limit of the wait for the first round of the derived tables."""
 
 SinkOf = Callable[[str], FeedSink | None]
 OnSinkFailure = Callable[[str, BaseException], None]
@@ -78,9 +83,11 @@ class SparkSessionLostError(TidemillError):
 
 class StreamingQuery:
     """Streaming query of a pipeline; `run` is the body of a thread. `sink_of` returns None until the source's feed has
-    opened its sink."""
+    opened its sink. `may_start` returns whether the derived tables have had their first round."""
 
-    def __init__(self, host: PipelineContext, sources: Sequence[str], sink_of: SinkOf) -> None:
+    def __init__(
+        self, host: PipelineContext, sources: Sequence[str], sink_of: SinkOf, may_start: Callable[[], bool]
+    ) -> None:
         self.mark = f"pipeline:{host.settings.name}:query"
         self.query: Any = None
         self.called = threading.Event()
@@ -88,6 +95,7 @@ class StreamingQuery:
         self._host = host
         self._sources = tuple(sources)
         self._sink_of = sink_of
+        self._may_start = may_start
         self._changed = threading.Event()
         self._restarts = Backoff(1.0, LONGEST_PAUSE_S, STABLE_S)
         # Queries in a row that ended before a batch. The first is only logged, because rows advance without the query.
@@ -103,6 +111,9 @@ class StreamingQuery:
         while not host.session_ready.wait(POLL_S):
             if host.ending.is_set():
                 return
+        until_s = clock.monotonic_s() + DERIVED_FIRST_S
+        while not self._may_start() and clock.monotonic_s() < until_s and not host.ending.wait(POLL_S):
+            pass
         while not host.ending.is_set():
             while not START_LIMITER.try_start(self, clock.monotonic_s()):
                 if host.ending.wait(POLL_S):
