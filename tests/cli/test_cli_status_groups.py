@@ -65,4 +65,7 @@ def test_a_stopped_cluster_is_told_in_one_sentence_and_a_silent_process_of_many_
     warn_if_all_silent(derive_statuses(reports, NOW_MS + 1))
     assert capsys.readouterr().err == ""
     warn_if_all_silent(derive_statuses(reports, NOW_MS + 90_000))
-    assert capsys.readouterr() == ("", "tidemill: no process has reported for 90 s. Start the cluster: tidemill up.\n")
+    assert capsys.readouterr() == (
+        "",
+        "tidemill: no process has reported for 90 s. Unless the cluster is starting: tidemill up.\n",
+    )

@@ -131,7 +131,10 @@ def warn_if_all_silent(marks: Mapping[str, DerivedStatus]) -> None:
     processes = [derived for name, derived in marks.items() if name.startswith(PROCESS)]
     if processes and all(derived.state is StageState.BLIND for derived in processes):
         age_s = min(derived.report_age_ms for derived in processes) // 1000
-        print(f"tidemill: no process has reported for {age_s:,} s. Start the cluster: tidemill up.", file=sys.stderr)
+        print(
+            f"tidemill: no process has reported for {age_s:,} s. Unless the cluster is starting: tidemill up.",
+            file=sys.stderr,
+        )
 
 
 def read_stage_statuses(opened: OpenConsensus) -> dict[str, DerivedStatus]:
