@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tidemill.cli.context import open_stores
 from tidemill.cli.main import app
-from tidemill.metastore.catalogue import CaptureRow, PipelineRow
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, PipelineRow
 from tidemill.spark.types import stream_schema
 
 GOOD = """
@@ -132,6 +132,11 @@ def build(p):
     p.table("orders", p.capture("shop").table("orders"))
     p.table("names", p.capture("nobody").table("names"))
     p.table("taken", p.topic("views", key="id", schema="id string"))
+    p.table("log", p.capture("shop").table("public.log"))
+
+    @p.derived(key="product")
+    def by_product(spark, clicks):
+        return clicks
 
     @p.derived(key="id")
     def summed(spark, clicks, theirs, stored, nowhere):
@@ -149,9 +154,14 @@ def test_a_cluster_shows_what_the_file_alone_cannot(tmp_path: Path) -> None:
         row = CaptureRow("shop", "1", "slot", "publication", 1, snapshot_done=True)
         opened.portal.call(opened.catalogue.put(row))
         opened.portal.call(opened.catalogue.put(PipelineRow("other", {"theirs": "derived", "taken": "topic:clicks"})))
+        skipped = CaptureTableRow(
+            "shop", "public.log", "", state="left", reason="it needs a primary key.", fix="Add one."
+        )
+        opened.portal.call(opened.catalogue.change_table("shop", "public.log", lambda _: skipped))
         from tidemill.shards.registry import open_shard
 
-        for name, schema in (("clicks", "id string, product long"), ("stored", "id string")):
+        fields = "id string, product long"
+        for name, schema in (("clicks", fields), ("stored", "id string"), ("by_product", fields)):
             shard = open_shard(
                 opened.consensus, opened.objects, opened.clock, opened.rand, name, stream_schema(schema, "id")
             )
@@ -160,12 +170,16 @@ def test_a_cluster_shows_what_the_file_alone_cannot(tmp_path: Path) -> None:
     assert code == 1
     found = sorted(line.split(": ", 1)[1].split(" fix")[0] for line in told.splitlines())
     assert [line.partition(": ")[0] + ": " + line.split(": ", 2)[1] for line in found] == [
+        "line 10: table exists with another schema",
+        "line 14: the pipeline has no such table",
         "line 3: there is no such topic",
         "line 5: captured database has no such table",
         "line 6: there is no such capture",
         "line 7: another pipeline maintains this table from another source",
-        "line 9: the pipeline has no such table",
+        "line 8: the table is not captured",
     ], told
+    assert "table=log capture=shop, because it needs a primary key. Add one." in told
+    assert "table=by_product difference=[key (id)→(product)]. Use another table, or re-create it" in told
     assert "input=nowhere" in told and "tidemill topic create clicks" in told
     with open_stores(config) as opened:
         opened.portal.call(opened.catalogue.create_topic("clicks", 1))
