@@ -258,7 +258,7 @@ async def _source_problem(
 
 
 NOT_CAPTURED = ("left", "refused")
-"""States of tables that stay empty until somebody acts."""
+"""States of tables that stay empty until a user acts."""
 
 
 async def _schema_problem(name: str, source: Input, consensus: Consensus) -> InvalidError | None:

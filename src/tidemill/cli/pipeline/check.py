@@ -55,10 +55,8 @@ def check(
 def _configured_name(config: Path | None, file: Path) -> str:
     """Return the only pipeline of the configuration with this file; "" without one, and without a valid configuration:
     a check of a file alone needs none, for example where the variables with its secrets are not set."""
-    if find_file(config) is None:
-        return ""
     try:
-        sections = load(config).pipeline
+        sections = load(config).pipeline if find_file(config) is not None else {}
     except InvalidError:
         return ""
     names = [name for name, section in sections.items() if Path(section.file).resolve() == file.resolve()]
