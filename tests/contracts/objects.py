@@ -70,6 +70,19 @@ class ObjectsContract:
             assert await store.get("once") == b"first"
             assert await keys(store, "") == ["once"]
 
+    async def test_an_unpublished_object_is_like_any_other_once_it_is_acknowledged(self, open_store: OpenStore) -> None:
+        async with open_store() as store:
+            await asyncio.gather(*(store.put_unpublished(f"new/{n}", bytearray(b"x") * n) for n in range(9)))
+            assert await keys(store, "new/") == [f"new/{n}" for n in range(9)]
+            assert [await store.get(f"new/{n}") for n in range(9)] == [b"x" * n for n in range(9)]
+            with pytest.raises(ConflictError, match="new/3"):
+                await store.put_unpublished("new/3", b"other")
+            with pytest.raises(ConflictError, match="new/3"):
+                await store.put("new/3", b"other")
+            assert await store.get("new/3") == b"xxx"
+            await store.delete("new/3")
+            assert await store.head("new/3") is None
+
     async def test_of_racing_creates_exactly_one_wins(self, open_store: OpenStore) -> None:
         async with open_store() as store:
             barrier = asyncio.Event()

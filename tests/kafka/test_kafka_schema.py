@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import datetime
 import struct
+import uuid
 from typing import Any
 
 import pytest
@@ -19,7 +20,13 @@ from support.kafka.schema_strategies import encoded, entities, plain
 from tidemill.kafka import error_codes
 from tidemill.kafka.handlers import APIS, compile_all
 from tidemill.kafka.schema import codec_compiler, fetch, produce
-from tidemill.kafka.schema.primitives import MalformedFrameError, read_uvarint, skip_tags, write_uvarint
+from tidemill.kafka.schema.primitives import (
+    MalformedFrameError,
+    read_uvarint,
+    reset_element_count,
+    skip_tags,
+    write_uvarint,
+)
 
 HOT = (0, 1)
 COLD_VERSIONS = [
@@ -252,6 +259,29 @@ def test_junk_in_produce_is_a_bad_frame(version: int, junk: bytes) -> None:
 def test_junk_in_fetch_is_a_bad_frame(version: int, junk: bytes) -> None:
     with contextlib.suppress(MalformedFrameError):
         fetch.decode(memoryview(junk), 0, version)
+
+
+@pytest.mark.parametrize("version", [9, 12, 13])
+@pytest.mark.parametrize("size", [0, 1, 126, 127, 16_382, 16_383, 2_097_150, 2_097_151])
+def test_a_request_of_one_batch_is_read_in_place_like_any_other(version: int, size: int) -> None:
+    schema = load_request_schema(0, version)
+    part = schema.__dataclass_fields__["topic_data"].type.__args__[0]
+    piece = part.__dataclass_fields__["partition_data"].type.__args__[0]
+    topic = {"topic_id": uuid.UUID(int=7)} if version >= 13 else {"name": "t"}
+    entity = schema(
+        acks=-1,
+        timeout=datetime.timedelta(seconds=3),
+        topic_data=(part(**topic, partition_data=(piece(index=5, records=bytes([size % 251]) * size),)),),
+    )
+    frame = encoded(entity)
+    reset_element_count()
+    usual = produce._decode_usual(memoryview(frame), 0, version)
+    assert usual == produce.decode(memoryview(frame), 0, version)
+    assert usual is not None and usual[:3] == (None, -1, 3000)
+    assert usual.topics == [(str(uuid.UUID(int=7)) if version >= 13 else "t", [(5, bytes([size % 251]) * size)])]
+    for cut in {*range(min(len(frame), 40)), len(frame) - 1, len(frame) - 3}:
+        with pytest.raises(MalformedFrameError):
+            produce.decode(memoryview(frame)[:cut], 0, version)
 
 
 def test_record_batches_are_views_of_the_frame_not_copies() -> None:

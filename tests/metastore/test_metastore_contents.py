@@ -58,6 +58,21 @@ async def test_f529_each_damaged_object_is_named_and_what_is_whole_is_not() -> N
         assert (await checked(world)).clean
 
 
+async def test_an_unfinished_l0_object_is_a_finding_only_if_a_log_names_it() -> None:
+    async with World(real=True) as world:
+        await moved(world)
+        in_logs = [key for led in world.topics._led.values() for key in led.state.live_objects()]
+        named = min(key for key in in_logs if key.startswith("l0/"))
+        whole = await world.objects.get(named)
+        torn = whole[: len(whole) // 2] + bytes(len(whole) - len(whole) // 2)
+        await world.objects.put("l0/00000000000000000001/gone-0badcafe-000000000007", torn)
+        found = await checked(world)
+        assert found.clean and found.orphans["unfinished L0 objects"] == 1
+        await world.objects.delete(named)
+        await world.objects.put(named, torn)
+        assert {each.target for each in (await checked(world)).broken} == {named}
+
+
 def test_the_command_exits_1_names_every_damaged_object_and_reads_mirrors(directory: Path) -> None:
     async def damage() -> list[str]:
         objects = await open_objects(f"file://{directory}/data/objects", SystemClock(), Rand())

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from support.objects.crash_model import Recorder, crash
+from support.waiting import SCENARIO_S
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
-from tidemill.objects.durable_create import RealSyscalls
+from tidemill.objects.durable_create import DirectorySyncer, GroupedDirectorySyncs, RealSyscalls
 from tidemill.objects.local import TEMPORARY_AGE_MS, LocalObjects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import MisconfiguredError
@@ -53,6 +55,34 @@ def record(root: Path, skip: frozenset[str] = frozenset()) -> Recorder:
     return recorder
 
 
+def record_unpublished(root: Path, skip: frozenset[str] = frozenset()) -> Recorder:
+    """Record a run with concurrent writers of keys without readers."""
+    recorder = Recorder(skip)
+
+    async def main() -> None:
+        store = LocalObjects.open(root, SystemClock(), Rand(1), recorder)
+
+        async def write(key: str) -> None:
+            await store.put_unpublished(key, [content(key)[:7], content(key)[7:]])
+            recorder.acknowledged(key)
+
+        await asyncio.gather(*map(write, KEYS))
+        await store.aclose()
+
+    asyncio.run(main())
+    return recorder
+
+
+def damage_of_acknowledged(recorder: Recorder, root: Path, states: int) -> int:
+    """Return how many acknowledged objects are missing or torn over random crash states."""
+    source = random.Random(0)
+    lost = 0
+    for _ in range(states):
+        found, acknowledged = crash(recorder.events, source.randrange(recorder.duration + 2), str(root), source)
+        lost += sum(found.get(key) != content(key) for key in acknowledged)
+    return lost
+
+
 def damage(recorder: Recorder, root: Path, states: int, seed: int = 0) -> tuple[int, int]:
     """Return (acknowledged objects missing, torn objects visible) over random crash states."""
     source = random.Random(seed)
@@ -83,6 +113,50 @@ def test_the_model_finds_a_store_that_does_not_sync_new_ancestors(tmp_path: Path
     # Every parent of an object is synced, but not `y`, which only holds the new directory `z`.
     missing, _ = damage(record(tmp_path, frozenset({"fsync y"})), tmp_path, 300)
     assert missing > 0
+
+
+def test_no_crash_loses_or_tears_an_unpublished_object_that_was_acknowledged(tmp_path: Path) -> None:
+    assert damage_of_acknowledged(record_unpublished(tmp_path / "new"), tmp_path / "new", 600) == 0
+
+
+@pytest.mark.parametrize("skipped", ["fdatasync", "fsync_directory", "fsync y"])
+def test_the_model_finds_an_unpublished_object_that_is_acknowledged_without_a_sync(
+    tmp_path: Path, skipped: str
+) -> None:
+    assert damage_of_acknowledged(record_unpublished(tmp_path, frozenset({skipped})), tmp_path, 300) > 0
+
+
+class SyncWaits(RealSyscalls):
+    """File operations in which the first sync of the directory `sub` waits for `proceed`."""
+
+    def __init__(self) -> None:
+        self.began = threading.Event()
+        self.proceed = threading.Event()
+        self.synced = 0
+
+    def fsync_directory(self, path: str) -> None:
+        if path.endswith("sub"):
+            self.synced += 1
+            if self.synced == 1:
+                self.began.set()
+                assert self.proceed.wait(SCENARIO_S)
+        super().fsync_directory(path)
+
+
+def test_one_sync_of_a_directory_serves_all_that_wait_and_none_that_had_begun(tmp_path: Path) -> None:
+    (tmp_path / "sub").mkdir()
+    calls = SyncWaits()
+    syncs = GroupedDirectorySyncs(DirectorySyncer(calls, str(tmp_path)), threads=2)
+    first = syncs.begin(f"{tmp_path}/sub")
+    assert calls.began.wait(SCENARIO_S)
+    later = [syncs.begin(f"{tmp_path}/sub") for _ in range(5)]
+    syncs.begin(str(tmp_path)).result(SCENARIO_S)  # A sync of another directory does not wait.
+    assert not any(sync.done() for sync in (first, *later))
+    calls.proceed.set()
+    for sync in (first, *later):
+        sync.result(SCENARIO_S)
+    assert calls.synced == 2
+    syncs.close()
 
 
 @pytest.mark.skipif(shutil.which("strace") is None, reason="strace is not installed")
@@ -189,6 +263,9 @@ class Failing(RealSyscalls):
         self._name = name
         self._code = code
 
+    def repair(self) -> None:
+        self._name = ""
+
     def _maybe(self, name: str) -> None:
         if name == self._name:
             raise OSError(self._code, os.strerror(self._code))
@@ -236,6 +313,21 @@ async def test_each_failure_of_the_disk_has_its_kind(
     assert type(raised.value) is kind
     assert os.listdir(tmp_path / ".tmp") == []
     assert (await store.head("sub/key") is None) == (kind is not UnknownOutcomeError)
+    await store.aclose()
+
+
+@pytest.mark.parametrize("call", ["write", "fdatasync", "fsync_directory"])
+async def test_an_unpublished_object_that_is_not_safe_leaves_its_name(tmp_path: Path, call: str) -> None:
+    """A retry then writes a new file: a second sync of the same one would succeed although its pages were lost."""
+    calls = Failing(call, errno.EIO)
+    store = LocalObjects.open(tmp_path, SystemClock(), Rand(), calls)
+    with pytest.raises(UnavailableError, match="Check the disk"):
+        await store.put_unpublished("sub/key", b"data")
+    assert os.listdir(tmp_path / ".tmp") == []
+    assert await store.head("sub/key") is None
+    calls.repair()
+    await store.put_unpublished("sub/key", b"data")
+    assert await store.get("sub/key") == b"data"
     await store.aclose()
 
 

@@ -190,6 +190,9 @@ class FaultyObjects:
         sent = b"".join(pieces)
         await self._call(f"put {key} {len(sent)}B", lambda: self._inner.put(key, sent), writes=True, late=True)
 
+    async def put_unpublished(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        await self.put(key, data)
+
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return await self._call(f"get {key} {start}:{end}", lambda: self._inner.get(key, start, end))
 

@@ -198,6 +198,29 @@ def test_a_driver_that_ends_in_order_saves_the_mirrors_of_derived_tables_whose_t
     assert saved == ["revenue"]
 
 
+def test_a_table_that_gathers_records_says_so_and_is_not_stuck(harbour: Any, tmp_path: Path) -> None:
+    clicks = harbour.create_topic("clicks")
+    harbour.produce(clicks, [(b"a", {"click_id": "a"})])
+    harbour.mint("topic/clicks", 1000, clicks)
+    # Both tables begin immediately, whichever is opened first.
+    text = PIPELINE.replace(
+        'p.capture("shop").table("orders")', 'p.topic("clicks", key="click_id", schema="click_id string")'
+    )
+    _, stopping, thread = started(harbour, tmp_path, text, freshness_ms=60_000, budget_ms=1)
+    try:
+        eventually(lambda: all((m := mark(harbour, f"shard:{n}")) and m.position == 1001 for n in ("clicks", "orders")))
+        harbour.produce(clicks, [(b"b", {"click_id": "b"})])
+        harbour.mint("topic/clicks", 2000, clicks)
+        eventually(lambda: (m := mark(harbour, "shard:clicks")) and m.target == 2001)
+        found = mark(harbour, "shard:clicks")
+        assert found is not None and found.position == 1001 and found.budget_ms > 60_000
+        assert found.reason == "gathers records for 60 s (freshness_s)"
+    finally:
+        stopping.set()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
 DERIVED = """
 def build(p):
     p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string"))

@@ -38,7 +38,7 @@ class Changed(threading.Event):
 
 class Sink:
     def __init__(self, steps: list[Callable[[], None]]) -> None:
-        self.seats = SimpleNamespace(changed=Changed(steps), tables=[])
+        self.seats = SimpleNamespace(changed=Changed(steps), attached=threading.Event(), tables=[])
         self.due_in_s: float | None = None
         self.forwarded = 0
         self.error = ""

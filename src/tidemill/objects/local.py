@@ -29,9 +29,11 @@ from tidemill.base.errors import ClosedError, InvalidError, MissingError, Unavai
 from tidemill.objects.durable_create import (
     AppearedError,
     DirectorySyncer,
+    GroupedDirectorySyncs,
     RealSyscalls,
     Syscalls,
     conflict_error,
+    create_unpublished,
     durable_create,
     translate_os_error,
 )
@@ -67,6 +69,7 @@ class LocalObjects:
         self._rand = rand
         self._calls = calls or RealSyscalls()
         self._directories = DirectorySyncer(self._calls, root)
+        self._syncs = GroupedDirectorySyncs(self._directories, THREADS)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tidemill-objects")
         self._closed = False
         self._scratch = memoryview(bytearray(CACHED_READ_BYTES)) if _NOWAIT else None
@@ -97,11 +100,17 @@ class LocalObjects:
         return self._root
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        await self._put(key, data, unpublished=False)
+
+    async def put_unpublished(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        await self._put(key, data, unpublished=True)
+
+    async def _put(self, key: str, data: Buffer | Sequence[Buffer], *, unpublished: bool) -> None:
         self._check_open()
         target = self._prefix + check_key(key)
         buffers = as_buffers(data)
         temporary = f"{self._prefix}{_TEMPORARY}/{self._rand.nonce()}"
-        await self._run_in_pool(lambda: self._create_file(key, temporary, target, buffers))
+        await self._run_in_pool(lambda: self._create_file(key, temporary, target, buffers, unpublished=unpublished))
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         fd = self._open_for_read(key)
@@ -149,9 +158,13 @@ class LocalObjects:
     async def aclose(self) -> None:
         if not self._closed:
             self._closed = True
-            await asyncio.to_thread(self._pool.shutdown)
+            await asyncio.to_thread(self._close_pools)
 
     # blocking ------------------------------------------------------------------------------------
+
+    def _close_pools(self) -> None:
+        self._pool.shutdown()
+        self._syncs.close()  # After the calls that wait for it.
 
     def _prepare(self) -> None:
         _make_root(self._calls, self._root)
@@ -172,9 +185,14 @@ class LocalObjects:
                 except FileNotFoundError:
                     continue  # Its writer, or another process that opens the store, was faster.
 
-    def _create_file(self, key: str, temporary: str, target: str, buffers: Sequence[memoryview]) -> None:
+    def _create_file(
+        self, key: str, temporary: str, target: str, buffers: Sequence[memoryview], *, unpublished: bool
+    ) -> None:
         try:
-            durable_create(self._calls, self._directories, temporary, target, buffers)
+            if unpublished:
+                create_unpublished(self._calls, self._directories, self._syncs, temporary, target, buffers)
+            else:
+                durable_create(self._calls, self._directories, temporary, target, buffers)
         except FileExistsError as error:
             if os.path.isdir(target):
                 raise InvalidError(
@@ -197,7 +215,7 @@ class LocalObjects:
         except OSError as error:
             raise translate_os_error(error, f"deleting {key}", self._root) from error
         try:
-            self._calls.fsync_directory(os.path.dirname(path))
+            self._syncs.begin(os.path.dirname(path)).result()
         except OSError as error:
             raise translate_os_error(error, f"deleting {key} removed it,", self._root, appeared=True) from error
 

@@ -37,6 +37,9 @@ class MemoryObjects:
         self._objects[key] = (kept, self._clock.now_ms())
         insort(self._keys, key)
 
+    async def put_unpublished(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        await self.put(key, data)
+
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         data = self._data(key)
         return _slice(data, start, check_range(key, start, end, len(data)))

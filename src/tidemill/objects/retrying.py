@@ -54,6 +54,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 Pieces = list[bytes]  # Inside the class, `list` is the method.
+Create = Callable[[str, Buffer | Sequence[Buffer]], Awaitable[None]]
 
 
 @runtime_checkable
@@ -142,7 +143,7 @@ class RetryingObjects:
             self._probe = self._probe or (f"probe/{self._rand.nonce()}", self._rand.nonce())
             key, nonce = self._probe
             with contextlib.suppress(ConflictError):
-                await self._run_attempt("write", lambda: self._attempt_put(key, b"probe", nonce))
+                await self._run_attempt("write", lambda: self._attempt_put(key, b"probe", nonce, self._inner.put))
         elif self._probe is not None:
             await self.delete(self._probe[0])
             self._probe = None
@@ -150,7 +151,12 @@ class RetryingObjects:
             await self._run_attempt("read", lambda: self._inner.head("probe/none"))
 
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
-        await self._meters["put"].measure(lambda: self._put(key, data), lambda _: size_of(data))
+        await self._meters["put"].measure(lambda: self._put(key, data, self._inner.put), lambda _: size_of(data))
+
+    async def put_unpublished(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        await self._meters["put"].measure(
+            lambda: self._put(key, data, self._inner.put_unpublished), lambda _: size_of(data)
+        )
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return await self._meters["get"].measure(
@@ -213,13 +219,13 @@ class RetryingObjects:
 
     # ---------------------------------------------------------------------------------------------
 
-    async def _put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+    async def _put(self, key: str, data: Buffer | Sequence[Buffer], create: Create) -> None:
         retry = _Retry(self._clock, self._rand, self._budget_s)
         nonce = self._rand.nonce()
         unsettled: UnknownOutcomeError | None = None
         while True:
             try:
-                await self._run_attempt("write", lambda: self._attempt_put(key, data, nonce))
+                await self._run_attempt("write", lambda: self._attempt_put(key, data, nonce, create))
                 return
             except ConflictError as refused:
                 if unsettled is None and self._nonced is None:
@@ -254,11 +260,11 @@ class RetryingObjects:
                 raise unsettled or failure
             self._meters["put"].retries.inc()
 
-    async def _attempt_put(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> None:
+    async def _attempt_put(self, key: str, data: Buffer | Sequence[Buffer], nonce: str, create: Create) -> None:
         if self._nonced is not None:
             await self._nonced.put_with_nonce(key, data, nonce)
         else:
-            await self._inner.put(key, data)
+            await create(key, data)
 
     async def _is_ours(self, key: str, data: Buffer | Sequence[Buffer], nonce: str, retry: _Retry) -> bool | None:
         """Return whether this put created the object (True), another one did (False), or it does not exist (None).

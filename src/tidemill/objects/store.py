@@ -4,6 +4,8 @@
 - Invariant (durable): an acknowledged put survives power loss (local directory: temp file, fdatasync, link, directory
   fsync).
 - Invariant (create once): `put` of an existing key raises ConflictError and changes nothing.
+- Invariant (whole): an object that a `put` created is complete or absent at any time. One of `put_unpublished` is
+  complete once that call returned.
 
 Keys are `/`-separated, relative, without empty, `.` or `..` segments, so that one key means one object on every
 backend. Every object store library, tested S3 server and file system passes these characters through unescaped. A
@@ -110,6 +112,14 @@ class ObjectStore(Protocol):
 
         A single `bytearray` is handed over: a store in memory uses it as the object. After the call it may only be
         changed in ways that readers of the object may see.
+        """
+        ...
+
+    async def put_unpublished(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        """Create `key` as `put` does, faster, for a caller that alone knows the key until this returns.
+
+        After an error or a crash the object may exist, after power loss with damaged contents: the caller never
+        publishes a key whose put failed. Nothing but listings shows such an object.
         """
         ...
 

@@ -17,13 +17,14 @@ from tidemill.spark.settings import DriverSettings
 
 
 def started(
-    harbour: Any, tmp_path: Path, text: str, *, session: bool = False
+    harbour: Any, tmp_path: Path, text: str, *, session: bool = False, **more: Any
 ) -> tuple[PipelineRunner, threading.Event, threading.Thread]:
-    """`session`: the driver opens its Spark session as it would."""
+    """`session`: the driver opens its Spark session as it would. `more`: settings of the driver."""
     file = tmp_path / "pipeline.py"
     file.write_text(text)
     stopping = threading.Event()
-    runner = PipelineRunner(DriverSettings("p", file, harbour.urls, "local[1]", tmp_path / "scratch"), stopping)
+    settings = DriverSettings("p", file, harbour.urls, "local[1]", tmp_path / "scratch", **more)
+    runner = PipelineRunner(settings, stopping)
     if not session:
         runner._open_session = lambda: None  # type: ignore[method-assign]  # as if it were still starting
     thread = threading.Thread(target=runner.run)

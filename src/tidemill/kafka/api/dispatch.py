@@ -43,7 +43,55 @@ log = structlog.get_logger()
 
 Reply = list[Buffer]
 """Response body as buffers to be sent back to back."""
-Begin = Callable[["Context", "Request"], Awaitable[Reply]]
+Begin = Callable[["Context", "Request"], "Awaitable[Reply] | PlainOutcome"]
+
+
+class PlainOutcome:
+    """Outcome of a request that ends in a callback: a future whose own callback runs at once.
+
+    A future would run it in the next turn of the loop, at the cost of that turn.
+    """
+
+    __slots__ = ("_error", "_reply", "_then")
+
+    def __init__(self) -> None:
+        self._reply: Reply | None = None
+        self._error: BaseException | None = None
+        self._then: Callable[[PlainOutcome], object] | None = None
+
+    def done(self) -> bool:
+        return self._reply is not None or self._error is not None
+
+    def cancelled(self) -> bool:
+        return False
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> Reply:
+        if self._reply is None:
+            raise self._error or asyncio.InvalidStateError("the request has not ended")
+        return self._reply
+
+    def set_result(self, reply: Reply) -> None:
+        self._reply = reply
+        self._run_callback()
+
+    def set_exception(self, error: BaseException) -> None:
+        self._error = error
+        self._run_callback()
+
+    def add_done_callback(self, then: Callable[[PlainOutcome], object]) -> None:
+        """Set the only callback. It runs in the next turn of the loop if the request has ended already."""
+        if self.done():
+            asyncio.get_running_loop().call_soon(then, self)
+        else:
+            self._then = then
+
+    def _run_callback(self) -> None:
+        then, self._then = self._then, None
+        if then is not None:
+            then(self)
 
 
 class Stall(Exception):

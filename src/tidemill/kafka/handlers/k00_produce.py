@@ -35,7 +35,7 @@ from tidemill.base.errors import MissingError, UnavailableError
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Reply, Request, Stall
+from tidemill.kafka.api.dispatch import Api, PlainOutcome, Request, Stall
 from tidemill.kafka.metadata.topic_cache import TopicCache
 from tidemill.kafka.schema.primitives import I32
 from tidemill.kafka.schema.produce import PartitionAnswer, PartitionData, ProduceRequest, TopicData, decode, encode
@@ -56,7 +56,7 @@ _CONTROL: Final = 0x20
 UNSUPPORTED_COMPRESSION_TYPE: Final = 76
 
 
-def begin_produce(context: Context, request: Request) -> asyncio.Future[Reply]:
+def begin_produce(context: Context, request: Request) -> PlainOutcome:
     produce = decode(request.view, request.position, request.version)
     request.answered = produce.acks != 0
     is_id = request.version >= FIRST_WITH_IDS
@@ -71,7 +71,7 @@ def begin_produce(context: Context, request: Request) -> asyncio.Future[Reply]:
     for _ in work:
         if pace.is_used_up:
             request.reserving = _reserve_rest(work, pace, gathering)
-            return gathering.future
+            return gathering.outcome
     return gathering.finish_reserving()
 
 
@@ -116,8 +116,8 @@ async def _reserve_rest(work: Iterator[None], pace: CoopBudget, gathering: _Prod
             if pace.is_used_up:
                 await pace.wait_for_turn()
     except BaseException as error:
-        if not gathering.future.done():
-            gathering.future.set_exception(error)  # its frame is released; reserved batches complete
+        if not gathering.outcome.done():
+            gathering.outcome.set_exception(error)  # its frame is released; reserved batches complete
         raise
     gathering.finish_reserving()
 
@@ -190,7 +190,7 @@ _NO_ANSWER: Final = PartitionAnswer(-1, error_codes.UNKNOWN_SERVER_ERROR)
 
 
 class _ProduceAnswers:
-    """Answers of a request, whose future ends with the last one. It uses callbacks only: a Produce costs no task."""
+    """Answers of a request, which ends with the last one. It uses callbacks only: a Produce costs no task."""
 
     def __init__(self, context: Context, request: Request, produce: ProduceRequest) -> None:
         self.context = context
@@ -199,7 +199,7 @@ class _ProduceAnswers:
         self._names = [topic.topic for topic in produce.topics]
         self._answers = [[_NO_ANSWER] * len(topic.partitions) for topic in produce.topics]
         self._missing = sum(len(t.partitions) for t in produce.topics)
-        self.future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self.outcome = PlainOutcome()
         self._begun = False
         self._stale = ""
         self._failed = 0
@@ -239,21 +239,21 @@ class _ProduceAnswers:
         answer = PartitionAnswer(index, code, error_message=str(error), record_errors=record_errors)
         self.set_answer(topic, place, answer)
 
-    def finish_reserving(self) -> asyncio.Future[Reply]:
+    def finish_reserving(self) -> PlainOutcome:
         self._begun = True
         if not self._missing:
             self._finish()
-        return self.future
+        return self.outcome
 
     def _finish(self) -> None:
         if self._stale:
-            self.future.set_exception(UnavailableError(f"the topic was deleted or re-created: topic={self._stale}."))
+            self.outcome.set_exception(UnavailableError(f"the topic was deleted or re-created: topic={self._stale}."))
             return
         if not self.request.answered and self._failed:
             failed = UnavailableError(f"Produce without acknowledgement failed: error_code={self._failed}.")
-            self.future.set_exception(failed)
+            self.outcome.set_exception(failed)
             return
-        self.future.set_result([encode(zip(self._names, self._answers, strict=True), self.request.version)])
+        self.outcome.set_result([encode(zip(self._names, self._answers, strict=True), self.request.version)])
 
 
 API = Api(0, "produce", 3, 13, begin_produce, advertised_min=0)

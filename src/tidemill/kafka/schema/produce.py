@@ -43,6 +43,12 @@ FIRST_FLEXIBLE = 9
 _FIRST_WITH_IDS = 13
 _V3 = struct.Struct(">ihqq")
 _V5 = struct.Struct(">ihqqq")
+_USUAL_HEAD = struct.Struct(">BhiBB")
+"""Null transactional id, acks, timeout, number of topics, length of the first topic's name."""
+_USUAL_PARTITION = struct.Struct(">BiBBBB")
+"""Number of partitions, index of the first, the first bytes of the length of its records."""
+_NO_TAGS = bytes(3)
+"""Tags of the partition, of the topic and of the request."""
 
 
 class PartitionData(NamedTuple):
@@ -77,6 +83,8 @@ class PartitionAnswer(NamedTuple):
 def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
     """Decode a request body. Raises MalformedFrameError."""
     flexible = version >= FIRST_FLEXIBLE
+    if flexible and (usual := _decode_usual(view, position, version)) is not None:
+        return usual
     transactional_id, position = read_string(view, position, compact=flexible)
     acks, position = read_i16(view, position)
     timeout_ms, position = read_i32(view, position)
@@ -106,6 +114,40 @@ def decode(view: memoryview, position: int, version: int) -> ProduceRequest:
     if flexible:
         skip_tags(view, position)
     return ProduceRequest(transactional_id, acks, timeout_ms, topics)
+
+
+def _decode_usual(view: memoryview, position: int, version: int) -> ProduceRequest | None:
+    """Decode a request of one batch outside of a transaction and without tags, or return None.
+
+    Most producers send a request for each batch, so its fields are read in place here.
+    """
+    try:
+        nothing, acks, timeout_ms, topic_count, name_length = _USUAL_HEAD.unpack_from(view, position)
+        position += _USUAL_HEAD.size
+        if version >= _FIRST_WITH_IDS:
+            position -= 1  # The id has no length.
+            name, end = read_uuid(view, position)
+        elif 1 < name_length < 0x80:
+            end = position + name_length - 1
+            name = str(view[position:end], "utf-8")
+        else:
+            return None
+        partition_count, index, first, second, third, fourth = _USUAL_PARTITION.unpack_from(view, end)
+    except (struct.error, UnicodeDecodeError, MalformedFrameError):
+        return None
+    if nothing or topic_count != 2 or partition_count != 2:
+        return None
+    length, begin = first & 0x7F, end + 6
+    for shift, byte in ((7, second), (14, third), (21, fourth)):
+        if first < 0x80:
+            break
+        length |= (byte & 0x7F) << shift
+        first, begin = byte, begin + 1
+    end = begin + length - 1
+    if first >= 0x80 or not length or view[end:] != _NO_TAGS:
+        return None
+    count_elements(2)
+    return ProduceRequest(None, acks, timeout_ms, [TopicData(name, [PartitionData(index, view[begin:end])])])
 
 
 def set_throttle(reply: list[Buffer], version: int, throttle_ms: int) -> None:

@@ -41,7 +41,16 @@ import structlog
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.kafka import handlers
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import API_VERSIONS, Reply, Request, Stall, peek_header, read_request, response_head
+from tidemill.kafka.api.dispatch import (
+    API_VERSIONS,
+    PlainOutcome,
+    Reply,
+    Request,
+    Stall,
+    peek_header,
+    read_request,
+    response_head,
+)
 from tidemill.kafka.api.sasl_step import advance_authentication
 from tidemill.kafka.handlers.k18_api_versions import unsupported_version
 from tidemill.kafka.net.connection import Connection
@@ -292,13 +301,13 @@ class ClientSession:
         request.sender, request.visitor = self._number, self.visitor
         clock, of_time = self._context.clock, self._context.quotas.limits.of_time
         began_s = clock.monotonic_s() if of_time else 0.0
-        work: Awaitable[Reply] = api.begin(self._context, request)
+        work = api.begin(self._context, request)
         if of_time:
             request.spent_s = clock.monotonic_s() - began_s
         if key == PRODUCE and not self._context.quotas.limits.is_empty:
             request.throttle_ms = self._throttle.charge(request, quotas.PRODUCE, len(frame.view))
         slot = self._new_slot() if request.answered else None
-        if isinstance(work, asyncio.Future):
+        if isinstance(work, PlainOutcome | asyncio.Future):
             work.add_done_callback(lambda done: self._request_done(done, request, slot, frame))
         else:
             at_once = min(api.at_once, self._context.settings.concurrent_reads_max) if api.abandon else api.at_once
@@ -365,8 +374,11 @@ class ClientSession:
         self._slots.append(slot)
         return slot
 
-    def _request_done(self, done: asyncio.Future[Reply], request: Request, slot: _Slot | None, frame: Frame) -> None:
-        self._abandonable.discard(done)
+    def _request_done(
+        self, done: asyncio.Future[Reply] | PlainOutcome, request: Request, slot: _Slot | None, frame: Frame
+    ) -> None:
+        if isinstance(done, asyncio.Task):
+            self._abandonable.discard(done)
         self._end_frame(frame)
         frame.release()
         if self._connection.closed:
@@ -395,7 +407,8 @@ class ClientSession:
             self._raise_size_limit()
         if self.visitor.rejected is not None:
             self._close_after_answers(ConnectionRejectedError(self.visitor.rejected) if self.visitor.rejected else None)
-        self.consider_reading()
+        if not self._sending:  # Otherwise it is considered after the send.
+            self.consider_reading()
 
     def _answer(self, slot: _Slot, key: int, version: int, correlation_id: int, body: list[Buffer]) -> None:
         self._count_answer(slot, body)

@@ -5,13 +5,14 @@
     l1       footer, indexes, and every record batch of every region
 
 The deep check itself reads blocks of the metastore's files, manifests and rollups. A part that was written before parts
-had checksums is decoded instead. An object that was collected during the walk is no finding.
+had checksums is decoded instead. An object that was collected during the walk is no finding. Neither is an L0 object
+without a footer that no log names: power loss interrupted its upload (`ObjectStore.put_unpublished`).
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from typing import TypeVar
 
 import crc32c
@@ -22,6 +23,7 @@ from tidemill.consensus.api import Consensus
 from tidemill.metastore.check.findings import Findings, RowSource
 from tidemill.metastore.check.objects import FIX
 from tidemill.metastore.rows import SHARD_BATCHES
+from tidemill.metastore.rows.catalogue import TopicRow
 from tidemill.objects.store import Buffer, ObjectMeta, ObjectStore
 from tidemill.shards.api import Batch, Part
 from tidemill.shards.parts.checksums import open_part
@@ -32,6 +34,8 @@ from tidemill.topics.batch import parse_header
 from tidemill.topics.batch.header import CRC_START
 from tidemill.topics.l0 import format as l0
 from tidemill.topics.l1 import format as l1
+from tidemill.topics.partition.recovery import catch_up, partition_log
+from tidemill.topics.partition.state_machine.state import PartitionState
 
 T = TypeVar("T")
 
@@ -42,15 +46,19 @@ READ_BYTES = 8 << 20
 
 
 async def check_contents(
-    objects: ObjectStore, findings: Findings, consensus: Consensus | None, rows: RowSource | None
+    objects: ObjectStore,
+    findings: Findings,
+    consensus: Consensus | None,
+    rows: RowSource | None,
+    topics: Collection[TopicRow],
 ) -> None:
-    """Check the contents of tables and topics. `consensus` has the state of shards; without it `rows` have the state.
-    Raises UnavailableError; damage is a finding."""
+    """Check the contents of tables and topics. `consensus` has the state of shards and partitions; without it `rows`
+    have the state. Raises UnavailableError; damage is a finding."""
     if consensus is not None:
         await _check_shards(consensus, objects, findings)
     elif rows is not None:
         await _check_parts(objects, findings, "", [batch async for batch in _batches_from_rows(rows)])
-    await _check_listed_objects(objects, findings, l0.PREFIX, "L0 object", _check_l0)
+    await _check_listed_objects(objects, findings, l0.PREFIX, "L0 object", _L0Check(consensus, topics, findings).check)
     await _check_listed_objects(objects, findings, "l1/", "L1 object", _check_l1)
 
 
@@ -137,9 +145,44 @@ async def _check_listed_objects(objects: ObjectStore, findings: Findings, prefix
     await _check_concurrently(found, one)
 
 
-async def _check_l0(objects: ObjectStore, meta: ObjectMeta) -> None:
-    data = memoryview(await objects.get(meta.key))
-    for region in l0.decode_footer(data):
+class _L0Check:
+    """Check of L0 objects, against the partitions' logs if there is consensus."""
+
+    def __init__(self, consensus: Consensus | None, topics: Collection[TopicRow], findings: Findings) -> None:
+        self._consensus = consensus
+        self._topics = topics
+        self._findings = findings
+        self._named: set[str] | None = None
+        self._lock = asyncio.Lock()
+
+    async def check(self, objects: ObjectStore, meta: ObjectMeta) -> None:
+        data = memoryview(await objects.get(meta.key))
+        try:
+            regions = l0.decode_footer(data)
+        except CorruptError:
+            if self._consensus is None or meta.key in await self._read_named(self._consensus, objects):
+                raise
+            self._findings.orphans["unfinished L0 objects"] += 1
+            self._findings.orphan_bytes += meta.size_bytes
+            return
+        _check_regions(data, regions)
+
+    async def _read_named(self, consensus: Consensus, objects: ObjectStore) -> set[str]:
+        """Return the keys that logs name, read once: no log will ever name an object without a footer."""
+        async with self._lock:
+            if self._named is None:
+                named: set[str] = set()
+                for topic in self._topics:
+                    for partition in range(topic.partitions):
+                        log = partition_log(topic.topic_id, partition)
+                        state, _ = await catch_up(consensus, objects, log, PartitionState())
+                        named |= state.live_objects()
+                self._named = named
+            return self._named
+
+
+def _check_regions(data: memoryview, regions: Iterable[l0.L0Region]) -> None:
+    for region in regions:
         where = f"partition={region.topic_id}/{region.partition}"
         at, end = region.position, region.position + region.length
         while at < end:

@@ -106,7 +106,8 @@ async def deep_check(
         gathered_ms = checker.gathered_ms if checker is not None else 0
         await references.check(objects, findings, clock.now_ms())
         if contents:
-            await check_contents(objects, findings, consensus if known is not None else None, rows)
+            topics = checker.topics.values() if checker is not None else ()
+            await check_contents(objects, findings, consensus if known is not None else None, rows, topics)
     cluster = known[0] if known is not None else None
     return DeepCheckResult(
         findings,

@@ -79,6 +79,9 @@ class BucketObjects:
     async def put(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
         await self.put_with_nonce(key, data, self._rand.nonce())
 
+    async def put_unpublished(self, key: str, data: Buffer | Sequence[Buffer]) -> None:
+        await self.put(key, data)
+
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         path = self._path(key)
         if start == 0 and end is None:

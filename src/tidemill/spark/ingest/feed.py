@@ -103,6 +103,7 @@ class Feed:
     def wake(self) -> None:
         """Wake all waits, because the pipeline ends."""
         if self.sink is not None:
+            self.sink.seats.attached.set()
             self.sink.seats.changed.set()
         for unit in self.units:
             unit.wake()
@@ -134,11 +135,20 @@ class Feed:
                 if not host.session_ready.is_set():
                     freshness_s = max(freshness_s, WARM_ROUND_S)
                 pause_s = round_interval_s(freshness_s, took_s, sink.records - before) - took_s
-                host.ending.wait(WATCH_S if sink.error else max(0.0, pause_s))
+                self._pause(sink, WATCH_S if sink.error else pause_s)
             else:
                 host.tracker.clear_failure(self.mark)
             sink.seats.changed.wait(sink.due_in_s)
             sink.seats.changed.clear()
+
+    def _pause(self, sink: FeedSink, pause_s: float) -> None:
+        """Wait, at most until the pipeline ends or a table that was attached in the meantime is due."""
+        host, clock = self._host, self._host.stores.clock
+        until_s = clock.monotonic_s() + pause_s
+        while (left_s := until_s - clock.monotonic_s()) > 0 and sink.seats.attached.wait(left_s):
+            sink.seats.attached.clear()
+            if host.ending.is_set() or sink.due_in_s == 0:
+                return
 
     def _open_sink(self) -> FeedSink:
         host = self._host

@@ -61,6 +61,8 @@ class TableSchedule:
         """Failures with which tables left the schedule."""
         self.changed = threading.Event()
         """Set when another table may be due: one was attached, a round ended, or the target moved."""
+        self.attached = threading.Event()
+        """Set when a table was attached: it does not wait for the next round of the others."""
         self._clock = clock
         self._stages = stages
         self._idle_move_s = idle_move_s
@@ -82,6 +84,7 @@ class TableSchedule:
         seat = ScheduledTable(table, on_failure)
         with self._changing:
             self._seats = {**self._seats, seat.name: seat}
+        self.attached.set()
         self.changed.set()
 
     def detach(self, name: str) -> None:

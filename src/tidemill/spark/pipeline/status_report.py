@@ -49,6 +49,8 @@ STARTUP_PROGRESS_MS = 120_000
 """Time for which opening, hydrating and Spark's start count as progress."""
 BINDINGS_TIMEOUT_S = 2.0
 """Timeout of a read of bindings, which is then reported as unanswered; far below the age at which a report is blind."""
+GATHERING_S_MIN = 1.0
+"""A table that waits shorter for its next step is not reported as waiting for it."""
 NOT_COMPUTED = "its status cannot be computed: "
 IDLE_BEFORE_TRIM_S = 30.0
 """Idle time without a record after which a driver returns freed memory to the system."""
@@ -235,7 +237,9 @@ class StatusReporter:
         upper, progress = unit.writer.upper, unit.writer.progress
         target = upper + 1 if seen.newest is None else seen.newest
         held_by = "" if upper < target and not seen.fails else seen.holder
-        reason = seen.trouble or progress.sentence()
+        gathering_s = self._runner.settings.freshness_ms / 1000 if upper < target else 0.0
+        gathers = f"gathers records for {gathering_s:g} s (freshness_s)" if gathering_s >= GATHERING_S_MIN else ""
+        reason = seen.trouble or progress.sentence() or gathers
         mark = f"shard:{unit.name}"
         self._set_status(mark, (upper, target), held_by, reason, progress.read, unit.upstream)
         if progress.read:

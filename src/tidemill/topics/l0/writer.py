@@ -9,6 +9,8 @@ nothing.
 Invariant (order): members of one object are notified in the order in which they were staged. Thousands of them are
 notified in several loop turns; until the last one is, the object counts as open.
 
+Invariant (unpublished): no log names an object before its upload has ended, so it may be stored by `put_unpublished`.
+
 Invariant (one copy): a member's buffer is read for the last time when its object is assembled. The object's own buffer
 then serves the upload, the cache and the fetches, so record bytes are copied once.
 
@@ -255,7 +257,7 @@ class L0Writer:
         begun_s = loop.time()
         error: TidemillError | None = None
         try:
-            await self._objects.put(upload.key, upload.data)
+            await self._objects.put_unpublished(upload.key, upload.data)
         except TidemillError as failure:
             # Also a ConflictError: an earlier attempt of this upload may have succeeded, but its durability was never
             # confirmed.
