@@ -149,7 +149,7 @@ def batching(values: Sequence[bytes], size: int, rounds: int) -> Batching:
 def reading(name: str, values: Sequence[bytes], decoder: StreamDecoder | CapturedDecoder, rounds: int) -> Reading:
     count, columns = len(values), decoder.schema.columns
     (piece,) = cut_slices(None, [Binding(7, {"id": (count,)})], "t", "id")
-    blocks = list(cut_blocks(piece, batches_of(values, 1_000)))
+    blocks = list(cut_blocks([(piece, batches_of(values, 1_000), ())]))
 
     def read(few: int) -> Callable[[], list[pa.Table]]:
         def work() -> list[pa.Table]:

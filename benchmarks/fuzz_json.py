@@ -234,7 +234,7 @@ def one_batch(rand: random.Random, found: Found) -> None:
     began_s = time.process_time()
     try:
         refs = [BatchRef("o", 0, len(data), 5, count, 0)]
-        blocks = list(cut_blocks(piece, [bytes(data)], refs))
+        blocks = list(cut_blocks([(piece, [bytes(data)], refs)]))
         for got in blocks:
             StreamDecoder(STREAM).decode(got)
     except BaseException as error:

@@ -13,10 +13,11 @@ from support.capture.on_every_server import (
 )
 from support.capture.world import World
 from support.waiting import until
-from tidemill.base.errors import InvalidError, UnknownOutcomeError
+from tidemill.base.errors import ConflictError, InvalidError, UnknownOutcomeError
 from tidemill.capture.catalog.table_discovery import list_tables
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection
+from tidemill.capture.postgres.replication_stream import ReplicationStream
 from tidemill.capture.session import teardown
 from tidemill.capture.session.teardown import drop_capture, plan_drop
 from tidemill.capture.setup.publication import Identities, PublishRequest, create_publication, publish_tables
@@ -86,6 +87,30 @@ async def test_what_a_lock_keeps_is_named_and_done_by_the_next_try(postgres_dsn:
         done = await drop_capture(world.config(), world.catalogue)
         assert not done.left and await identities(world) == {"plain": "d"}
         assert await world.catalogue.tables(world.name) == []
+
+
+async def test_a_slot_that_a_session_streams_from_is_refused_before_anything_is_changed(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(teardown, "ENDED_ATTEMPTS", 2)
+    async with World(postgres_dsn) as world:
+        await world.sql(*IDENTITY_TABLES[:1])
+        async with world.capture():
+            pass
+        config = world.config()
+        wire = await PgConnection.connect(config.dsn, purpose="stream", capture=config.name, replication=True)
+        stream = ReplicationStream(wire)
+        await stream.start(config.slot, config.publication)
+        try:
+            for attempt in (plan_drop, drop_capture):
+                with pytest.raises(ConflictError, match=f"slot={config.slot} pid=.*again when that session has ended"):
+                    await attempt(config, world.catalogue, really=True)
+        finally:
+            await stream.aclose()
+        assert await identities(world) == {"plain": "f"} and await world.select("SELECT FROM pg_publication")
+        assert await world.catalogue.tables(world.name)
+        monkeypatch.undo()
+        assert not (await drop_capture(config, world.catalogue)).left
 
 
 async def test_a_capture_that_a_pipeline_reads_is_dropped_only_when_told_twice(postgres_dsn: str) -> None:

@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from support.cli.cluster import Cluster
 from support.waiting import eventually
+from tidemill.base.clock import ManualClock
 from tidemill.base.errors import InvalidError
 from tidemill.base.limits import STATUS_BLIND_AFTER_MS
 from tidemill.base.status.status import StatusReport, StatusTracker, this_process
 from tidemill.cli.context import open_stores
 from tidemill.cli.main import app
+from tidemill.cli.pipeline.restart import PROGRESS_INTERVAL_S, Progress, describe_wait
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.node.supervise.driver_instances import is_driver
@@ -64,9 +67,7 @@ def test_a_derived_table_is_described_with_its_inputs_how_it_is_kept_and_why(con
     assert "whole: no by=… names the columns to group by\n" in reported
     first = {"sums": {"recomputed": 1, "groups": -1, "whole_because": "names, which is given whole, changed"}}
     put(config, row, a=first, b={"sums": {"recomputed": 0, "groups": -1, "whole_because": ""}})
-    assert "recomputes everything; last round whole, because of names, which is given whole, changed\n" in describe(
-        config
-    )
+    assert "recomputes everything; last round whole, because names, which is given whole, changed\n" in describe(config)
     put(config, row, b={"sums": {"recomputed": 7, "groups": 1234, "whole_because": ""}})
     assert "computes everything; last round 1,234 groups\n" in describe(config)
     tables = {t["table"]: t for t in json.loads(describe(config, "--json").splitlines()[-1])["tables"]}
@@ -80,6 +81,20 @@ def test_a_derived_table_of_an_older_driver_is_described_without_its_inputs(conf
     assert ("sums", "derived", "0") in words(describe(config))
     put(config, PipelineRow("p", {"sums": "derived"}, "", {"sums": {"t": ("k",)}}))
     assert "by=… groups by t (k); last round whole\n" in describe(config)
+
+
+def test_the_rows_of_a_table_are_counted_where_its_state_shows_them_and_otherwise_unknown(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.append([(1, "a", 1), (2, "b", 1)], [(1, "a", -1), (1, "c", 1), (3, "d", 1)])
+    cluster.append(name="never")
+    names = ("absent", "never", "orders")
+    cluster.pipeline(PipelineRow("p", dict.fromkeys(names, "topic:clicks")))
+    found = json.loads(describe(cluster.config, "--json").splitlines()[-1])
+    assert [(row["table"], row["rows"], row["written"], row["updates"]) for row in found["tables"]] == [
+        ("absent", None, None, 0), ("never", None, None, 0), ("orders", 3, None, 5),
+    ]  # fmt: skip
+    assert found["lag_ms"] is None
+    assert " unknown  unknown        0 " in describe(cluster.config)
 
 
 def paused(process: str, pid: int, at_ms: int) -> StatusReport:
@@ -125,6 +140,25 @@ def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restart
             f"pipeline:p: its driver, pid {driver.pid}, also runs pipeline:q: all of them restart",
             f"pipeline:p: pid {driver.pid} → 4000001",
         ]
+        first, *rest = done.stderr.splitlines()
+        assert first == f"pipeline:p: waiting until pid {driver.pid} has finished its batch and ends (0 s)"
+        assert all(line.startswith("pipeline:p: ") for line in rest)
+
+
+def test_a_wait_is_told_when_it_changes_and_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = ManualClock()
+    progress = Progress("pipeline:p", clock)
+    for text, pause_s in (("a", 0), ("a", PROGRESS_INTERVAL_S), ("a", 0), ("b", 0), ("b", 0)):
+        progress.show(text)
+        clock.advance(int(pause_s * 1000))
+    said = capsys.readouterr()
+    assert (said.out, said.err.splitlines()) == (
+        "",
+        ["pipeline:p: a (0 s)", "pipeline:p: a (5 s)", "pipeline:p: b (5 s)"],
+    )
+    gone = 4_000_001
+    assert describe_wait(gone, ["pipeline:p"], starts=False).startswith(f"pid {gone} has ended; waiting until its sup")
+    assert describe_wait(gone, ["pipeline:q"], starts=True).endswith("waiting for the first report of pipeline:q")
 
 
 def test_a_dry_run_of_a_restart_names_the_drivers_and_ends_none(config: Path) -> None:

@@ -13,8 +13,11 @@ from typer.testing import CliRunner
 
 from support.cli.cluster import DAY, Cluster
 from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError
-from tidemill.cli.context import open_stores
+from tidemill.base.status.status import StageStatus, StatusReport
+from tidemill.cli.context import EXIT_UNAVAILABLE, exit_code_of, open_stores
 from tidemill.cli.main import app
+from tidemill.consensus.status.board import StatusBoard
+from tidemill.metastore.catalogue import PipelineRow
 from tidemill.query import duckdb_views
 from tidemill.shards.api import HistoryLostError
 
@@ -128,3 +131,33 @@ def test_as_a_command_it_imports_no_pandas(cluster: Cluster) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and json.loads(done.stdout.splitlines()[-1])["rows"] == [["b"]], done.stderr
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("created", [True, False])
+def test_a_table_that_was_never_computed_is_an_error_with_its_reason_and_not_empty(
+    cluster: Cluster, created: bool
+) -> None:
+    cluster.append([(1, "a", 1)])
+    if created:
+        cluster.append(name="by_v")
+    queries = ("SELECT * FROM by_v", "SELECT * FROM by_v JOIN orders USING (k)", "WITH t AS (FROM by_v) FROM t")
+
+    def errors() -> set[str]:
+        found = set()
+        for query in queries:
+            with pytest.raises(TidemillError) as raised:
+                ask(cluster, query)
+            assert exit_code_of(raised.value) == EXIT_UNAVAILABLE
+            found.add(str(raised.value))
+        return found
+
+    cluster.pipeline(PipelineRow("shop", {"orders": "topic:orders", "by_v": "derived"}))
+    (said,) = errors()
+    assert "not been computed yet, and no process that writes it is running: table=by_v pipeline=shop" in said
+    assert said.endswith("tidemill up.")
+    with open_stores(cluster.config) as opened:
+        waits = StageStatus("shard:by_v", 0, 1, "shard:orders", "opening", since_ms=opened.clock.now_ms(), unit="ms")
+        report = StatusReport("pipeline:shop", opened.clock.now_ms() + 600_000, (waits,))  # never silent
+        opened.portal.call(StatusBoard(opened.consensus, opened.rand).publish(report))
+    (said,) = errors()
+    assert "blocked_by=shard:orders reason='opening'" in said and "`tidemill why by_v`" in said

@@ -40,7 +40,8 @@ CORPUS = {
     # 245: an unreadable row was left out of a table without consumers, and its shapes stayed alive.
     # 1146: an idle binding passed the LSN of a copy and left earlier tags behind.
     # 414: a table that was paused before its copy was exact was bound, and showed no state of the database.
-    "capture": (41, 55, 198, 245, 261, 351, 414, 1146),
+    # 1381: a table joined the stream after its last step had failed, stayed refused, and was never captured.
+    "capture": (41, 55, 198, 245, 261, 351, 414, 1146, 1381),
     # 5, 73: an elder manifest of the same seqno replaced the newest. 86, 301: a deposed leader read collected files.
     "metastore": (69, 73, 86, 301, 308),
     # 366: a deletion that read the versions twice said that it had deleted one, and wrote nothing.

@@ -40,7 +40,7 @@ def batch(base_offset: int, count: int) -> bytes:
 
 
 def one_block(piece: Slice, batches: Sequence[bytes], refs: Sequence[BatchRef] = ()) -> Records:
-    (found,) = cut_blocks(piece, batches, refs, block_records=1 << 62, block_bytes=1 << 62)
+    (found,) = cut_blocks([(piece, batches, refs)], block_records=1 << 62, block_bytes=1 << 62)
     return found
 
 
@@ -70,7 +70,7 @@ def test_a_topic_that_begins_in_an_interval_says_when_whatever_the_interval() ->
     assert (first.begins_ms, then.begins_ms) == (2, -1)
     (empty,) = cut_slices(None, [Binding(5, {"id": (0, 0)}), Binding(6, {"id": (0, 0)})], "t", "id")
     assert (empty.start, empty.end, empty.begins_ms) == (0, 0, 5)
-    assert list(cut_blocks(empty, [])) == []
+    assert list(cut_blocks([(empty, [], ())])) == []
 
 
 def test_batches_are_cut_to_the_slice() -> None:
@@ -377,7 +377,7 @@ def forged(count: int, **header: int) -> bytes:
 def test_a_batch_that_cannot_be_read_is_one_letter_for_its_range(poison: bytes) -> None:
     (piece,) = cut_slices(None, [Binding(7, {"id": (8,)}), Binding(9, {"id": (15,)})], "t", "id")
     refs = [BatchRef("o", 0, 1, base, 5, 0) for base in (0, 5, 10)]
-    found = list(cut_blocks(piece, [batch(0, 5), poison, batch(10, 5)], refs))
+    found = list(cut_blocks([(piece, [batch(0, 5), poison, batch(10, 5)], refs)]))
     assert [n for block in found for n in block.offsets.tolist()] == [0, 1, 2, 3, 4, 10, 11, 12, 13, 14]
     (letter,) = [letter for block in found for letter in block.unread]
     assert (letter.offset, letter.last_offset, letter.time_ms) == (5, 9, 7)
@@ -391,7 +391,7 @@ def test_a_batch_across_two_slices_is_one_letter_whatever_the_slices() -> None:
     first = cut_slices(None, bindings[:1], "t", "id")[0]
     then = cut_slices(bindings[0], bindings[1:], "t", "id")[0]
     reported = [
-        letter for piece in (first, then) for block in cut_blocks(piece, [b"torn"], refs) for letter in block.unread
+        letter for piece in (first, then) for block in cut_blocks([(piece, [b"torn"], refs)]) for letter in block.unread
     ]
     assert [(x.offset, x.last_offset, x.time_ms) for x in reported] == [(5, 9, 7)]
 
@@ -404,9 +404,9 @@ def test_offsets_that_are_not_their_batchs_make_it_unreadable() -> None:
 
 def test_blocks_hold_no_more_than_they_may_and_together_everything() -> None:
     (piece,) = cut_slices(None, [Binding(7, {"id": (30,)})], "t", "id")
-    found = list(cut_blocks(piece, [batch(n * 10, 10) for n in range(3)], block_records=7, block_bytes=1 << 20))
+    found = list(cut_blocks([(piece, [batch(n * 10, 10) for n in range(3)], ())], block_records=7, block_bytes=1 << 20))
     assert [n for block in found for n in block.offsets.tolist()] == list(range(30))
     assert max(len(block) for block in found) <= 7
-    small = list(cut_blocks(piece, [batch(0, 10)], block_records=100, block_bytes=5))
+    small = list(cut_blocks([(piece, [batch(0, 10)], ())], block_records=100, block_bytes=5))
     assert [n for block in small for n in block.offsets.tolist()] == list(range(10))
     assert max(len(block) for block in small) <= 3

@@ -5,7 +5,8 @@
     1           a check failed, tables differ, or data lags behind its source
     2           bad input: an option, a name, the configuration; or no cluster at this place
     3           stuck: a stage does not advance, or its process is silent
-    4           unavailable: a store or a server does not answer, or no process of the cluster runs
+    4           unavailable: a store or a server does not answer, no process of the cluster runs, or a table has not
+                been computed yet
     130         interrupted with Ctrl-C
 
 Rooms are imported inside functions: `tidemill --help` must not pay for pyarrow, psycopg or the stores.

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tidemill.base.config.config import load
-from tidemill.base.errors import InvalidError, UnavailableError
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.status.logging import configure_logs
-from tidemill.cli.context import ConfigOption
+from tidemill.cli.context import ConfigOption, open_stores
 from tidemill.cli.output.output import TABLE, Form, Output
 from tidemill.cli.output.text_table import Column
+
+if TYPE_CHECKING:
+    from tidemill.query import Cluster
 
 
 def sql(
@@ -24,7 +29,10 @@ def sql(
     config: ConfigOption = None,
     out: Output = TABLE,
 ) -> None:
-    """Run a SQL query over tables at one time, which is printed with the result."""
+    """Run a SQL query over tables at one time, which is printed with the result.
+
+    A table that its pipeline has not computed yet is an error, with what it waits for: exit 4.
+    """
     import duckdb
 
     configure_logs("warning")
@@ -43,10 +51,52 @@ def sql(
             from tidemill.query import connect
 
             with connect(objects=found.objects_url, consensus=found.consensus_url) as cluster:
-                names = tables | (either & set(cluster.tables()) if either else set())
-                at = cluster.to_duckdb(connection, sorted(names), as_of=as_of, wait_s=0)
+                names = sorted(tables | (either & set(cluster.tables()) if either else set()))
+                try:
+                    at = cluster.to_duckdb(connection, names, as_of=as_of, wait_s=0)
+                except (MissingError, UnavailableError):
+                    require_written(config, cluster, names)
+                    raise
+                if at < 0:
+                    require_written(config, cluster, names)
                 columns, rows = _run_query(connection, query)
     print_result(columns, rows, at, out)
+
+
+def require_written(config: Path | None, cluster: Cluster, names: Sequence[str]) -> None:
+    """Raise UnavailableError if one of the tables was never written."""
+    existing = set(cluster.tables())
+    for name in names:
+        if name not in existing or not cluster.table(name).frontiers().upper:
+            _explain_unwritten(config, name, exists=name in existing)
+
+
+def _explain_unwritten(config: Path | None, name: str, *, exists: bool) -> None:
+    """Raise UnavailableError for a table that was never written, with the reason that its stage reports. Return if it
+    does not exist, and no pipeline declares it."""
+    from tidemill.base.status.freshness import SHARD
+    from tidemill.base.status.status import StageState, derive_statuses
+    from tidemill.consensus.status.board import StatusBoard
+    from tidemill.metastore.catalogue import PipelineRow
+
+    with open_stores(config) as opened:
+        reports = opened.portal.call(StatusBoard(opened.consensus, opened.rand).reports())
+        pipelines = [row.name for row in opened.portal.call(opened.catalogue.list(PipelineRow)) if name in row.tables]
+        found = derive_statuses(reports, opened.clock.now_ms()).get(SHARD + name)
+    if not exists and not pipelines and found is None:
+        return
+    fields = f"table={name}" + (f" pipeline={pipelines[0]}" if pipelines else "")
+    if found is None or found.state is StageState.BLIND:
+        raise UnavailableError(
+            f"the table has not been computed yet, and no process that writes it is running: {fields}.",
+            fix="Start its pipeline: tidemill up." if pipelines else "Run the program that writes it.",
+        )
+    waits = f" blocked_by={found.blocker}" if found.blocker else ""
+    reason = f" reason={found.mark.reason!r}" if found.mark.reason else ""
+    raise UnavailableError(
+        f"the table has not been computed yet: {fields} state={found.state}{waits}{reason}.",
+        fix=f"Wait until its pipeline has computed it; `tidemill why {name}` shows the progress.",
+    )
 
 
 def print_result(columns: list[str], rows: list[Any], at: int, out: Output) -> None:

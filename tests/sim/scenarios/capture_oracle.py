@@ -87,7 +87,7 @@ class Oracle:
         """Check the stored data, once nothing moves any more."""
         for row in await catalogue.tables(NAME):
             topic = await catalogue.get(TopicRow, row.topic)
-            if row.snapshot is None or topic is None:
+            if row.snapshot is None or topic is None or not (row.is_streaming or row.paused_lsn):
                 raise Violated(f"a table is not captured in the end: row={row} topic={topic}")
             await self._check_topic(row, topic)
         bindings = self.bindings()
@@ -132,7 +132,8 @@ class Oracle:
             # Records that a transaction wrote before it paused the table remain, unbound.
             more = row.paused_lsn and all(r.position.commit_lsn >= row.paused_lsn for r in held[len(due) :])
             if held[: len(due)] != due or (len(held) > len(due) and not more):
-                first = next((i for i, pair in enumerate(zip(held, due, strict=False)) if pair[0] != pair[1]), len(due))
+                first = next((i for i, pair in enumerate(zip(held, due, strict=False)) if pair[0] != pair[1]),
+                             min(len(held), len(due)))  # fmt: skip
                 held, due = held[first : first + 3], due[first : first + 3]
                 raise Violated(f"a topic is not the history: table={row.table}/{partition} at={start + first}"
                                f" held={held} due={due} copy={snapshot}")  # fmt: skip

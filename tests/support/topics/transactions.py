@@ -78,6 +78,6 @@ async def planned(world: World, topic_id: str) -> list[str]:
     piece = Slice("t", topic_id, 0, 0, end, (end,), (1,))
     return [
         (value or b"").decode()
-        for block in cut_blocks(piece, await world.reader.read(refs), refs)
+        for block in cut_blocks([(piece, await world.reader.read(refs), refs)])
         for value in block.values
     ]

@@ -121,6 +121,11 @@ class DerivedStatus(msgspec.Struct, frozen=True):
     standing_ms: int
     report_age_ms: int
 
+    @property
+    def blocker(self) -> str:
+        """Blocker to show. An idle stage has none: its `held_by` only names where its next input will come from."""
+        return "" if self.state is StageState.IDLE else self.mark.held_by
+
 
 def derive_status(
     mark: StageStatus, process: str, at_ms: int, now_ms: int, moved_recently_ms: int = 2_000, left: bool = False
@@ -244,7 +249,7 @@ def status_row(derived: DerivedStatus) -> dict[str, object]:
         "position": mark.position,
         "target": mark.target,
         "unit": mark.unit,
-        "held_by": mark.held_by,
+        "held_by": derived.blocker,
         "reason": mark.reason,
         "upstream": mark.upstream,
         "standing_ms": derived.standing_ms,

@@ -10,8 +10,8 @@ cluster.
                      for an administrator
     topics, rows     deleted, the capture's own row last: after a crash the next `drop` does the rest
 
-Rejected without any change while a session captures (its advisory lock is held), and while a pipeline reads the
-capture.
+Rejected without any change while a session captures (its advisory lock is held, or its slot is active), and while a
+pipeline reads the capture.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tidemill.base.errors import ConflictError, InvalidError, MissingError, Tide
 from tidemill.capture.catalog.foreign_publications import find_identity_failures
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.postgres.connection import PgConnection, identifier, literal
-from tidemill.capture.setup.blockers import find_lock_holder
+from tidemill.capture.setup.blockers import find_lock_holder, find_slot_holder
 from tidemill.capture.setup.publication import LOCK_ATTEMPTS, restore_identity
 from tidemill.capture.setup.server_checks import ADVISORY_CLASS, advisory_lock_key, read_slot_state, try_advisory_lock
 from tidemill.capture.tables.table_setup import delete_topics
@@ -127,14 +127,30 @@ async def _find_unread_capture(
 async def _lock_stopped_capture(
     wire: PgConnection, config: CaptureConfig, row: CaptureRow | None, really: bool
 ) -> None:
-    """Acquire the lock of the capture. Raises ConflictError while it runs, InvalidError for another cluster."""
+    """Acquire the lock of the capture, and wait until its slot is inactive. Raises ConflictError while it runs,
+    InvalidError for another cluster."""
     if not await _retry_until_done(lambda: try_advisory_lock(wire, config)):
         holder = await find_lock_holder(wire, ADVISORY_CLASS, advisory_lock_key(config))
         raise ConflictError(
-            f"the capture is running: capture={config.name} {holder or 'pid=gone'}.",
-            fix=f"Remove [capture.{config.name}] from tidemill.toml and restart its node, then drop it.",
+            f"the capture is running: capture={config.name} {holder or 'pid=gone'}.", fix=stop_first(config.name)
         )
     await _check_cluster(wire, config, row, really)
+    # PostgreSQL would reject only the drop of an active slot, after other changes.
+    if not await _retry_until_done(lambda: _is_slot_inactive(wire, config)):
+        holder = await find_slot_holder(wire, config.slot)
+        raise ConflictError(
+            f"the slot of the capture is in use: capture={config.name} slot={config.slot} {holder or 'pid=gone'}.",
+            fix="Run the command again when that session has ended. If its process is gone, PostgreSQL ends the session"
+            " after wal_sender_timeout.",
+        )
+
+
+def stop_first(capture: str) -> str:
+    """Return the remedy for a capture that runs."""
+    return (
+        "Stop its node (Ctrl-C where `tidemill up` runs), and drop the capture when the node has ended. If the node has"
+        f" to continue, remove [capture.{capture}] from tidemill.toml and restart it before."
+    )
 
 
 async def _retry_until_done(done: Callable[[], Awaitable[bool]]) -> bool:
@@ -162,9 +178,6 @@ async def _revert_database(
     wire: PgConnection, config: CaptureConfig, tables: Sequence[CaptureTableRow], done: TeardownResult, *, given: bool
 ) -> None:
     if await read_slot_state(wire, config.slot) is not None:
-        await _retry_until_done(
-            lambda: _is_slot_inactive(wire, config)
-        )  # otherwise PostgreSQL rejects the drop and names the pid
         done.slot = await _try_statement(wire, f"SELECT pg_drop_replication_slot({literal(config.slot)})", done)
     if await _drop_publication(wire, config, done, given):
         for table in tables:

@@ -421,7 +421,7 @@ class SnapshotCopy:
             )  # fmt: skip
             if found.side_topic is not None:  # the changes in it come first (side_topic.py)
                 return replace(found, copy=now, side_topic=replace(found.side_topic, ends=ends))
-            return replace(found, snapshot=taken, copy=None, reason="")
+            return replace(found, snapshot=taken, copy=None, state="captured", reason="", fix="", since_ms=0)
 
         try:
             row = await self._states.update_row(name, with_snapshot)

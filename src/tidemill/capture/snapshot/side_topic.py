@@ -183,7 +183,10 @@ async def join_stream(
             or found.side_topic.topic_id != side_topic.topic_id
         ):
             return found
-        return replace(found, snapshot=taken, copy=None, side_topic=None, reason="")
+        # A failure since the copy was complete may have refused the table; it is captured from here on.
+        return replace(
+            found, snapshot=taken, copy=None, side_topic=None, state="captured", reason="", fix="", since_ms=0
+        )  # fmt: skip
 
     now = await states.update_row(row.table, with_joined_snapshot)
     if now is None or now.snapshot != taken:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
-from tidemill.base.errors import InvalidError, MissingError, UnavailableError
+from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
+from tidemill.base.status.status import NODE, StageState, StatusReport, derive_process, this_process
 from tidemill.cli.context import (
     ConfigOption,
     DryRunOption,
@@ -24,6 +26,7 @@ from tidemill.cli.context import (
 )
 from tidemill.cli.output.output import TABLE, Output
 from tidemill.cli.output.text_table import Column
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.console.captured_names import matching_tables
 from tidemill.console.views.captures import captured_table_row, shown_state
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, SideTopicState
@@ -145,14 +148,15 @@ def drop(
     """Undo everything that a capture created: publication, slot, replica identities, topics and rows.
 
     The pipelines' tables are kept, and so are the objects that an administrator created for a manual capture. The
-    command is refused while the capture runs or a pipeline reads it. Statements that a lock prevented are printed; run
-    the command again to execute them.
+    command is refused while a node runs the capture (stop the node first) or a pipeline reads it. Statements that a
+    lock prevented are printed; run the command again to execute them.
     """
     from tidemill.capture.config import CaptureConfig
     from tidemill.capture.session.teardown import drop_capture, plan_drop
 
     force = either_name(force, yes_really, "--force", "--yes-really")
     with open_stores(config) as opened:
+        _require_no_live_node(opened, capture)
         section = opened.config.capture.get(capture)
         dsn = dsn or (section.dsn if section is not None else "")
         if not dsn:
@@ -176,6 +180,27 @@ def drop(
         raise UnavailableError(
             f"the capture is only partly dropped: capture={capture} left={len(done.left)}.", fix="Run it again."
         )
+
+
+def _require_no_live_node(opened: OpenStores, capture: str) -> None:
+    """Raise ConflictError if a live node reports the capture. Between two sessions it does not hold the capture's lock,
+    but the next session would create again what is dropped."""
+    from tidemill.capture.session.teardown import stop_first
+
+    for report in opened.portal.call(StatusBoard(opened.consensus, opened.rand).reports()):
+        reported = report.process.startswith(NODE) and any(mark.name == f"capture:{capture}" for mark in report.marks)
+        live = derive_process(report, opened.clock.now_ms()).state is not StageState.BLIND
+        if reported and live and not report.left and not _has_ended(report):
+            node = report.process.removeprefix(NODE)
+            raise ConflictError(
+                f"the capture is running: capture={capture} node={node} pid={report.pid} host={report.host}.",
+                fix=stop_first(capture),
+            )
+
+
+def _has_ended(report: StatusReport) -> bool:
+    """Return whether the process of a report is known to be gone: on this machine, pids show it."""
+    return report.host == this_process()[1] and not Path(f"/proc/{report.pid}").exists()
 
 
 def _print_drop_plan(capture: str, plan: TeardownResult, out: Output) -> None:

@@ -259,7 +259,7 @@ def status_lines(marks: Mapping[str, DerivedStatus]) -> list[Row]:
             "state": derived.state,
             "behind": lag_text(derived.mark),
             "age": f"{derived.report_age_ms / 1000:.1f} s",
-            "blocked by": " ".join(part for part in (derived.mark.held_by, derived.mark.reason) if part),
+            "blocked by": " ".join(part for part in (derived.blocker, derived.mark.reason) if part),
         }
         for name, derived in sorted(marks.items(), key=lambda item: (-severity_of(item[1])[0], item[0]))
     ]

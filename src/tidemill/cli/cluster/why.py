@@ -110,6 +110,6 @@ def format_stage(derived: DerivedStatus) -> str:
     mark = derived.mark
     place = lag_text(mark) if lag_of(mark) is None else f"{lag_text(mark)} behind"
     tries = f" (try {mark.tries})" if mark.tries > 1 else ""
-    holder = f", blocked by {mark.held_by}" if mark.held_by else ""
+    holder = f", blocked by {derived.blocker}" if derived.blocker else ""
     reason = f": {mark.reason}{tries}" if mark.reason else ""
     return f"{mark.name}  {derived.state} for {derived.standing_ms / 1000:.1f} s, {place}{holder}{reason}"

@@ -88,11 +88,11 @@ def list_all(config: ConfigOption = None, out: Output = TABLE) -> None:
 def describe(name: Name, config: ConfigOption = None, out: Output = TABLE) -> None:
     """Show one pipeline: its tables, dead letters, failing parts and drivers.
 
-    For each table: input, upper, lag in time, rows and the number of drivers that work on it. For a derived table also
-    how it is maintained, and why.
+    For each table: input, upper, lag in time, rows, updates and the number of drivers that work on it. For a derived
+    table also how it is maintained, and why.
     """
     with open_stores(config) as opened:
-        views = read_pipeline_views(opened)
+        views = read_pipeline_views(opened, counted=name)
     if name not in views:
         raise MissingError(f"no such pipeline: pipeline={name}.", fix="See `tidemill pipeline list`.")
     view = views[name]

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Collection
+import sys
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.base.status.drivers import driver_reports, processes_sharing_driver
 from tidemill.base.status.status import StatusReport, this_process
@@ -21,6 +23,8 @@ from tidemill.node.supervise.driver_instances import is_driver, is_local_live_dr
 
 RESTART_TIMEOUT_S = 90.0
 POLL_INTERVAL_S = 0.2
+PROGRESS_INTERVAL_S = 5.0
+"""Interval at which an unchanged wait is printed again."""
 
 Name = Annotated[str, typer.Argument(help="Pipeline name.")]
 
@@ -36,7 +40,7 @@ def restart(
 
     The command ends each driver, and its supervisor starts it again. The next driver is ended only after the previous
     one reports again, so that some of several identical drivers always work. Pipelines that share a driver restart
-    together; the others are listed.
+    together; the others are listed. Stderr shows what the command waits for, for at most 90 seconds per driver.
     """
     done: list[dict[str, object]] = []
     with open_stores(config) as opened:
@@ -48,8 +52,10 @@ def restart(
             found = [r for r in found if is_local_live_driver(r)] or found[:1]
         if not found:
             raise MissingError(
-                f"no such driver is reporting: pipeline={name} instance={instance!r}.",
-                fix="See `tidemill pipeline list`.",
+                f"no such driver is reporting: pipeline={name}{f' instance={instance}' if instance else ''}.",
+                fix="Start it: tidemill up."
+                if name in opened.config.pipeline and not instance
+                else "See `tidemill pipeline list`.",
             )
         for report in found:
             others = processes_sharing_driver(report, reports, opened.clock.now_ms())
@@ -77,9 +83,11 @@ def restart_driver(opened: OpenStores, report: StatusReport, others: Collection[
 
     Raises InvalidError if the driver runs on another machine or is gone, and UnavailableError if no supervisor restarts
     it. SIGTERM ends it at a batch boundary. A stopped driver (SIGSTOP) would not receive SIGTERM and gets SIGKILL,
-    which loses no data.
+    which loses no data. Prints to stderr what it waits for.
     """
     _require_local_driver(report)
+    progress = Progress(report.process, opened.clock)
+    progress.show(f"waiting until pid {report.pid} has finished its batch and ends")
     os.kill(report.pid, signal.SIGKILL if _is_stopped(report.pid) else signal.SIGTERM)
     board, portal = StatusBoard(opened.consensus, opened.rand), opened.portal
     until_s = opened.clock.monotonic_s() + RESTART_TIMEOUT_S
@@ -88,11 +96,44 @@ def restart_driver(opened: OpenStores, report: StatusReport, others: Collection[
         if back.keys() >= {report.process, *others}:
             pid = back[report.process]
             return {"process": report.process, "before": report.pid, "pid": pid, "with": sorted(others)}
+        waiting = sorted({report.process, *others} - back.keys())
+        progress.show(describe_wait(report.pid, waiting, starts=report.process not in waiting))
         portal.call(asyncio.sleep(POLL_INTERVAL_S))
+    if is_driver(report.pid):
+        raise UnavailableError(
+            f"the driver has not ended: process={report.process} pid={report.pid} waited_s={RESTART_TIMEOUT_S:.0f}.",
+            fix=f"It ends after its current batch; see `tidemill logs`. To end it now: kill -9 {report.pid}",
+        )
     raise UnavailableError(
         f"the driver ended and was not restarted: process={report.process}.",
         fix="Run it supervised: tidemill up, or tidemill pipeline run.",
     )
+
+
+def describe_wait(pid: int, waiting: Sequence[str], *, starts: bool) -> str:
+    """Return what a restart waits for: the end of the old driver, or the first reports of the new one."""
+    if is_driver(pid):
+        return f"waiting until pid {pid} has finished its batch and ends"
+    if not starts:
+        return f"pid {pid} has ended; waiting until its supervisor has started a new driver"
+    return f"a new driver has started; waiting for the first report of {', '.join(waiting)}"
+
+
+class Progress:
+    """Lines on stderr about a wait: each new text immediately, an unchanged one every PROGRESS_INTERVAL_S."""
+
+    def __init__(self, subject: str, clock: Clock) -> None:
+        self._subject = subject
+        self._clock = clock
+        self._text = ""
+        self._began_s = self._shown_s = clock.monotonic_s()
+
+    def show(self, text: str) -> None:
+        now_s = self._clock.monotonic_s()
+        if text == self._text and now_s - self._shown_s < PROGRESS_INTERVAL_S:
+            return
+        self._text, self._shown_s = text, now_s
+        print(f"{self._subject}: {text} ({now_s - self._began_s:.0f} s)", file=sys.stderr, flush=True)
 
 
 def _require_local_driver(report: StatusReport) -> None:

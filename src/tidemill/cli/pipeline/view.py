@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tidemill.base.status.drivers import driver_reports
 from tidemill.base.status.status import StatusReport
@@ -14,25 +14,50 @@ from tidemill.consensus.status.board import StatusBoard
 from tidemill.console.views.pipelines import PipelineView, pipeline_views
 from tidemill.metastore.catalogue import PipelineRow
 
+if TYPE_CHECKING:
+    from tidemill.shards.state.state import ShardState
+
 
 def read_driver_reports(opened: OpenStores, name: str) -> list[StatusReport]:
     return driver_reports(opened.portal.call(StatusBoard(opened.consensus, opened.rand).reports()), name)
 
 
-def read_pipeline_views(opened: OpenStores) -> dict[str, PipelineView]:
-    """Return the view of every pipeline. Raises the errors of the stores."""
+def read_pipeline_views(opened: OpenStores, counted: str = "") -> dict[str, PipelineView]:
+    """Return the view of every pipeline; the tables of `counted` get their number of rows. Raises the errors of the
+    stores."""
     from tidemill.shards.registry import read_shards
 
     portal = opened.portal
     files = {name: section.file for name, section in opened.config.pipeline.items()}
-    return pipeline_views(
+    shards = {state.name: state for state in portal.call(read_shards(opened.consensus))}
+    views = pipeline_views(
         files,
         {row.name: row for row in portal.call(opened.catalogue.list(PipelineRow))},
-        {state.name: state for state in portal.call(read_shards(opened.consensus))},
+        shards,
         portal.call(StatusBoard(opened.consensus, opened.rand).reports()),
         opened.clock.now_ms(),
         {name: _file_modified_ms(file) for name, file in files.items()},
     )
+    for table in views[counted].tables if counted in views else ():
+        table["rows"] = known_row_count(shards.get(table["table"]))
+    return views
+
+
+def known_row_count(state: ShardState | None) -> int | None:
+    """Return the number of rows of a table at its newest time, computed without any object; None if that takes a read.
+
+    A merge leaves one update for each row of a keyed table. Small parts are stored in the state itself.
+    """
+    if state is None or not state.upper:
+        return None
+    first, count, rest = state.batches[:1], 0, state.batches
+    if first and state.schema.key and first[0].summed_to >= first[0].upper - 1:
+        count, rest = sum(part.rows for part in first[0].parts), state.batches[1:]
+    if any(part.object_key for batch in rest for part in batch.parts):
+        return None
+    from tidemill.shards.read.hash_ranges import count_rows
+
+    return count + count_rows(rest, state.upper - 1, lambda part: part.inline)
 
 
 def _file_modified_ms(file: str) -> int:
@@ -47,7 +72,11 @@ def format_derived_table(table: dict[str, Any]) -> str:
     """Describe how a derived table is maintained, and why."""
     groups, because = table["last_groups"], table["last_whole_why"]
     last = "" if groups is None else f"; last round {'whole' if groups < 0 else f'{groups:,} groups'}"
-    return f"{table['maintained']}: {table['maintained_why']}{last}" + (f", because of {because}" if because else "")
+    return f"{table['maintained']}: {table['maintained_why']}{last}" + (f", because {because}" if because else "")
+
+
+def format_count(number: int | None) -> str:
+    return "unknown" if number is None else f"{number:,}"
 
 
 def format_lag(lag_ms: int | None) -> str:
@@ -65,7 +94,8 @@ TABLE_COLUMNS = (
     Column("upper"),
     Column("state", lambda table: table["state"] or "not reported"),
     Column("lag", lambda table: format_lag(table["lag_ms"]), right=True),
-    Column("rows", lambda table: f"{table['rows']:,}", right=True),
+    Column("rows", lambda table: format_count(table["rows"]), right=True),
+    Column("written", lambda table: format_count(table["written"]), right=True),
     Column("updates", lambda table: f"{table['updates']:,}", right=True),
     Column("seats", lambda table: len(table["seats"])),
     Column("blocked by", format_blocker),

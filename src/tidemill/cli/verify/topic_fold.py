@@ -58,7 +58,7 @@ class TopicFold:
             refs = await self._reader.plan(piece.topic_id, piece.partition, piece.start, piece.end)
             for at in range(0, len(refs), REFS_AT_ONCE):
                 some = refs[at : at + REFS_AT_ONCE]
-                for records in cut_blocks(piece, await self._reader.read(some), some):
+                for records in cut_blocks([(piece, await self._reader.read(some), some)]):
                     commands, dead = decoder.decode(records)
                     self.records += len(records)
                     self.malformed += dead.num_rows

@@ -87,7 +87,7 @@ def _capture_row(
         "capture": name,
         "state": str(derived.state) if derived is not None else "",
         "sentence": describe_state(derived) if derived is not None else "No process reports this capture.",
-        "held_by": describe_name(derived.mark.held_by) if derived is not None and derived.mark.held_by else "",
+        "held_by": describe_name(derived.blocker) if derived is not None and derived.blocker else "",
         "standing_ms": derived.standing_ms if derived is not None else 0,
         "process": derived.process if derived is not None else "",
         "slot": {key: facts.get(key) for key in _SLOT_FACTS},

@@ -119,7 +119,7 @@ def _place(derived: DerivedStatus | None) -> dict[str, Any]:
     return {
         "state": str(derived.state),
         "behind_ms": behind_ms(derived),
-        "held_by": describe_name(mark.held_by) if mark.held_by else "",
+        "held_by": describe_name(derived.blocker) if derived.blocker else "",
         "reason": mark.reason,
         "upper": mark.position if mark.unit == "ms" else 0,
     }

@@ -36,7 +36,7 @@ class PipelineView:
 
     def summary(self) -> dict[str, Any]:
         states = [instance["state"] for instance in self.instances]
-        lags = [table["lag_ms"] for table in self.tables]
+        lags = [table["lag_ms"] for table in self.tables] or [None]
         return {
             "pipeline": self.name,
             "file": self.file,
@@ -44,7 +44,7 @@ class PipelineView:
             "silent": states.count("silent"),
             "parked": states.count("parked"),
             "tables": [table["table"] for table in self.tables],
-            "lag_ms": None if None in lags else max(lags, default=0),
+            "lag_ms": None if None in lags else max(lags),
             "dead_letters": self.dead_letters,
         }
 
@@ -96,8 +96,9 @@ def table_row(
     """Return one row of `tables`.
 
     `lag_ms` is how much newer than the table its inputs are; None while the table has no time or no process reports it.
-    `rows` counts what the reporting drivers wrote since they started, `updates` what the shard stores. `seats` lists
-    the processes in which the table takes part.
+    `rows` is the number of rows; None = not counted. `written` counts the updates that the reporting drivers wrote
+    since they started, `updates` those that the shard stores. `seats` lists the processes in which the table takes
+    part.
     """
     is_reported = mark is not None and mark.state is not StageState.BLIND
     facts = {r.process: _table_facts(r)[name] for r in reports if name in _table_facts(r)}
@@ -107,10 +108,11 @@ def table_row(
         "upper": upper,
         "state": str(mark.state) if mark is not None else "",
         "lag_ms": lag_of(replace(mark.mark, position=max(upper, mark.mark.position))) if mark and is_reported else None,
-        "held_by": mark.mark.held_by if mark is not None else "",
+        "held_by": mark.blocker if mark is not None else "",
         "reason": mark.mark.reason if mark is not None else "",
         "updates": stored,
-        "rows": sum(int(fact.get("rows", 0)) for fact in facts.values()),
+        "rows": None,
+        "written": sum(int(fact.get("rows", 0)) for fact in facts.values()) if facts else None,
         "won": sum(int(fact.get("won", 0)) for fact in facts.values()),
         "lost": sum(int(fact.get("lost", 0)) for fact in facts.values()),
         "seats": sorted(facts),

@@ -51,7 +51,7 @@ from tidemill.spark.decode.schema_versions import (
     places_between,
     version_at,
 )
-from tidemill.spark.merge.commands import Commands, Truncate
+from tidemill.spark.merge.commands import Commands, Truncate, join_commands
 from tidemill.spark.merge.toast_fill import unchanged_columns
 from tidemill.topics.batch import RecordColumns
 
@@ -126,6 +126,23 @@ class CapturedDecoder:
 
     def decode(self, records: Records) -> Captured:
         """Decode all records, or those before the stop, if there is one."""
+        if records.partitions is None:
+            return self._decode(records)
+        # Within one partition only, records in offset order are in the order of times and of versions.
+        parts = records.by_partition()
+        versions = {run[2] for part in parts for run in self._generations.runs(part.columns, len(part))}
+        found = self._decode(records) if len(versions) <= 1 else None
+        if found is not None and found.stop is None:
+            return found
+        each = [self._decode(part) for part in parts]
+        return Captured(
+            join_commands(self.schema, [one.commands for one in each]),
+            pa.concat_tables([one.dead for one in each]),
+            min((one.stop for one in each if one.stop is not None), default=None),
+        )
+
+    def _decode(self, records: Records) -> Captured:
+        """Decode records of one partition, or of one version."""
         found = _DecodeResults(
             stop=min((self._unreadable_batch_stop(letter) for letter in records.unread), default=None)
         )
@@ -205,7 +222,7 @@ class CapturedDecoder:
                     rows.append(under.value.decode(value))
                     live_at.append(at)
                 elif truncated:
-                    truncate = Truncate(int(records.times[at]), records.partition, int(records.offsets[at]))
+                    truncate = Truncate(int(records.times[at]), records.partition_of(at), int(records.offsets[at]))
                     found.truncates.append(truncate)
                 elif columns.value_bytes[at] < 0:  # not a deletion's event, whose tombstone carries the deletion
                     keys.append(self._decode_key(under, columns.key(at)))
@@ -284,20 +301,20 @@ class CapturedDecoder:
         return " ".join(out)
 
     def _schema_stop(self, records: Records, at: int, difference: str) -> Stop:
-        place = f"topic={records.topic} partition={records.partition} offset={int(records.offsets[at])}"
+        place = f"topic={records.topic} partition={records.partition_of(at)} offset={int(records.offsets[at])}"
         return Stop(
             int(records.times[at]),
-            records.partition,
+            records.partition_of(at),
             int(records.offsets[at]),
             f"the source's columns differ from the table's: table={self.table} difference=[{difference}] {place}.",
             _recopy_fix(self.table),
         )
 
     def _new_version_stop(self, records: Records, at: int) -> Stop:
-        place = f"topic={records.topic} partition={records.partition} offset={int(records.offsets[at])}"
+        place = f"topic={records.topic} partition={records.partition_of(at)} offset={int(records.offsets[at])}"
         return Stop(
             int(records.times[at]),
-            records.partition,
+            records.partition_of(at),
             int(records.offsets[at]),
             f"the source has a new description of the table: table={self.table} {place}.",
             "The pipeline reopens the table with its present columns.",
@@ -320,7 +337,7 @@ class CapturedDecoder:
         place = f"table={self.table} {reason}" if self.table else reason
         return DeadLetter(
             records.topic,
-            records.partition,
+            records.partition_of(at),
             offset,
             offset,
             int(records.times[at]),

@@ -13,7 +13,9 @@ independent of how slices are cut.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 
 import msgspec
 import numpy as np
@@ -103,13 +105,16 @@ def record_count(slices: Sequence[Slice]) -> int:
 
 
 class Records(msgspec.Struct, frozen=True):
-    """Records of a slice with their times. `unread`: letters of whole batches, with or without records."""
+    """Records of one topic with their times, by partition, in offset order. `unread`: letters of whole batches, with or
+    without records. `partitions`: the partition of each record if they are of several; then `partition` is arbitrary.
+    """
 
     topic: str
     partition: int
     times: npt.NDArray[np.int64]
     columns: RecordColumns
     unread: tuple[DeadLetter, ...] = ()
+    partitions: npt.NDArray[np.int32] | None = None
 
     def __len__(self) -> int:
         return len(self.columns)
@@ -130,28 +135,111 @@ class Records(msgspec.Struct, frozen=True):
     def headers(self) -> list[Headers]:
         return self.columns.headers
 
+    def partition_of(self, at: int) -> int:
+        return self.partition if self.partitions is None else int(self.partitions[at])
+
+    def partitions_at(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        if self.partitions is None:
+            return np.full(len(at), self.partition, dtype=np.int32)
+        return self.partitions[at]
+
+    def by_partition(self) -> list[Records]:
+        """Return the records, and the letters, of each partition."""
+        if self.partitions is None:
+            return [self]
+        bounds = [0, *(np.flatnonzero(np.diff(self.partitions)) + 1).tolist(), len(self)]
+        out = []
+        for first, last in pairwise(bounds):
+            partition = int(self.partitions[first])
+            letters = tuple(letter for letter in self.unread if letter.partition == partition)
+            out.append(Records(self.topic, partition, self.times[first:last], self.columns.select(slice(first, last)),
+                letters))  # fmt: skip
+        known = {one.partition for one in out}
+        for partition in sorted({letter.partition for letter in self.unread} - known):
+            letters = tuple(letter for letter in self.unread if letter.partition == partition)
+            out.append(Records(self.topic, partition, self.times[:0], empty_columns(), letters))
+        return out
+
+
+SliceBatches = tuple[Slice, Sequence[Buffer], Sequence[BatchRef]]
+"""A slice, its record batches, and the references that name their offsets, or ()."""
+
 
 def cut_blocks(
-    piece: Slice,
-    batches: Sequence[Buffer],
-    refs: Sequence[BatchRef] = (),
-    *,
-    block_records: int = BLOCK_RECORDS,
-    block_bytes: int = BLOCK_BYTES,
+    slices: Iterable[SliceBatches], *, block_records: int = BLOCK_RECORDS, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[Records]:
-    """Yield the records of the slice in blocks, in offset order. `refs[i]` names the offsets of `batches[i]`."""
+    """Yield the records of the slices of one topic in blocks, by slice in offset order.
+
+    A block may hold records of several slices: decoding costs the same for one record and for hundreds, and a small
+    step has a few records of each partition.
+    """
     unread: list[DeadLetter] = []
-    for found in decode_opened(_open_batches(piece, batches, refs, unread)):
+    runs: deque[tuple[Slice, int]] = deque()
+    """Slice and number of records of each batch that was opened and not yet decoded."""
+    last_slice: Slice | None = None
+    for found in decode_opened(_open_all(slices, unread, runs)):
         if isinstance(found, tuple):
             opened, bad = found
-            unread += _unreadable_batch_letters(piece, opened.batch, bad.base_offset, bad.last_offset, bad)
+            last_slice, _ = runs.popleft()
+            unread += _unreadable_batch_letters(last_slice, opened.batch, bad.base_offset, bad.last_offset, bad)
             continue
-        inside = np.flatnonzero((found.offsets >= piece.start) & (found.offsets < piece.end))
-        columns = found if len(inside) == len(found) else found.select(inside)
+        pieces = _take_runs(runs, len(found))
+        last_slice = pieces[-1][0]
+        columns, times, partitions = _cut_columns(found, pieces)
         for first, last in _block_ranges(columns, block_records, block_bytes):
-            yield _block(piece, columns.select(slice(first, last)), unread)
+            some = partitions[first:last]
+            one = bool((some == some[0]).all())
+            yield Records(
+                last_slice.topic, int(some[0]), times[first:last], columns.select(slice(first, last)), tuple(unread),
+                None if one else some,
+            )  # fmt: skip
+            unread.clear()
     if unread:
-        yield _block(piece, empty_columns(), unread)
+        letter = unread[0]
+        none = np.zeros(0, dtype=np.int64)
+        yield Records(letter.topic, letter.partition, none, empty_columns(), tuple(unread))
+
+
+def _open_all(
+    slices: Iterable[SliceBatches], unread: list[DeadLetter], runs: deque[tuple[Slice, int]]
+) -> Iterator[OpenedBatch]:
+    for piece, batches, refs in slices:
+        for opened in _open_batches(piece, batches, refs, unread):
+            runs.append((piece, opened.header.record_count))
+            yield opened
+
+
+def _take_runs(runs: deque[tuple[Slice, int]], count: int) -> list[tuple[Slice, int, int]]:
+    """Take the batches of the next `count` records; return (slice, first, last) of the records of each slice."""
+    out: list[tuple[Slice, int, int]] = []
+    at = 0
+    while True:  # a batch without records is decoded alone
+        piece, records = runs.popleft()
+        if out and out[-1][0] is piece:
+            out[-1] = (piece, out[-1][1], at + records)
+        else:
+            out.append((piece, at, at + records))
+        at += records
+        if at >= count:
+            return out
+
+
+def _cut_columns(
+    found: RecordColumns, pieces: Sequence[tuple[Slice, int, int]]
+) -> tuple[RecordColumns, npt.NDArray[np.int64], npt.NDArray[np.int32]]:
+    """Return the records that are in their slices, with their times and partitions."""
+    inside = np.empty(len(found), dtype=bool)
+    times = np.empty(len(found), dtype=np.int64)
+    partitions = np.empty(len(found), dtype=np.int32)
+    for piece, first, last in pieces:
+        offsets = found.offsets[first:last]
+        inside[first:last] = (offsets >= piece.start) & (offsets < piece.end)
+        times[first:last] = piece.times_of(np.clip(offsets, piece.start, piece.end - 1))
+        partitions[first:last] = piece.partition
+    if inside.all():
+        return found, times, partitions
+    kept = np.flatnonzero(inside)
+    return found.select(kept), times[kept], partitions[kept]
 
 
 def _open_batches(
@@ -181,13 +269,6 @@ def _block_ranges(columns: RecordColumns, records: int, size: int) -> Iterator[t
         last = min(len(columns), first + records, max(reached, first + 1))
         yield first, last
         first, before = last, int(ends[last - 1])
-
-
-def _block(piece: Slice, columns: RecordColumns, unread: list[DeadLetter]) -> Records:
-    """Return a block with the letters so far, each of which is reported once."""
-    letters = tuple(unread)
-    unread.clear()
-    return Records(piece.topic, piece.partition, piece.times_of(columns.offsets), columns, letters)
 
 
 def _offset_range(batch: Buffer, ref: BatchRef | None) -> tuple[int, int]:

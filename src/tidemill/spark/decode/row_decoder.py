@@ -170,7 +170,7 @@ def build_command_table(
     meta = {
         TIME: pa.array(records.times[at]),
         ORDER: pa.array(records.offsets[at]),
-        PARTITION: pa.array(np.full(len(at), records.partition, dtype=np.int32)),
+        PARTITION: pa.array(records.partitions_at(at)),
         LIVE: pa.array(np.concatenate([np.ones(len(live_at), dtype=bool), np.zeros(gone, dtype=bool)])),
     }
     target = command_schema(schema)

@@ -190,5 +190,6 @@ def _letters(records: Records, dead: list[tuple[int, str]]) -> list[DeadLetter]:
         value = records.columns.value(at)
         data = value if value is not None else records.columns.key(at)
         offset = int(records.offsets[at])
-        out.append(DeadLetter(records.topic, records.partition, offset, offset, int(records.times[at]), reason, data))
+        partition = records.partition_of(at)
+        out.append(DeadLetter(records.topic, partition, offset, offset, int(records.times[at]), reason, data))
     return out

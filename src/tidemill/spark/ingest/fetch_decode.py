@@ -95,11 +95,7 @@ def decode_blocks(
     This thread cuts records out of their batches; `helpers` read them.
     """
     read = partial(decode_block, feed)
-    blocks = (
-        records
-        for descriptor, data in zip(descriptors, batches, strict=True)
-        for records in cut_blocks(descriptor.slice, data, descriptor.refs)
-    )
+    blocks = cut_blocks((d.slice, data, d.refs) for d, data in zip(descriptors, batches, strict=True))
     few = record_count([d.slice for d in descriptors]) < MIN_PARALLEL_RECORDS
     yield from map(read, blocks) if helpers is None or few else _map_concurrently(helpers, read, blocks)
     # The table restarts on this topic: a re-snapshot of a captured table, or a stream that was deleted and created

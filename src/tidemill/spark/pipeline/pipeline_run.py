@@ -109,7 +109,7 @@ class PipelineRun:
         if mark is None:
             return TableStatus("starting", 0, None, "", "")
         derived = derive_status(mark, runner.settings.process, now_ms, now_ms)
-        return TableStatus(str(derived.state), mark.position, lag_of(mark), mark.held_by, mark.error or mark.reason)
+        return TableStatus(str(derived.state), mark.position, lag_of(mark), derived.blocker, mark.error or mark.reason)
 
     def __repr__(self) -> str:
         found = self.status()
