@@ -95,7 +95,7 @@ STAGES: tuple[tuple[str, str, tuple[tuple[Any, str], ...]], ...] = (
         ((BatchIntake, "_stage"), (L0Writer, "stage"), (L0Writer, "batch_answered")),
     ),
     ("seal: assemble the object, its first touch", LOOP, ((L0Writer, "_flush"), (L0Writer, "_on_timer"))),
-    ("put: create, write, fdatasync, link, fsync", THREAD, ((local, "durable_create"),)),
+    ("put: create, write, link, fdatasync", THREAD, ((local, "create_unpublished"),)),
     ("turn: uploaded, in line", LOOP, ((BatchIntake, "batch_uploaded"),)),
     ("decide: plan, apply, command", LOOP, ((leader, "plan_group"), (leader, "apply"), (leader, "encode_command"))),
     ("log append: client", LOOP, ((SqliteConsensus, "_flush"), (SequencerConnection, "buffer_updated"))),
@@ -148,7 +148,7 @@ class Stages:
 
     def wrap(self) -> None:
         put: list[float] = [0.0, 0.0]
-        create = local.durable_create
+        create = local.create_unpublished
 
         def created(*args: Any) -> None:
             put[0] = time.perf_counter()
@@ -169,7 +169,7 @@ class Stages:
             if points is not None and len(points) == len(POINTS) - 1:
                 self.done.append({**points, "acknowledged": time.perf_counter()})
 
-        local.durable_create = created  # type: ignore[assignment]
+        local.create_unpublished = created  # type: ignore[assignment]
         self.before(L0Writer, "stage", lambda _, item: self.passed[item].update(staged=time.perf_counter()))
         self.before(L0Writer, "_start", started)
         self.before(BatchIntake, "batch_uploaded", uploaded)
@@ -253,7 +253,7 @@ def report(
     loop_known_s = sum(took for _, where, took in rows if where == LOOP)
     thread_known_s = sum(took for _, where, took in rows if where == THREAD)
     rows.append(("tasks, futures, turns of the loop, metrics", LOOP, loop_s - loop_known_s))
-    rows.append(("coming and going of threads", THREAD, cpu_s - loop_s - thread_known_s))
+    rows.append(("sync of the directory, coming and going of threads", THREAD, cpu_s - loop_s - thread_known_s))
     rows.append(("log append: commit, fsync (a process of its own)", SEQUENCER, sequencer_s))
     rows.append(("all", "", all_s))
     shown = [[stage, where, f"{took * per:.0f}", f"{100 * took / all_s:.0f} %"] for stage, where, took in rows]

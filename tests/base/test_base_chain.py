@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from tidemill.base.limits import STATUS_BLIND_AFTER_MS
 from tidemill.base.status.freshness import resolve_status_name, verdict_of
@@ -41,6 +42,12 @@ def test_a_table_at_its_target_is_as_sick_as_its_source() -> None:
     assert reported(cluster(capture=down)) == (3, "capture:shop", "PostgreSQL at db:5432")
 
 
+def test_the_chain_of_a_table_at_its_target_follows_the_data_and_not_the_source_of_its_next_input() -> None:
+    fresh = StageStatus("shard:orders", 9, 9, "capture:shop", upstream="capture:shop/topics")
+    found = verdict_of(cluster(shard=fresh), "shard:orders")
+    assert [each.mark.name for each in found.chain] == ["shard:orders", "capture:shop/topics", "capture:shop"]
+
+
 def test_the_holder_nearest_to_the_source_is_named_when_several_stand() -> None:
     shard = StageStatus("shard:orders", 8, 9, upstream="capture:shop/topics", since_ms=0)
     down = StageStatus("capture:shop", 9, 10, "pid 4711 holds the slot", since_ms=0)
@@ -50,6 +57,16 @@ def test_the_holder_nearest_to_the_source_is_named_when_several_stand() -> None:
 def test_a_frozen_driver_is_named_with_its_pid() -> None:
     exit_code, worst, root = reported(cluster(driver_age=STATUS_BLIND_AFTER_MS + 1))
     assert (exit_code, worst, root) == (3, "process:pipeline:p", "pid 7 on h")
+
+
+def test_a_driver_that_cannot_run_is_named_by_the_error_that_its_supervisor_reports() -> None:
+    broken = StageStatus("pipeline:p", 0, 1, "operator", "its file", error="its file", failing_since_ms=1, parked=True)
+    driver = StatusReport("pipeline:p", NOW_MS - STATUS_BLIND_AFTER_MS - 1, (StageStatus("shard:orders", 9, 9),), pid=7)
+    marks = derive_statuses([driver, StatusReport("up:n", NOW_MS, (broken,))], NOW_MS)
+    assert reported(marks) == (3, "pipeline:p", "operator")
+    killed = replace(broken, parked=False, failing_since_ms=NOW_MS - 10)
+    marks = derive_statuses([driver, StatusReport("up:n", NOW_MS, (killed,))], NOW_MS)
+    assert reported(marks)[1] == "process:pipeline:p", "its supervisor starts it again"
 
 
 def test_what_the_process_of_a_stage_stands_on_is_on_the_way() -> None:

@@ -245,3 +245,10 @@ def test_a_mark_is_known_as_the_predecessor_said_it_until_it_is_set() -> None:
     earlier = after.mark("m")
     assert earlier is not None and earlier.position == 5
     assert after.mark("other") is None
+
+
+def test_a_reason_and_the_error_of_the_last_try_are_one_sentence() -> None:
+    tracker = StatusTracker()
+    tracker.set("node:n", 0, 1, now_ms=1, reason="the node is starting.")
+    tracker.fail("node:n", "no answer.", now_ms=1)
+    assert tracker.report("p", 1).marks[0].reason == "the node is starting; its last try: no answer."

@@ -15,7 +15,7 @@ from support.postgres import EmbeddedPostgres
 from support.waiting import until
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.capture.config import CaptureConfig
-from tidemill.capture.postgres.connection import PgConnection
+from tidemill.capture.postgres.connection import PgConnection, describe_dsn
 from tidemill.capture.postgres.errors import SlotLostError
 from tidemill.capture.setup.inspection import inspect_database
 from tidemill.capture.setup.privileges import check_database, diagnose_capture
@@ -60,6 +60,15 @@ def test_messages_never_hold_the_password() -> None:
     with pytest.raises(UnavailableError) as error:
         asyncio.run(check_database("postgresql://me:hunter2@127.0.0.1:1/x"))
     assert "hunter2" not in str(error.value)
+
+
+@pytest.mark.parametrize("password", ["hun/ter2", "hun@ter2", "hun:t/er2", "hun?t@er2"])
+def test_a_password_with_a_reserved_character_is_named_as_the_cause_and_not_shown(password: str) -> None:
+    with pytest.raises(InvalidError, match=r"reserved character.*Percent-encode") as error:
+        describe_dsn(f"postgresql://me:{password}@127.0.0.1:1/x")
+    assert "er2" not in str(error.value)
+    assert describe_dsn("postgresql://me:hun%40ter2@127.0.0.1:1/x") == "server=127.0.0.1:1 dbname=x user=me"
+    assert "dbname=my@x" in describe_dsn("postgresql://me:hunter2@127.0.0.1:1/my%40x")
 
 
 async def test_a_missing_table(postgres_dsn: str) -> None:

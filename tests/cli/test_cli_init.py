@@ -56,7 +56,7 @@ def test_the_files_work_and_hold_the_password_in_one_place(postgres_dsn: str, tm
     assert config.http.pages == {"app": str(shop / "app")}
     checked = run_tidemill("pipeline check pipeline.py", cwd=shop)
     tables = "class_table, orders, orders_by_status"
-    assert (checked.exit_code, checked.output) == (0, f"pipeline.py: pipeline pipeline is valid: {tables}\n")
+    assert (checked.exit_code, checked.output) == (0, f"pipeline.py: pipeline {capture} is valid: {tables}\n")
     assert 'const TABLE = "public.orders";' in (shop / "app/index.html").read_text()
     # The database was only read.
     with psycopg.connect(postgres_dsn) as connection:
@@ -152,7 +152,12 @@ def test_a_setting_of_the_server_is_followed_by_a_restart() -> None:
 @pytest.mark.parametrize(
     ("made", "options", "code", "words"),
     [
-        ("", "", 2, "the capture's patterns match no table"),
+        (
+            "",
+            "",
+            2,
+            "the capture's patterns match no table: table=public.*. Create a table, or choose others with --tab",
+        ),
         ("CREATE TABLE log (line text)", "", 2, "no table can be captured, and nothing was written: a captured table"),
         (
             "CREATE TABLE log (line text); CREATE SCHEMA s; CREATE TABLE s.t (id int PRIMARY KEY)",

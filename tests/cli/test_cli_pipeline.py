@@ -145,6 +145,43 @@ def test_pipelines_that_share_a_driver_are_described_with_each_other_and_restart
         assert all(line.startswith("pipeline:p: ") for line in rest)
 
 
+def test_a_restart_with_a_file_that_does_not_parse_ends_no_driver(config: Path) -> None:
+    file = config.parent / "p.py"
+    file.write_text("\ndef build(p:\n")
+    config.write_text(f'{config.read_text()}[pipeline.p]\nfile = "p.py"\n')
+    with open_stores(config, create=True) as opened:
+        report = StatusReport("pipeline:p", opened.clock.now_ms(), (), {}, 1, "elsewhere")
+        opened.portal.call(StatusBoard(opened.consensus, opened.rand).publish(report))
+    for option in ([], ["--dry-run"]):
+        error = CliRunner().invoke(app, ["pipeline", "restart", "p", *option, "-c", str(config)]).exception
+        assert isinstance(error, InvalidError) and "nothing was restarted, because the pipeline file does not" in str(
+            error
+        )
+        assert f"file={file} line=2" in str(error)
+
+
+def test_a_driver_whose_successor_is_paused_is_not_waited_for(config: Path) -> None:
+    command = [sys.executable, "-c", "input()", "tidemill.spark.pipeline.driver"]
+    with (
+        open_stores(config, create=True) as opened,
+        subprocess.Popen(command, stdin=subprocess.PIPE) as driver,
+        ExitStack() as ending,
+    ):
+        ending.callback(driver.kill)
+        board, now_ms = StatusBoard(opened.consensus, opened.rand), opened.clock.now_ms()
+        report = StatusReport("pipeline:p", now_ms, (), {}, driver.pid, this_process()[1])
+        opened.portal.call(board.publish(report))
+        supervisor = StatusTracker()
+        supervisor.fail("pipeline:p", "its file does not import.", now_ms=now_ms, parked=True)
+        opened.portal.call(board.publish(supervisor.report("up:node-1", now_ms)))
+        eventually(lambda: is_driver(driver.pid), "the process has its command line")
+        error = CliRunner().invoke(app, ["pipeline", "restart", "p", "--config", str(config)]).exception
+        assert isinstance(error, InvalidError) and "a new one cannot run: process=pipeline:p error='its file" in str(
+            error
+        )
+        driver.wait(10)
+
+
 def test_a_wait_is_told_when_it_changes_and_every_few_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     clock = ManualClock()
     progress = Progress("pipeline:p", clock)

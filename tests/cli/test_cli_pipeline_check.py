@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tidemill.cli.context import open_stores
 from tidemill.cli.main import app
-from tidemill.metastore.catalogue import CaptureRow, PipelineRow
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, PipelineRow
 from tidemill.spark.types import stream_schema
 
 GOOD = """
@@ -50,6 +50,21 @@ def check(file: Path, *more: str) -> tuple[int, str]:
     done = CliRunner().invoke(app, ["pipeline", "check", str(file), *more])
     assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
     return done.exit_code, done.stdout
+
+
+def test_the_name_of_a_pipeline_is_that_of_the_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    written(tmp_path, GOOD)
+    config = tmp_path / "tidemill.toml"
+    for text, name in (
+        ('[pipeline.harbour]\nfile = "shop.py"\n', "harbour"),
+        ('[pipeline.harbour]\nfile = "other.py"\n', "shop"),
+        ('[pipeline.harbour]\nfile = "shop.py"\n[pipeline.other]\nfile = "shop.py"\n', "shop"),
+        ('[capture.shop]\ndsn = "${NOT_SET_HERE}"\n[pipeline.harbour]\nfile = "shop.py"\n', "shop"),
+    ):
+        config.write_text(text)
+        assert check(Path("shop.py")) == (0, f"shop.py: pipeline {name} is valid: by_product, clicks\n"), text
+    assert "pipeline mine is valid" in check(Path("shop.py"), "--name", "mine")[1]
 
 
 def written(directory: Path, text: str, name: str = "shop.py") -> Path:
@@ -117,6 +132,11 @@ def build(p):
     p.table("orders", p.capture("shop").table("orders"))
     p.table("names", p.capture("nobody").table("names"))
     p.table("taken", p.topic("views", key="id", schema="id string"))
+    p.table("log", p.capture("shop").table("public.log"))
+
+    @p.derived(key="product")
+    def by_product(spark, clicks):
+        return clicks
 
     @p.derived(key="id")
     def summed(spark, clicks, theirs, stored, nowhere):
@@ -134,9 +154,14 @@ def test_a_cluster_shows_what_the_file_alone_cannot(tmp_path: Path) -> None:
         row = CaptureRow("shop", "1", "slot", "publication", 1, snapshot_done=True)
         opened.portal.call(opened.catalogue.put(row))
         opened.portal.call(opened.catalogue.put(PipelineRow("other", {"theirs": "derived", "taken": "topic:clicks"})))
+        skipped = CaptureTableRow(
+            "shop", "public.log", "", state="left", reason="it needs a primary key.", fix="Add one."
+        )
+        opened.portal.call(opened.catalogue.change_table("shop", "public.log", lambda _: skipped))
         from tidemill.shards.registry import open_shard
 
-        for name, schema in (("clicks", "id string, product long"), ("stored", "id string")):
+        fields = "id string, product long"
+        for name, schema in (("clicks", fields), ("stored", "id string"), ("by_product", fields)):
             shard = open_shard(
                 opened.consensus, opened.objects, opened.clock, opened.rand, name, stream_schema(schema, "id")
             )
@@ -145,12 +170,16 @@ def test_a_cluster_shows_what_the_file_alone_cannot(tmp_path: Path) -> None:
     assert code == 1
     found = sorted(line.split(": ", 1)[1].split(" fix")[0] for line in told.splitlines())
     assert [line.partition(": ")[0] + ": " + line.split(": ", 2)[1] for line in found] == [
+        "line 10: table exists with another schema",
+        "line 14: the pipeline has no such table",
         "line 3: there is no such topic",
         "line 5: captured database has no such table",
         "line 6: there is no such capture",
         "line 7: another pipeline maintains this table from another source",
-        "line 9: the pipeline has no such table",
+        "line 8: the table is not captured",
     ], told
+    assert "table=log capture=shop, because it needs a primary key. Add one." in told
+    assert "table=by_product difference=[key (id)→(product)]. Use another table, or re-create it" in told
     assert "input=nowhere" in told and "tidemill topic create clicks" in told
     with open_stores(config) as opened:
         opened.portal.call(opened.catalogue.create_topic("clicks", 1))

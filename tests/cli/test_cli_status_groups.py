@@ -5,8 +5,11 @@ from __future__ import annotations
 import io
 from contextlib import redirect_stdout
 
+import pytest
+
+from tidemill.base.limits import STATUS_BLIND_AFTER_MS
 from tidemill.base.status.status import DerivedStatus, StageStatus, StatusReport, derive_statuses
-from tidemill.cli.cluster.status import ROWS_MAX, group_stages, show_status
+from tidemill.cli.cluster.status import ROWS_MAX, group_stages, show_status, warn_if_all_silent
 
 NOW_MS = 1_800_000_000_000
 
@@ -53,3 +56,16 @@ def test_live_clients_are_counted_by_node() -> None:
     with redirect_stdout(out):
         show_status(derive_statuses(reports, NOW_MS), reports, every=False)
     assert "live clients: 1,200 shapes on n1; 2 other stages work" in out.getvalue()
+
+
+def test_a_stopped_cluster_is_told_in_one_sentence_and_a_silent_process_of_many_is_not(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    reports = [StatusReport("node:n1", NOW_MS, ()), StatusReport("pipeline:p", NOW_MS - STATUS_BLIND_AFTER_MS, ())]
+    warn_if_all_silent(derive_statuses(reports, NOW_MS + 1))
+    assert capsys.readouterr().err == ""
+    warn_if_all_silent(derive_statuses(reports, NOW_MS + 90_000))
+    assert capsys.readouterr() == (
+        "",
+        "tidemill: no process has reported for 90 s. Unless the cluster is starting: tidemill up.\n",
+    )

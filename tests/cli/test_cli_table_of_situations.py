@@ -36,7 +36,6 @@ ELSEWHERE: dict[str, Outcome] = EARLY | {
     "logs": (2, "tidemill: no process has run here: directory="),
     "doctor": (0, "ok   python: "),
     "version": (0, '{"tidemill": '),
-    "sql": (2, "tidemill: there is no cluster here: consensus="),
     "shape list": (4, "tidemill: the node does not answer: address="),
     "shape get": (4, "tidemill: the node does not answer: address="),
     "shape sign": (2, "tidemill: no signing key is configured"),

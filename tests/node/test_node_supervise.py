@@ -139,7 +139,7 @@ def test_each_pipeline_of_a_driver_has_its_own_freshness(tmp_path: Path) -> None
 async def test_f310_a_child_that_ends_again_and_again_is_told_with_its_last_words_and_one_age(tmp_path: Path) -> None:
     said: list[str] = []
     supervisor = Supervisor(tmp_path, SystemClock(), lambda _: None, said.append)
-    program = "import sys; sys.stderr.write('Traceback\\nOSError: the bucket is away\\n'); sys.exit(1)"
+    program = "import sys; sys.stderr.write('Traceback\\ntidemill: OSError: the bucket is away\\n'); sys.exit(1)"
     child = supervisor.add(ChildSpec("driver", [sys.executable, "-c", program], marks=("pipeline:shop",)))
     await until(lambda: child.restarts >= 3)
     failure = supervisor.tracker.failure("pipeline:shop")

@@ -394,3 +394,11 @@ async def test_a_right_to_a_table_that_is_not_there_yet_is_one_to_each_topic_tha
         assert await routing.topics_of(table) == ["shard.t"], "one resource in access rules, for every spelling"
     assert await routing.topics_of("main:tidemill.t") == [topic_name("main", "tidemill", "t")]
     assert await routing.topics_of("known") == [topic_name("main", "public", "known")]
+
+
+def test_a_name_without_its_quotes_is_answered_with_the_quoted_one() -> None:
+    captured = [("public", "Orders"), ("other", "oRders"), ("public", "orders_2")]
+    assert 'Did you mean "public"."Orders", with the quotes? Check' in str(
+        NotCapturedError("public", "orders", captured)
+    )
+    assert "Did you mean" not in str(NotCapturedError("public", "order", captured))

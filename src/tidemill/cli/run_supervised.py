@@ -24,7 +24,7 @@ from tidemill.base.status.status import StatusReport
 from tidemill.node.supervise.driver_instances import OwnDrivers
 from tidemill.node.supervise.processes import make_supervisor, with_overrides
 from tidemill.node.supervise.status import SupervisorStatus
-from tidemill.node.supervise.supervisor import Supervisor
+from tidemill.node.supervise.supervisor import STOP_TIMEOUT_S, Supervisor
 
 InstancesOption = Annotated[
     int | None,
@@ -82,6 +82,7 @@ def run_supervised(
 
         def finish() -> None:
             if not failed.done():
+                _print_message(f"stopping: each process finishes its current work, for at most {STOP_TIMEOUT_S:.0f} s.")
                 failed.set_result(None)
 
         for number in (signal.SIGTERM, signal.SIGINT):

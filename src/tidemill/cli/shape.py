@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass
+from http.client import HTTPException
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
@@ -16,6 +17,7 @@ from tidemill.base.address import Address
 from tidemill.base.config.config import Config, load
 from tidemill.base.config.listeners import SigningSection
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
+from tidemill.base.runtime.tasks import error_sentence
 from tidemill.cli.context import ConfigOption
 from tidemill.cli.output.output import TABLE, Output
 
@@ -24,6 +26,9 @@ if TYPE_CHECKING:
 
 TOKEN_VARIABLE = "TIDEMILL_TOKEN"
 """Environment variable with a bearer token, for nodes that require one."""
+SHAPE_TIMEOUT_S = 60.0
+LIST_TIMEOUT_S = 10.0
+"""Maximum silence of a node, before it answers or in the middle of an answer."""
 
 app = typer.Typer(help="List and fetch shapes, and sign shape URLs.", no_args_is_help=True)
 Table = Annotated[str, typer.Argument(help="schema.table of a captured database, or tidemill.NAME.")]
@@ -33,7 +38,7 @@ Where = Annotated[str, typer.Option(help="Filter, in PostgreSQL syntax.")]
 @app.command("list")
 def list_shapes(config: ConfigOption = None, out: Output = TABLE) -> None:
     """List the shapes that the node currently serves."""
-    shapes = json.loads(_get_from_configured_node(config, "/api/shapes", {})[1])
+    shapes = json.loads(_request_node(load(config), "/api/shapes", {}, LIST_TIMEOUT_S)[1])
     out.rows(shapes, empty="no shapes")
 
 
@@ -46,9 +51,9 @@ def get(
 ) -> None:
     """Print the current rows of a shape."""
     parameters = {"table": table, "offset": "-1", **({"where": where} if where else {})}
-    rows: dict[str, Any] = {}
+    rows, loaded = dict[str, Any](), load(config)
     while True:
-        headers, body = _get_from_configured_node(config, "/v1/shape", parameters)
+        headers, body = _request_node(loaded, "/v1/shape", parameters)
         for item in json.loads(body):
             operation = item["headers"].get("operation")
             if operation in ("insert", "update"):
@@ -137,20 +142,29 @@ def _signing_key(signing: SigningSection, asked: str) -> str:
     return key_id
 
 
+def _error_text(body: bytes) -> str:
+    """Return the sentences of an error: {"message", "errors": {parameter: [sentence]}}, or text."""
+    try:
+        said = json.loads(body)
+        errors = [f"{name}: {text}" for name, texts in said.get("errors", {}).items() for text in texts]
+        return "; ".join(errors) or str(said["message"])
+    except (ValueError, TypeError, LookupError, AttributeError):
+        return body.decode(errors="replace").strip()
+
+
 def live_shapes(config: Config) -> list[dict[str, Any]]:
     """Return the shapes of the configured node; none while it is down, because shapes exist only in it, and none where
     the node refuses to list them."""
     try:
-        return list(json.loads(_request_node(config, "/api/shapes", {})[1]))
+        return list(json.loads(_request_node(config, "/api/shapes", {}, LIST_TIMEOUT_S)[1]))
     except (UnavailableError, InvalidError):
         return []
 
 
-def _get_from_configured_node(config: ConfigOption, path: str, parameters: dict[str, str]) -> tuple[Any, bytes]:
-    return _request_node(load(config), path, parameters)
-
-
-def _request_node(config: Config, path: str, parameters: dict[str, str]) -> tuple[Any, bytes]:
+def _request_node(
+    config: Config, path: str, parameters: dict[str, str], timeout_s: float = SHAPE_TIMEOUT_S
+) -> tuple[Any, bytes]:
+    """Return the headers and the body of an answer. Raises MissingError, InvalidError, UnavailableError."""
     address = Address.parse(config.node.http).reachable
     url = f"http{'s' if config.http.tls else ''}://{address}{path}"
     token = os.environ.get(TOKEN_VARIABLE, "")
@@ -159,14 +173,22 @@ def _request_node(config: Config, path: str, parameters: dict[str, str]) -> tupl
         headers={"authorization": f"Bearer {token}"} if token else {},
     )
     try:
-        with urlopen(request, timeout=60) as answer:
+        with urlopen(request, timeout=timeout_s) as answer:
             return answer.headers, answer.read()
     except HTTPError as error:
-        message = error.read().decode(errors="replace")
+        said = f"the node answered {error.code}: {_error_text(error.read())}"
         if error.code == 404:
-            raise MissingError(f"the node answered 404: {message}") from error
-        raise InvalidError(f"the node answered {error.code}: {message}") from error
-    except URLError as error:
+            raise MissingError(said) from error
+        if error.code >= 500:
+            raise UnavailableError(said) from error
+        raise InvalidError(said) from error
+    except TimeoutError as error:
         raise UnavailableError(
-            f"the node does not answer: address={address} error={error.reason}.", fix="Start one with: tidemill up"
+            f"the node does not answer: address={address} waited_s={timeout_s:g}.",
+            fix="Find out what it waits for: tidemill why",
+        ) from error
+    except (OSError, HTTPException) as error:
+        reason = error.reason if isinstance(error, URLError) else error_sentence(error)
+        raise UnavailableError(
+            f"the node does not answer: address={address} error={reason}.", fix="Start one with: tidemill up"
         ) from error

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.config.config import load
-from tidemill.base.errors import InvalidError, MissingError, UnavailableError
+from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError, nearest_name
 from tidemill.base.status.logging import configure_logs
-from tidemill.cli.context import ConfigOption, open_stores
+from tidemill.cli.context import ConfigOption, no_cluster, open_stores
 from tidemill.cli.output.output import TABLE, Form, Output
 from tidemill.cli.output.text_table import Column
 
@@ -35,6 +35,8 @@ def sql(
     """
     import duckdb
 
+    from tidemill.consensus.factory import sqlite_path_of_url
+
     configure_logs("warning")
     found = load(config)
     at = -1
@@ -50,13 +52,17 @@ def sql(
         else:
             from tidemill.query import connect
 
+            consensus_file = sqlite_path_of_url(found.consensus_url)
+            if consensus_file is not None and not consensus_file.exists():
+                missing = MissingError(f"there is no cluster here: consensus={found.consensus_url}.")
+                raise no_cluster(config, found, missing)
             with connect(objects=found.objects_url, consensus=found.consensus_url) as cluster:
                 names = sorted(tables | (either & set(cluster.tables()) if either else set()))
                 try:
                     at = cluster.to_duckdb(connection, names, as_of=as_of, wait_s=0)
-                except (MissingError, UnavailableError):
+                except (MissingError, UnavailableError) as error:
                     require_written(config, cluster, names)
-                    raise
+                    raise _with_meant_names(error, cluster, names) from error
                 if at < 0:
                     require_written(config, cluster, names)
                 columns, rows = _run_query(connection, query)
@@ -69,6 +75,15 @@ def require_written(config: Path | None, cluster: Cluster, names: Sequence[str])
     for name in names:
         if name not in existing or not cluster.table(name).frontiers().upper:
             _explain_unwritten(config, name, exists=name in existing)
+
+
+def _with_meant_names(error: TidemillError, cluster: Cluster, names: Sequence[str]) -> TidemillError:
+    """Return an error about a missing table with the name that was probably meant, quoted for SQL; others unchanged."""
+    existing = cluster.tables()
+    for name in names:
+        if isinstance(error, MissingError) and name not in existing and (near := nearest_name(name, existing)):
+            return MissingError(error.message, fix=f'Did you mean "{near}"? {error.fix}')
+    return error
 
 
 def _explain_unwritten(config: Path | None, name: str, *, exists: bool) -> None:
@@ -91,7 +106,7 @@ def _explain_unwritten(config: Path | None, name: str, *, exists: bool) -> None:
             f"the table has not been computed yet, and no process that writes it is running: {fields}.",
             fix="Start its pipeline: tidemill up." if pipelines else "Run the program that writes it.",
         )
-    waits = f" blocked_by={found.blocker}" if found.blocker else ""
+    waits = f" blocked_by={found.blocker}" if found.blocker and found.state is not StageState.MOVING else ""
     reason = f" reason={found.mark.reason!r}" if found.mark.reason else ""
     raise UnavailableError(
         f"the table has not been computed yet: {fields} state={found.state}{waits}{reason}.",

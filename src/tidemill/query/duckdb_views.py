@@ -205,6 +205,7 @@ def find_table_names(connection: duckdb.DuckDBPyConnection, query: str) -> tuple
                 f"the query does not parse: {tree.get('error_message')}.", fix="Correct it; DuckDB's dialect applies."
             )
         if tree.get("error"):  # not a SELECT: EXPLAIN, for example
+            _check_reads(query)
             return set(connection.get_table_names(query)), set()
     except duckdb.Error as error:
         fix = "Correct it; DuckDB's dialect applies."
@@ -216,6 +217,22 @@ def find_table_names(connection: duckdb.DuckDBPyConnection, query: str) -> tuple
     called = {each["key"].lower() for node in nodes for each in node.get("cte_map", {}).get("map", [])}
     either = {name for name in tables if name.lower() in called}
     return tables - either, either
+
+
+WRITING = ("INSERT", "UPDATE", "DELETE", "MERGE_INTO", "DROP", "ALTER")
+
+
+def _check_reads(query: str) -> None:
+    """Raise InvalidError for a statement that would change a table: the views are of contents at one time."""
+    import duckdb
+
+    for statement in duckdb.extract_statements(query):
+        kind = statement.type.name
+        if kind in WRITING:
+            raise InvalidError(
+                f"the statement does not read: kind={kind.replace('_INTO', '')}.",
+                fix="Tables are written by pipelines and by df.write of Spark; `tidemill table drop NAME` deletes one.",
+            )
 
 
 def _walk_nodes(tree: Any) -> Iterator[dict[str, Any]]:

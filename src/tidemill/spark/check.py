@@ -210,6 +210,12 @@ async def check_cluster(
         error = error or await _schema_problem(name, source, consensus)
         if error is not None:
             found.report(error, found.lines.get(name, 0))
+    for derived in found.derived_tables.values():
+        state = await read_shard(consensus, derived.name)
+        if state is not None and state.schema.key != derived.key:  # its columns are those of the result
+            wanted_schema = msgspec.structs.replace(state.schema, key=derived.key)
+            error = _rebuild_error(derived.name, describe_difference(state.schema, wanted_schema))
+            found.report(error, found.lines.get(derived.name, 0))
     row = PipelineRow(found.name, found.fed_by(), found.dead_letters, found.inputs())
     own = next((r for r in rows if r.name == found.name), None)
     changed = {t for t, fed_by in row.tables.items() if own is not None and own.tables.get(t, fed_by) != fed_by}
@@ -238,11 +244,21 @@ async def _source_problem(
         )
     try:
         await captured_feed(catalogue, source.capture, source.table)
-    except SourceNotReadyError:
-        return None  # the pipeline waits for it
+    except SourceNotReadyError:  # the pipeline waits for it
+        row = await catalogue.table(source.capture, source.table)
+        if row is None or row.state not in NOT_CAPTURED:
+            return None
+        return InvalidError(
+            f"the table is not captured: table={name} capture={source.capture}, because {row.reason.rstrip('.')}.",
+            fix=row.fix or "See `tidemill capture list`.",
+        )
     except InvalidError as error:
         return error
     return None
+
+
+NOT_CAPTURED = ("left", "refused")
+"""States of tables that stay empty until a user acts."""
 
 
 async def _schema_problem(name: str, source: Input, consensus: Consensus) -> InvalidError | None:
@@ -255,9 +271,12 @@ async def _schema_problem(name: str, source: Input, consensus: Consensus) -> Inv
     try:
         evolve_schema(state.schema, schema_changes(state.schema, source.schema))
     except InvalidError:
-        return InvalidError(
-            f"table exists with another schema: table={name}"
-            f" difference=[{describe_difference(state.schema, source.schema)}].",
-            fix=f"Use another table, or re-create it: tidemill table drop {name}",
-        )
+        return _rebuild_error(name, describe_difference(state.schema, source.schema))
     return None
+
+
+def _rebuild_error(name: str, difference: str) -> InvalidError:
+    return InvalidError(
+        f"table exists with another schema: table={name} difference=[{difference}].",
+        fix=f"Use another table, or re-create it: tidemill table drop {name}",
+    )

@@ -50,7 +50,15 @@ def verdict_of(marks: Mapping[str, DerivedStatus], name: str) -> Verdict:
     worst = max(
         enumerate(chain), key=lambda item: (severity_of(item[1])[0], _is_foundation(item[1].mark.name), item[0])
     )[1]
+    worst = _supervisors_finding(marks, worst)
     return Verdict(chain, worst, _root(marks, worst))
+
+
+def _supervisors_finding(marks: Mapping[str, DerivedStatus], worst: DerivedStatus) -> DerivedStatus:
+    """Return why a blind process does not run, if its supervisor reports that; otherwise `worst`."""
+    name = worst.mark.name
+    found = marks.get(name.removeprefix(PROCESS)) if name.startswith(PROCESS) else None
+    return found if found is not None and found.state is StageState.STUCK and found.mark.error else worst
 
 
 def _is_foundation(name: str) -> bool:
@@ -77,7 +85,8 @@ def walk_to_source(marks: Mapping[str, DerivedStatus], name: str) -> Iterator[De
             if other not in seen and other in marks and marks[other].state is not StageState.IDLE:
                 seen.add(other)
                 yield marks[other]
-        open_names += [mark for mark in (derived.mark.held_by, derived.mark.upstream) if mark]
+        nexts = (derived.mark.held_by, derived.mark.upstream)
+        open_names += [mark for mark in (nexts if derived.blocker else reversed(nexts)) if mark]
         if here.startswith("topic:"):
             open_names.append("binding:topic/" + here.removeprefix("topic:"))  # the source of times for its records
 

@@ -427,7 +427,7 @@ def _failing(name: str, mark: StageStatus | None, failure: UnitFailure) -> Stage
 
 def _join_reasons(reason: str, error: str) -> str:
     """Combine the reason for waiting and the error of the last try, each once."""
-    return error if reason in error else f"{reason}; its last try: {error}"
+    return error if reason in error else f"{reason.rstrip('.')}; its last try: {error}"
 
 
 @cache

@@ -135,12 +135,20 @@ def _parse_dsn(dsn: str) -> dict[str, Any]:
     from psycopg.conninfo import conninfo_to_dict
 
     try:
-        return conninfo_to_dict(dsn)
+        parts = conninfo_to_dict(dsn)
     except psycopg.ProgrammingError as error:
         # libpq quotes the offending text, which may contain a password: name only the kind of error.
         raise InvalidError(
             "the DSN cannot be read.", fix="Write it as postgresql://user:password@host:5432/database."
         ) from error
+    # libpq ends the password at its first reserved character: the rest, which no message may show, became host or name.
+    names = [str(parts.get(name, "")) for name in ("host", "port", "dbname")]
+    if "://" in dsn and any("@" in name and name in dsn for name in names):
+        raise InvalidError(
+            "the user or the password in the DSN has a reserved character.",
+            fix="Percent-encode it: % is %25, : is %3A, / is %2F, @ is %40, # is %23, ? is %3F.",
+        )
+    return parts
 
 
 def application_name(purpose: str, capture: str = "") -> str:

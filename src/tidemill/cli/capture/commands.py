@@ -183,14 +183,17 @@ def drop(
 
 
 def _require_no_live_node(opened: OpenStores, capture: str) -> None:
-    """Raise ConflictError if a live node reports the capture. Between two sessions it does not hold the capture's lock,
-    but the next session would create again what is dropped."""
+    """Raise ConflictError if a node reports the capture and is live, or is restarted by its supervisor. Between two
+    sessions it does not hold the capture's lock, but the next session would create again what is dropped."""
     from tidemill.capture.session.teardown import stop_first
 
-    for report in opened.portal.call(StatusBoard(opened.consensus, opened.rand).reports()):
+    reports = opened.portal.call(StatusBoard(opened.consensus, opened.rand).reports())
+    now_ms = opened.clock.now_ms()
+    live = [r for r in reports if derive_process(r, now_ms).state is not StageState.BLIND and not _has_ended(r)]
+    restarted = {mark.name for report in live for mark in report.marks if mark.name.startswith(NODE)}
+    for report in reports:
         reported = report.process.startswith(NODE) and any(mark.name == f"capture:{capture}" for mark in report.marks)
-        live = derive_process(report, opened.clock.now_ms()).state is not StageState.BLIND
-        if reported and live and not report.left and not _has_ended(report):
+        if reported and ((report in live and not report.left) or report.process in restarted):
             node = report.process.removeprefix(NODE)
             raise ConflictError(
                 f"the capture is running: capture={capture} node={node} pid={report.pid} host={report.host}.",

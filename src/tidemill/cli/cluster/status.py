@@ -33,6 +33,7 @@ from tidemill.base.status.freshness import EXIT_BY_STATE, SHARD
 from tidemill.base.status.histogram import SINCE_BOUND, Histogram
 from tidemill.base.status.status import (
     NODE,
+    PROCESS,
     DerivedStatus,
     StageState,
     StatusReport,
@@ -103,6 +104,8 @@ def status(
                 show_status(marks, reports, every)
             else:
                 out.rows(stage_rows(marks))
+            if not watch:
+                warn_if_all_silent(marks)
             return max((EXIT_BY_STATE.get(derived.state, 0) for derived in marks.values()), default=0)
         return EXIT_GOOD
 
@@ -121,6 +124,17 @@ def read_reports(opened: OpenConsensus) -> list[StatusReport]:
     if not reports:
         raise UnavailableError("no process of the cluster is running.", fix="Start one: tidemill up.")
     return reports
+
+
+def warn_if_all_silent(marks: Mapping[str, DerivedStatus]) -> None:
+    """Print to stderr that no process reports any more: the states shown are the last ones of a stopped cluster."""
+    processes = [derived for name, derived in marks.items() if name.startswith(PROCESS)]
+    if processes and all(derived.state is StageState.BLIND for derived in processes):
+        age_s = min(derived.report_age_ms for derived in processes) // 1000
+        print(
+            f"tidemill: no process has reported for {age_s:,} s. Unless the cluster is starting: tidemill up.",
+            file=sys.stderr,
+        )
 
 
 def read_stage_statuses(opened: OpenConsensus) -> dict[str, DerivedStatus]:

@@ -10,7 +10,7 @@ from functools import partial
 from tidemill.base.clock import SystemClock
 from tidemill.base.config.config import Config, exposed_servers, load
 from tidemill.base.config.sections import CaptureSection
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import ConflictError, TidemillError
 from tidemill.base.libraries import require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import error_sentence
@@ -26,6 +26,7 @@ def up(config: ConfigOption = None, instances: InstancesOption = None, *, spark:
     require("granian")
     loaded = load(config)
     loaded = spark.apply(loaded, loaded.pipeline, instances)
+    _require_no_own_node(loaded)
     for key in exposed_servers(loaded):
         print(f"tidemill: WARNING: {key} is reachable from other machines without authentication.", file=sys.stderr)
     for trouble in _capture_problems(loaded):
@@ -37,6 +38,19 @@ def up(config: ConfigOption = None, instances: InstancesOption = None, *, spark:
 
     ready = partial(ready_block, loaded, str(config or ""))
     run_supervised(loaded, loaded.node.name, start, pipelines=supervised_pipelines(loaded), ready=ready)
+
+
+def _require_no_own_node(config: Config) -> None:
+    """Raise ConflictError if this node runs already. Its successor could not listen, but would first start drivers
+    with the names of those that run."""
+    from tidemill.cli.cluster.doctor import own_node_pid
+
+    pid = own_node_pid(config)
+    if pid:
+        raise ConflictError(
+            f"this node is running already: node={config.node.name} http={config.node.http} pid={pid}.",
+            fix="See it with `tidemill status`. For a second node set node.name, node.http and node.kafka.",
+        )
 
 
 CAPTURE_CHECK_TIMEOUT_S = 5.0

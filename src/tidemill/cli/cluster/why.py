@@ -13,7 +13,7 @@ from tidemill.base.config.config import Config
 from tidemill.base.limits import FRESHNESS_BUDGET_MS
 from tidemill.base.status.freshness import Verdict, resolve_status_name, verdict_of
 from tidemill.base.status.status import DerivedStatus, lag_of, lag_text, severity_of, status_row
-from tidemill.cli.cluster.status import Watch, read_stage_statuses, watch_screen
+from tidemill.cli.cluster.status import Watch, read_stage_statuses, warn_if_all_silent, watch_screen
 from tidemill.cli.context import (
     EXIT_STUCK,
     OPEN_TIMEOUT_S,
@@ -37,7 +37,7 @@ Name = Annotated[
 def why(name: Name = "", config: ConfigOption = None, watch: Watch = False, out: Output = TABLE) -> None:
     """Show how fresh a table is and what blocks it. Exit 0 fresh, 1 lagging, 3 stuck: the worst up to its source."""
     if watch:
-        watch_screen(config, lambda opened, stack: _Explainer(name, opened, stack, out).explain)
+        watch_screen(config, lambda opened, stack: _Explainer(name, opened, stack, out, watched=True).explain)
     with open_consensus_only(config, OPEN_TIMEOUT_S) as opened, ExitStack() as stack:
         raise SystemExit(_Explainer(name, opened, stack, out).explain())
 
@@ -45,8 +45,11 @@ def why(name: Name = "", config: ConfigOption = None, watch: Watch = False, out:
 class _Explainer:
     """Verdict on one name. The stores are opened when a name is no stage, and stay open until `stack` closes."""
 
-    def __init__(self, name: str, opened: OpenConsensus, stack: ExitStack, out: Output) -> None:
+    def __init__(
+        self, name: str, opened: OpenConsensus, stack: ExitStack, out: Output, *, watched: bool = False
+    ) -> None:
         self._name = name
+        self._watched = watched
         self._opened = opened
         self._stack = stack
         self._out = out
@@ -71,6 +74,8 @@ class _Explainer:
         else:
             rows = [status_row(derived) for derived in found.chain]
             self._out.rows(rows, value=verdict_row(found, exit_code, note))
+        if not self._watched:
+            warn_if_all_silent(marks)
         return exit_code
 
     def _find_captured_table(self, marks: Mapping[str, DerivedStatus]) -> tuple[str, str]:

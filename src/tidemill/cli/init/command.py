@@ -13,7 +13,7 @@ import typer
 from tidemill.base.config.config import Config, parse_text
 from tidemill.base.config.environment import ENV_FILE
 from tidemill.base.config.sections import NAME, NOT_A_NAME
-from tidemill.base.errors import InvalidError
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.capture.postgres.connection import database_name, describe_dsn
 from tidemill.capture.setup.inspection import Inspection, inspect_database
@@ -52,7 +52,11 @@ def init(
     if not NAME.match(capture):
         raise InvalidError(f"bad capture name: {NOT_A_NAME.format(capture)}.", fix="Correct --name.")
     with BlockingPortal() as portal:
-        found = portal.call(inspect_database(capture, dsn, tables or ()))
+        try:
+            found = portal.call(inspect_database(capture, dsn, tables or ()))
+        except MissingError as error:  # its remedy names the configuration, which does not exist yet
+            fix = "Create a table, or choose others with --tables 'SCHEMA.*'; nothing was written."
+            raise MissingError(error.message, fix=fix) from error
     if not found.tables:
         reasons = "; ".join(refusal.reason.rstrip(".") for refusal in found.refused.values())
         others = " ".join(f"--tables '{schema}.*'" for schema in found.other_schemas)

@@ -7,13 +7,17 @@ from typing import Annotated
 
 import typer
 
+from tidemill.base.config.config import find_file, load
+from tidemill.base.errors import InvalidError
 from tidemill.cli.context import ConfigOption, open_stores
 from tidemill.cli.output.output import TABLE, Output
 
 
 def check(
     file: Annotated[Path, typer.Argument(help="The pipeline's Python file.")],
-    name: Annotated[str, typer.Option("--name", help="Pipeline name. Default: the file's name.")] = "",
+    name: Annotated[
+        str, typer.Option("--name", help="Pipeline name. Default: that of tidemill.toml, or the file's name.")
+    ] = "",
     reads: Annotated[
         list[str], typer.Option("--reads", help="A table of another pipeline that this one reads; repeatable.")
     ] = [],  # noqa: B006
@@ -30,7 +34,7 @@ def check(
     """
     from tidemill.spark.check import check_cluster, check_file
 
-    found = check_file(file, name or file.stem, None if cluster else reads)
+    found = check_file(file, name or _configured_name(config, file) or file.stem, None if cluster else reads)
     if cluster:
         with open_stores(config) as opened:
             opened.portal.call(check_cluster(found, opened.catalogue, opened.consensus, reads))
@@ -46,3 +50,14 @@ def check(
         out.rows(problems, value=answer)
     if found.problems:
         raise typer.Exit(1)
+
+
+def _configured_name(config: Path | None, file: Path) -> str:
+    """Return the only pipeline of the configuration with this file; "" without one, and without a valid configuration:
+    a check of a file alone needs none, for example where the variables with its secrets are not set."""
+    try:
+        sections = load(config).pipeline if find_file(config) is not None else {}
+    except InvalidError:
+        return ""
+    names = [name for name, section in sections.items() if Path(section.file).resolve() == file.resolve()]
+    return names[0] if len(names) == 1 else ""

@@ -27,12 +27,14 @@ def dead_letters(
     with open_stores(config) as opened:
         rows = [r for r in opened.portal.call(opened.catalogue.list(PipelineRow)) if pipeline in ("", r.name)]
         if pipeline and not rows:
-            raise MissingError(f"no such pipeline: pipeline={pipeline}.", fix="Is its driver running?")
+            if pipeline in opened.config.pipeline:
+                raise MissingError(f"the pipeline has not run yet: pipeline={pipeline}.", fix="Start it: tidemill up.")
+            raise MissingError(f"no such pipeline: pipeline={pipeline}.", fix="See `tidemill pipeline list`.")
         found = [_read_letters(opened, row.dead_letters, limit) for row in rows if row.dead_letters]
     total = sum(each.total for each in found)
     letters = newest_letters((letter for each in found for letter in each.letters), limit)
     if out.is_text:
-        print(f"{total} dead letters")
+        print(f"{total} dead letter{'' if total == 1 else 's'}")
     if letters or not out.is_text:
         out.rows(letters, value={"total": total, "records": letters})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import signal
@@ -57,6 +58,8 @@ def restart(
                 if name in opened.config.pipeline and not instance
                 else "See `tidemill pipeline list`.",
             )
+        section = opened.config.pipeline.get(name)
+        _require_parsing_file(section.file if section is not None else "")
         for report in found:
             others = processes_sharing_driver(report, reports, opened.clock.now_ms())
             if dry_run:
@@ -81,9 +84,9 @@ def restart_driver(opened: OpenStores, report: StatusReport, others: Collection[
     """End a driver and wait until it and `others`, which share its process, report again. Return {process, before, pid,
     with}.
 
-    Raises InvalidError if the driver runs on another machine or is gone, and UnavailableError if no supervisor restarts
-    it. SIGTERM ends it at a batch boundary. A stopped driver (SIGSTOP) would not receive SIGTERM and gets SIGKILL,
-    which loses no data. Prints to stderr what it waits for.
+    Raises InvalidError if the driver runs on another machine or is gone, or its successor cannot run, and
+    UnavailableError if no supervisor restarts it. SIGTERM ends it at a batch boundary. A stopped driver (SIGSTOP) would
+    not receive SIGTERM and gets SIGKILL, which loses no data. Prints to stderr what it waits for.
     """
     _require_local_driver(report)
     progress = Progress(report.process, opened.clock)
@@ -92,10 +95,13 @@ def restart_driver(opened: OpenStores, report: StatusReport, others: Collection[
     board, portal = StatusBoard(opened.consensus, opened.rand), opened.portal
     until_s = opened.clock.monotonic_s() + RESTART_TIMEOUT_S
     while opened.clock.monotonic_s() < until_s:
-        back = {r.process: r.pid for r in portal.call(board.reports()) if r.pid != report.pid}
+        reports = portal.call(board.reports())
+        back = {r.process: r.pid for r in reports if r.pid != report.pid}
         if back.keys() >= {report.process, *others}:
             pid = back[report.process]
             return {"process": report.process, "before": report.pid, "pid": pid, "with": sorted(others)}
+        if not is_driver(report.pid):
+            _raise_if_paused(report, reports)
         waiting = sorted({report.process, *others} - back.keys())
         progress.show(describe_wait(report.pid, waiting, starts=report.process not in waiting))
         portal.call(asyncio.sleep(POLL_INTERVAL_S))
@@ -108,6 +114,31 @@ def restart_driver(opened: OpenStores, report: StatusReport, others: Collection[
         f"the driver ended and was not restarted: process={report.process}.",
         fix="Run it supervised: tidemill up, or tidemill pipeline run.",
     )
+
+
+def _raise_if_paused(ended: StatusReport, reports: Collection[StatusReport]) -> None:
+    """Raise InvalidError if the supervisor of a driver that ended has paused it: no new driver can run."""
+    for mark in (mark for report in reports if report.process != ended.process for mark in report.marks):
+        if mark.name == ended.process and mark.parked:
+            raise InvalidError(
+                f"the driver ended, and a new one cannot run: process={ended.process} error={mark.error!r}.",
+                fix="Correct it; the driver starts when its file changes.",
+            )
+
+
+def _require_parsing_file(file: str) -> None:
+    """Raise InvalidError for a pipeline file that does not parse: the drivers that run are better than none."""
+    path = Path(file)
+    if not file or not path.exists():
+        return
+    try:
+        ast.parse(path.read_bytes(), file)
+    except (SyntaxError, ValueError) as error:
+        line = f" line={error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise InvalidError(
+            f"nothing was restarted, because the pipeline file does not parse: file={file}{line}.",
+            fix="Correct it: tidemill pipeline check FILE.",
+        ) from error
 
 
 def describe_wait(pid: int, waiting: Sequence[str], *, starts: bool) -> str:
@@ -147,7 +178,8 @@ def _require_local_driver(report: StatusReport) -> None:
     if not is_driver(report.pid):
         raise InvalidError(
             f"the driver is gone: process={report.process} pid={report.pid}.",
-            fix="Start it: tidemill pipeline run. Restart a run in the session of another program there.",
+            fix="A running `tidemill up` or `pipeline run` starts it again; otherwise run one of them. A run in the"
+            " session of another program is restarted there.",
         )
 
 

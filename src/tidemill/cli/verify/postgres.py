@@ -155,13 +155,11 @@ async def open_source_point(dsn: str, tables: Sequence[str], nonce: str) -> Asyn
                 raise MissingError(f"no such table: tables={','.join(tables)} ({_first_line(error)}).") from error
             except psycopg.errors.InsufficientPrivilege as error:
                 raise InvalidError(
-                    f"the role may not lock the tables: server={describe_dsn(dsn)} ({_first_line(error)}).",
+                    f"the role may not lock the tables: {describe_dsn(dsn)} ({_first_line(error)}).",
                     fix=f"Have an administrator run: {_grant_statement(reader.info, tables)};",
                 ) from error
             except psycopg.Error as error:
-                raise UnavailableError(
-                    f"the source failed: server={describe_dsn(dsn)} ({_first_line(error)})."
-                ) from error
+                raise UnavailableError(f"the source failed: {describe_dsn(dsn)} ({_first_line(error)}).") from error
         yield SourcePoint(reader, nonce, lsns)
     finally:
         await reader.close()
@@ -217,7 +215,7 @@ async def _connect_repeatable_read(dsn: str) -> psycopg.AsyncConnection[Any]:
         await connection.commit()
     except psycopg.Error as error:
         raise UnavailableError(
-            f"the source cannot be reached: server={describe_dsn(dsn)} ({_first_line(error)}).",
+            f"the source cannot be reached: {describe_dsn(dsn)} ({_first_line(error)}).",
             fix="Start it, or correct the DSN.",
         ) from error
     await connection.set_isolation_level(psycopg.IsolationLevel.REPEATABLE_READ)

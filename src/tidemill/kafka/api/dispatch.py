@@ -47,7 +47,7 @@ Begin = Callable[["Context", "Request"], "Awaitable[Reply] | PlainOutcome"]
 
 
 class PlainOutcome:
-    """Outcome of a request that ends in a callback: a future whose own callback runs at once.
+    """Outcome of a request that ends in a callback: a future whose callback runs immediately.
 
     A future would run it in the next turn of the loop, at the cost of that turn.
     """

@@ -223,7 +223,7 @@ def _log_line_sentence(line: str) -> str:
     try:
         found = json.loads(line)
     except ValueError:
-        return " ".join(line.split())[:500]
+        return " ".join(line.removeprefix("tidemill: ").split())[:500]  # an error of a command
     if not isinstance(found, dict):
         return line[:500]
     said = [str(found[key]) for key in ("event", "part", "unit", "error", "exception") if found.get(key)]

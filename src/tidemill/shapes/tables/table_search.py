@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import structlog
 
@@ -43,13 +43,16 @@ def _log_failed_search(name: str, error: BaseException) -> None:
 
 
 class NotCapturedError(FieldError):
-    """No captured table has that name."""
+    """No captured table has that name. `known`: the names of those that are captured."""
 
-    def __init__(self, schema: str, table: str) -> None:
+    def __init__(self, schema: str, table: str, known: Iterable[tuple[str, str]] = ()) -> None:
+        # A name without quotes is in lower case here, as in PostgreSQL.
+        meant = sorted(other for schema_of, other in known if schema_of == schema and other.lower() == table.lower())
+        hint = f'Did you mean "{schema}"."{meant[0]}", with the quotes? ' if meant else ""
         super().__init__(
             "table",
             f'table "{schema}"."{table}" is not captured.',
-            fix="Check the name (quote it if it has capitals) and its state in `tidemill capture list`.",
+            fix=f"{hint}Check the name (quote it if it has capitals) and its state in `tidemill capture list`.",
         )
 
 
@@ -136,7 +139,7 @@ class TableSearch:
             starting = [database for database in asked if self._databases[database].is_starting]
             if starting:
                 raise CaptureStartingError(f"the capture is starting: database={starting[0]}.")
-            raise NotCapturedError(schema, name)
+            raise NotCapturedError(schema, name, [each for named in known.values() for each in named])
         if len(found) > 1:
             names = ", ".join(f"{database}:{schema}.{name}" for database, _ in found)
             raise FieldError("table", f"the table is in several databases: tables={names}.", fix="Use one of these.")

@@ -77,7 +77,7 @@ class StateReader:
     def _history_lost(self, state: ShardState, wanted: int) -> HistoryLostError:
         return HistoryLostError(
             f"history is lost: table={self.state.name} wanted={wanted} since={state.since}.",
-            fix="Read at a time from since to upper - 1, then listen from there.",
+            fix=f"The oldest time that can be read is {state.since}; changes can be followed from there.",
         )
 
     def rejection_error(self, rejected: RejectedCommand) -> TidemillError:
