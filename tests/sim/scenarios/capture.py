@@ -23,6 +23,7 @@ from tidemill.base.lsn import ChangePosition
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.capture.changes import Change, Fragment, Relation
 from tidemill.capture.decode.batches import BatchBuilder
+from tidemill.capture.decode.row_blocks import ChangePart
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
@@ -193,7 +194,7 @@ class Process:
                     self._keepalive(source.randint(sent + 1, fragment.commit_lsn), inside=not fragment.begins)
                 self._world.trace(f"fragment {fragment.last} {'commits' if fragment.commits else ''}")
                 if fragment.begins and fragment.commits and self._reads.random() < 0.7:
-                    parts = list(fragment.changes)
+                    parts: list[ChangePart] = list(fragment.changes)
                     self._batch.add(fragment.xid, fragment.commit_lsn, 0, parts, len(parts), 0)
                     continue
                 await self._put_batch()
