@@ -20,6 +20,7 @@ import pytest
 
 from support.console.browser import NARROW, WIDE, chromium, watched
 from support.e2e.demo import TABLES, ports, wait_until_ready
+from support.objects.moto_access import start_server
 from support.postgres import EmbeddedPostgres
 from support.waiting import DEADLINE_S, slowness
 
@@ -148,10 +149,8 @@ def look_at_the_console(browser: Any, http: str) -> None:
 
 @pytest.mark.extended
 def test_two_nodes_on_postgres_consensus_and_an_s3_bucket(tmp_path: Path) -> None:
-    from moto.server import ThreadedMotoServer
 
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
+    server = start_server()
     host, port = server.get_host_and_port()
     environ = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
     directory = tmp_path / "demo"

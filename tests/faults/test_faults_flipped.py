@@ -15,6 +15,7 @@ import pytest
 
 from support.faults.faulty_stores import FaultyS3
 from support.faults.served import PROMISED_S, Served, World, running
+from support.objects.moto_access import start_server
 from support.waiting import eventually, slowness
 
 WRITTEN = [f"value {n}" for n in range(50)]
@@ -23,11 +24,9 @@ WRITTEN = [f"value {n}" for n in range(50)]
 @contextmanager
 def bucket(world: World) -> Iterator[FaultyS3]:
     import boto3
-    from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
+    moto = start_server()
     host, port = moto.get_host_and_port()
     keys = {"aws_access_key_id": "k", "aws_secret_access_key": "s"}
     client = boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1", **keys)

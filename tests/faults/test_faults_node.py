@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from support.faults.cluster import Cluster, cluster, until
+from support.objects.moto_access import start_server
 from support.ports import free_address
 from support.postgres import EmbeddedPostgres
 
@@ -17,8 +18,6 @@ AWS = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
 
 def test_f601_a_bucket_that_is_away_at_start_is_waited_for_and_named(tmp_path: Path) -> None:
     from urllib.request import Request, urlopen
-
-    from moto.server import ThreadedMotoServer
 
     address = free_address()
     host, port = address.split(":")
@@ -33,12 +32,10 @@ def test_f601_a_bucket_that_is_away_at_start_is_waited_for_and_named(tmp_path: P
         assert address.split(":")[1] in reported["worst"]["reason"]
         # The bucket exists from the first answer on: moto keeps buckets in this process, for every port.
         before = free_address()
-        maker = ThreadedMotoServer(host, int(before.split(":")[1]), verbose=False)
-        maker.start()
+        maker = start_server(host, int(before.split(":")[1]))
         urlopen(Request(f"http://{before}/harbour", method="PUT")).close()
         maker.stop()
-        server = ThreadedMotoServer(host, int(port), verbose=False)
-        server.start()
+        server = start_server(host, int(port))
         try:
             made.ready()
             assert made.children()["node"] == pid

@@ -16,6 +16,7 @@ import pytest
 
 from support.faults.faulty_stores import FaultyPostgres, FaultyS3
 from support.faults.served import PROMISED_S, Served, World, running
+from support.objects.moto_access import start_server
 from support.replication_slots import drop_slots
 from support.waiting import slowness
 from tidemill.objects import durable_create
@@ -36,7 +37,6 @@ class Remote:
 @pytest.fixture(scope="module")
 def remote(tmp_path_factory: pytest.TempPathFactory, postgres_server: Any) -> Iterator[Remote]:
     import boto3
-    from moto.server import ThreadedMotoServer
 
     directory = tmp_path_factory.mktemp("remote")
     with psycopg.connect(postgres_server.dsn, autocommit=True) as connection:
@@ -45,8 +45,7 @@ def remote(tmp_path_factory: pytest.TempPathFactory, postgres_server: Any) -> It
     with psycopg.connect(postgres_server.dsn_for("faults_captured"), autocommit=True) as connection:
         connection.execute("CREATE TABLE t (id serial PRIMARY KEY)")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    moto = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    moto.start()
+    moto = start_server()
     host, port = moto.get_host_and_port()
     keys = {"aws_access_key_id": "k", "aws_secret_access_key": "s"}
     boto3.client("s3", endpoint_url=f"http://{host}:{port}", region_name="us-east-1", **keys).create_bucket(

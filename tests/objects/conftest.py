@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from support.objects.moto_access import start_server
+
 
 @pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
-    from moto.server import ThreadedMotoServer
-
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
+    server = start_server()
     host, port = server.get_host_and_port()
     yield f"http://{host}:{port}"
     server.stop()

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from support.objects.moto_access import CREDENTIALS
+from support.objects.moto_access import CREDENTIALS, start_server
 from support.ports import free_port
 from support.waiting import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
@@ -234,11 +234,8 @@ class Moto:
         self._server: Any = None
 
     def start(self) -> None:
-        from moto.server import ThreadedMotoServer
-
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
-        self._server = ThreadedMotoServer(ip_address="127.0.0.1", port=self.port, verbose=False)
-        self._server.start()
+        self._server = start_server(port=self.port)
 
     def stop(self) -> None:
         if self._server is not None:

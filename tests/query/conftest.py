@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from support.objects.moto_access import start_server
 from support.query.world import BACKENDS, World
 from tidemill.query import table_read
 from tidemill.shards import handle
@@ -19,7 +20,6 @@ from tidemill.shards.read import hash_ranges, part_reader
 @pytest.fixture(scope="session")
 def new_bucket() -> Iterator[Callable[[], str]]:
     """Return a function that creates a bucket and returns its URL; the server starts at the first use."""
-    from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     servers, numbers = [], itertools.count()
@@ -28,8 +28,7 @@ def new_bucket() -> Iterator[Callable[[], str]]:
         import boto3
 
         if not servers:
-            servers.append(ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False))
-            servers[0].start()
+            servers.append(start_server())
         host, port = servers[0].get_host_and_port()
         endpoint, name = f"http://{host}:{port}", f"bucket-{next(numbers)}"
         keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}

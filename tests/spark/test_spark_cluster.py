@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import tidemill
+from support.objects.moto_access import start_server
 from support.ports import free_port
 from support.waiting import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
@@ -37,13 +38,11 @@ PASSWORD, SECRET = "pg-password-of-the-test", "s3-secret-of-the-test"
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Return the URL of an S3 bucket (moto's server), without its credentials, which are in the environment."""
     import boto3
-    from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=(port := free_port()), verbose=False)
-    server.start()
+    server = start_server(port=(port := free_port()))
     endpoint = f"http://127.0.0.1:{port}"
     boto3.client("s3", endpoint_url=endpoint, region_name="us-east-1").create_bucket(Bucket="cluster")
     yield f"s3://cluster/p?endpoint={endpoint}"
