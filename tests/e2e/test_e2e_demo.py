@@ -149,7 +149,6 @@ def look_at_the_console(browser: Any, http: str) -> None:
 
 @pytest.mark.extended
 def test_two_nodes_on_postgres_consensus_and_an_s3_bucket(tmp_path: Path) -> None:
-
     server = start_server()
     host, port = server.get_host_and_port()
     environ = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
