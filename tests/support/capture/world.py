@@ -133,8 +133,7 @@ class World:
     # what was written -----------------------------------------------------------------------------
     async def records(self, table: str, end: int | None = None) -> list[Record]:
         """All records of `public.<table>`'s topic, or those below offset `end`."""
-        topic = await self.catalogue.get(TopicRow, f"{self.name}.public.{table}")
-        assert topic is not None
+        topic = await self.topic(table)
         out: list[Record] = []
         for partition in range(topic.partitions):
             high = (await self.topics.offsets(topic.topic_id, partition)).high_watermark
@@ -224,10 +223,20 @@ class World:
     async def table(self, name: str) -> CaptureTableRow | None:
         return (await self.tables()).get(name)
 
+    async def topic(self, table: str) -> TopicRow:
+        """Return the topic of `public.<table>`, which is missing for a moment while the table is copied again."""
+        found: list[TopicRow] = []
+
+        async def exists() -> bool:
+            row = await self.catalogue.get(TopicRow, f"{self.name}.public.{table}")
+            found.extend([row] if row is not None else [])
+            return row is not None
+
+        await until(exists, f"table {table} has a topic")
+        return found[0]
+
     async def topic_id(self, table: str) -> str:
-        topic = await self.catalogue.get(TopicRow, f"{self.name}.public.{table}")
-        assert topic is not None
-        return topic.topic_id
+        return (await self.topic(table)).topic_id
 
     async def has_new_topic(self, table: str, old: str) -> bool:
         """Return whether the table has another topic than `old`. While it is created again, it has none."""

@@ -1,4 +1,4 @@
-"""The S3 server of the tests: the credentials that it accepts, and creates that are atomic, as they are in S3."""
+"""The S3 server of the tests, with atomic creates as in S3, and the credentials that it accepts."""
 
 from __future__ import annotations
 
