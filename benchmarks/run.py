@@ -23,6 +23,7 @@ NAMES = (
     "upsert_keys",
     "upsert_peers",
     "catch_up",
+    "small_steps",
     "idle",
     "partitions",
     "extents",

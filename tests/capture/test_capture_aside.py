@@ -335,7 +335,7 @@ async def test_what_befalls_a_table_while_it_is_appended(
 
                     async def anew() -> bool:
                         row = await world.table("public.a")
-                        return row is not None and row.is_streaming and await world.has_new_topic("a", topic)
+                        return row is not None and row.is_streaming and await world.topic_id("a") != topic
 
                     await until(anew, "it is copied anew")
                     await until_folded(world, await as_folded(world))

@@ -205,7 +205,7 @@ async def test_a_table_that_would_park_before_its_copy_is_exact_is_copied_anew(
 
             async def anew() -> bool:
                 found = await world.table("public.a")
-                return found is not None and found.is_streaming and await world.has_new_topic("a", topic)
+                return found is not None and found.is_streaming and await world.topic_id("a") != topic
 
             await until(anew, "it is copied anew")
             await world.flowing("a")

@@ -207,7 +207,7 @@ async def test_f422_a_table_taken_out_of_the_publication_by_somebody_is_copied_a
             await world.sql(f'ALTER PUBLICATION "tidemill_{world.name}" DROP TABLE b', "INSERT INTO b VALUES (1, 1)")
 
             async def anew() -> bool:
-                return await world.has_new_topic("b", old)
+                return await world.topic_id("b") != old
 
             await until(anew, "it is copied again")
             await world.flowing("b")

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
+
+import pytest
 
 from tidemill.spark.session.cds_archive import (
     DAY_S,
@@ -26,6 +29,18 @@ def test_an_archive_is_used_where_it_exists_and_its_use_is_recorded(tmp_path: Pa
     os.utime(path, (0, 0))
     assert f"-XX:SharedArchiveFile={path}" in archive_options(environ)
     assert path.stat().st_mtime > 0
+
+
+def test_an_archive_on_a_read_only_file_system_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    path = archive_path(environ)
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(b"")
+    monkeypatch.setattr(os, "utime", refuse)
+    assert f"-XX:SharedArchiveFile={path}" in archive_options(environ)
 
 
 def test_archives_and_rests_of_dumps_that_nothing_uses_are_deleted_and_nothing_else(tmp_path: Path) -> None:

@@ -138,7 +138,3 @@ class Fragment(msgspec.Struct, frozen=True):
     def first_lsn(self) -> int:
         """Commit LSN of its first transaction."""
         return self.commit_lsn if self.batch is None else self.batch.lsns[0]
-
-    @property
-    def commit_count(self) -> int:
-        return int(self.commits) if self.batch is None else len(self.batch)

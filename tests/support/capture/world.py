@@ -238,11 +238,6 @@ class World:
     async def topic_id(self, table: str) -> str:
         return (await self.topic(table)).topic_id
 
-    async def has_new_topic(self, table: str, old: str) -> bool:
-        """Return whether the table has another topic than `old`. While it is created again, it has none."""
-        topic = await self.catalogue.get(TopicRow, f"{self.name}.public.{table}")
-        return topic is not None and topic.topic_id != old
-
     async def confirmed(self) -> int:
         rows = await self.select(
             f"SELECT confirmed_flush_lsn - '0/0' FROM pg_replication_slots WHERE slot_name = 'tidemill_{self.name}'"

@@ -177,7 +177,7 @@ class TopicWriter:
         return written
 
     async def _write_parts(self, parts: Iterable[ChangePart], stamp: TransactionStamp) -> ChangePosition | None:
-        """Write changes of one transaction; return the position of the last one that still has to be sent."""
+        """Write changes of one transaction. Return the position of the last unsent one."""
         written: ChangePosition | None = None
         for part in parts:
             if isinstance(part, SegmentRows):

@@ -41,8 +41,8 @@ def up(config: ConfigOption = None, instances: InstancesOption = None, *, spark:
 
 
 def _require_no_own_node(config: Config) -> None:
-    """Raise ConflictError if this node runs already. Its successor could not listen, but would first start drivers
-    with the names of those that run."""
+    """Raise ConflictError if this node runs already. A second one could not listen, but would first start drivers under
+    the names of the running drivers."""
     from tidemill.cli.cluster.doctor import own_node_pid
 
     pid = own_node_pid(config)

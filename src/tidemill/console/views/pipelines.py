@@ -96,8 +96,8 @@ def table_row(
     """Return one row of `tables`.
 
     `lag_ms` is how much newer than the table its inputs are; None while the table has no time or no process reports it.
-    `rows` is the number of rows; None = not counted. `written` counts the updates that the reporting drivers wrote
-    since they started, `updates` those that the shard stores. `seats` lists the processes in which the table takes
+    `rows` is the number of rows; None = not counted. `written` is the number of updates that the reporting drivers
+    wrote since they started, `updates` the number in the shard. `seats` lists the processes in which the table takes
     part.
     """
     is_reported = mark is not None and mark.state is not StageState.BLIND

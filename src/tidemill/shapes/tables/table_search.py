@@ -43,7 +43,7 @@ def _log_failed_search(name: str, error: BaseException) -> None:
 
 
 class NotCapturedError(FieldError):
-    """No captured table has that name. `known`: the names of those that are captured."""
+    """No captured table has that name. `known`: the names of the captured tables."""
 
     def __init__(self, schema: str, table: str, known: Iterable[tuple[str, str]] = ()) -> None:
         # A name without quotes is in lower case here, as in PostgreSQL.

@@ -48,6 +48,7 @@ from tidemill.spark.decode.schema_versions import (
     SchemaVersions,
     ValueFormat,
     VersionReaders,
+    may_have_versions,
     places_between,
     version_at,
 )
@@ -129,12 +130,12 @@ class CapturedDecoder:
         if records.partitions is None:
             return self._decode(records)
         # Within one partition only, records in offset order are in the order of times and of versions.
-        parts = records.by_partition()
-        versions = {run[2] for part in parts for run in self._generations.runs(part.columns, len(part))}
-        found = self._decode(records) if len(versions) <= 1 else None
-        if found is not None and found.stop is None:
-            return found
-        each = [self._decode(part) for part in parts]
+        parts = records.by_partition() if may_have_versions(records.columns) else []
+        if len({run[2] for part in parts for run in self._generations.runs(part.columns, len(part))}) <= 1:
+            found = self._decode(records)
+            if found.stop is None:
+                return found
+        each = [self._decode(part) for part in parts or records.by_partition()]
         return Captured(
             join_commands(self.schema, [one.commands for one in each]),
             pa.concat_tables([one.dead for one in each]),

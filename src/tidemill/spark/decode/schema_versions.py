@@ -135,7 +135,7 @@ class SchemaVersions:
     def runs(self, columns: RecordColumns, count: int) -> list[tuple[int, int, int]]:
         """Return (first, end, version) of the records in order; one run if all are under version 1, which is cheap to
         check."""
-        if not count or not (columns.header_counts > VERSION_1_HEADERS).any():
+        if not count or not may_have_versions(columns):
             return [(0, count, 1)] if count else []
         out: list[tuple[int, int, int]] = []
         first = 0
@@ -151,6 +151,11 @@ class SchemaVersions:
             out.append((first, low, version))
             first = low
         return out
+
+
+def may_have_versions(columns: RecordColumns) -> bool:
+    """Return False if all records are certainly under version 1."""
+    return bool((columns.header_counts > VERSION_1_HEADERS).any())
 
 
 def version_at(columns: RecordColumns, at: int) -> int:

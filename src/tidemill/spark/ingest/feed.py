@@ -45,9 +45,10 @@ log = structlog.get_logger()
 
 
 def round_interval_s(freshness_s: float, took_s: float, records: int) -> float:
-    """Return the minimum interval between the starts of two rounds, after one that took `took_s` for `records`: the
-    pipeline's `freshness_s`, and more where small rounds would fill the machine. A large round gains more than a pause
-    saves."""
+    """Return the minimum interval between the starts of two rounds, if the first one took `took_s` for `records`.
+
+    It is the pipeline's `freshness_s`, and longer if small rounds would fill the machine. A pause after a large round
+    would save less than it delays."""
     if records > SMALL_ROUND_RECORDS:
         return freshness_s
     return max(freshness_s, min(took_s / SMALL_ROUND_SHARE, SMALL_ROUND_INTERVAL_S_MAX))

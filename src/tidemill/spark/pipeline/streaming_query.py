@@ -5,8 +5,8 @@ that start together on a busy machine exceed that. One planner serves any number
 share a JVM, the number of queries that start concurrently is limited: the next one starts once an earlier one has had
 its first batch, has ended, or has taken START_TIMEOUT_S.
 
-No row waits for the query, so it starts after the first round of the derived tables: both need the JVM, which is slow
-until it has compiled what they use.
+No row waits for the query, so it starts after the first round of the derived tables. Both need the JVM, which is slow
+until their code is compiled.
 
 A micro-batch names the sources with new bindings and their end times; the sink of each feed reads the records
 (feed_sink.py). Feeds follow their bindings without the query, so its start and its failures delay no row. A sink that

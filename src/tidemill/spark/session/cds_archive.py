@@ -6,12 +6,13 @@ Measured up to the first Python job on a slow, shared two-core machine: 23 s wit
 fifteen thousand classes before its first batch. A dynamic archive (JDK 13 and later) maps them instead. It matches one
 Java, one pyspark and one class path, which its name identifies, and a JVM ignores an archive that does not match.
 Sessions use an existing archive and never create one: dumping takes time at exit that a driver does not have. Each use
-is recorded in the file's modification time. Creating an archive deletes those that nothing has used for
+sets the file's modification time. The creation of an archive deletes other archives that were not used for
 UNUSED_DAYS_MAX.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -45,12 +46,10 @@ def archive_path(environ: Mapping[str, str] | None = None) -> Path:
 def archive_options(environ: Mapping[str, str] | None = None) -> list[str]:
     """Return JVM options that use the archive, empty if there is no archive."""
     path = archive_path(environ)
-    try:
-        os.utime(path)
-    except FileNotFoundError:
+    if not path.is_file():
         return []
-    except PermissionError:  # the archive of an image, or of another user: nothing here deletes it
-        pass
+    with contextlib.suppress(OSError):  # it belongs to another user, or the file system is read-only, as in an image
+        os.utime(path)
     return [f"-XX:SharedArchiveFile={path}", "-Xlog:cds=off", "-Xlog:cds+dynamic=off"]
 
 
@@ -78,8 +77,9 @@ def delete_unused_archives(directory: Path, now_s: float) -> None:
     """Delete the archives, and what interrupted dumps left, that were not used for UNUSED_DAYS_MAX before `now_s`, in
     seconds since 1970."""
     for path in directory.glob("spark-*-java*"):
-        if path.stat().st_mtime < now_s - UNUSED_DAYS_MAX * DAY_S:
-            path.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # another process deleted it, or has completed its archive
+            if path.stat().st_mtime < now_s - UNUSED_DAYS_MAX * DAY_S:
+                path.unlink()
 
 
 def dump_archive(target: Path) -> None:
