@@ -121,3 +121,24 @@ def test_records_of_one_partition_are_not_split() -> None:
     slices = slices_of([[(["good"] * 9, False)] * 3], [9], captured=False)
     (block,) = cut_blocks(slices)
     assert isinstance(block, Records) and block.partitions is None and block.by_partition() == [block]
+
+
+def test_a_deletion_is_read_under_its_own_version_between_partitions_of_an_earlier_one() -> None:
+    """A key of the newer version is beyond the earlier one's type: under that it would be a dead letter."""
+    known = ((Column("k", "int32"), Column("n", "int64")), (Column("k", "int64"), Column("n", "int64")))
+    feed = TopicFeed("t", "t", 3, True, stream_schema("k long, n long", "k"), "public.t", known)
+
+    def gone(key: int, version: int) -> Record:
+        headers = (("tm.pos", b"1_0"), ("tm.op", b"d"), ("tm.xid", b"1"))
+        more = (("tm.version", b"%d" % version),) if version > 1 else ()
+        return Record(json.dumps({"k": key}).encode(), None, headers + more, 0, 0)
+
+    partitions = [[gone(n, 1) for n in range(9)], [gone(1 << 40, 2)], [gone(n, 1) for n in range(9, 90)]]
+    slices: list[Any] = [
+        (Slice("t", "t", number, 0, len(rows), (len(rows),), (5,)), [encode_batch(rows, base_offset=0)], ())
+        for number, rows in enumerate(partitions)
+    ]
+    (block,) = cut_blocks(slices)
+    found = decode_block(feed, block)
+    assert found.stop is None and not found.dead.num_rows
+    assert sorted(found.commands.rows.column("k").to_pylist()) == [*range(90), 1 << 40]
