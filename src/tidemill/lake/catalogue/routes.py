@@ -55,7 +55,7 @@ class PublishedTables(Protocol):
         """Return the names of all tables that can be loaded. Raises UnavailableError."""
 
     async def load(self, table: str) -> PublishedTable:
-        """Return the newest publication of a table, and publish it first if there is none.
+        """Return the newest publication of a table. Publish a table that never was.
 
         Raises MissingError for an unknown table, InvalidError for one that Iceberg cannot express, and
         UnavailableError.
