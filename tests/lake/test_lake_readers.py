@@ -18,7 +18,7 @@ from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema
 
-pytestmark = pytest.mark.processes
+pytestmark = [pytest.mark.processes, pytest.mark.lake]
 
 UTC = datetime.UTC
 EVERY_TYPE: dict[str, list[Any]] = {
