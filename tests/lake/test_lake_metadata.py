@@ -133,7 +133,7 @@ def test_a_manifest_gives_back_its_entries_with_inherited_numbers(version: int) 
     ]
     old = m.ContentFile("s3://b/0.parquet", 5, 900, first_row_id=3 if lineage else None)
     entries = [m.Entry(files[0]), m.Entry(old, m.EXISTING, 11, 1), m.Entry(files[1])]
-    data = m.encode_manifest(version, publish_schema(SCHEMA, version), "data", entries)
+    data = m.encode_manifest(version, publish_schema(SCHEMA, version), m.DATA, entries)
     manifest = m.Manifest("p", len(data), m.DATA, 4, 1, 12, 2, 1, 30, 5, first_row_id=100 if lineage else None)
     found = m.decode_manifest(data, manifest)
     assert [(e.file.path, e.status, e.snapshot_id, e.sequence) for e in found] == [
@@ -163,7 +163,7 @@ def test_every_avro_field_has_its_id() -> None:
         return len(schema.get("fields", ())) + sum(check(field["type"]) for field in schema.get("fields", ()))
 
     for version, fields in ((2, 25), (3, 28)):
-        data = m.encode_manifest(version, publish_schema(SCHEMA, version), "deletes", [])
+        data = m.encode_manifest(version, publish_schema(SCHEMA, version), m.DELETES, [])
         assert check(fastavro.reader(io.BytesIO(data)).writer_schema) == fields
 
 

@@ -1,14 +1,12 @@
-"""Foreign readers of Iceberg tables, each in a process of its own with its own packages (tests/lake/readers)."""
+"""Foreign readers of Iceberg tables, each in a process of its own with its own packages (`tests/lake/readers`)."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -23,88 +21,94 @@ INSTALLED = ROOT / ".venv/lake-readers"
 READERS = ("pyiceberg", "duckdb", "polars", "datafusion", "spark")
 FROM_CATALOGUE = ("pyiceberg", "duckdb", "spark")
 """Readers that ask a REST catalogue."""
-BY_TAG = ("pyiceberg", "spark")
 BY_SNAPSHOT = ("pyiceberg", "duckdb", "polars", "spark")
+BY_TAG = ("pyiceberg", "spark")
 
 
-class RefusedByReaderError(Exception):
-    """Error of the reader, in its words."""
+class ReadError(Exception):
+    """The reader refused the table, in its words."""
 
 
-class Reader:
-    """A reader's process. Started with the first request, which takes Spark some seconds."""
+class ForeignReader:
+    """Process of the reader `name`, started with its first request. Skips the test if it is not installed."""
 
     def __init__(self, name: str, scratch: Path) -> None:
+        # Polars parses metadata with pyiceberg.
+        self._packages = INSTALLED / {"polars": "pyiceberg", "spark": "spark/pyspark"}.get(name, name)
+        if not self._packages.is_dir():
+            pytest.skip(f"{name} is not installed: run tests/lake/readers/install")
         self.name = name
-        self._out = scratch
-        self._number = count()
+        self._scratch = scratch
+        self._numbers = itertools.count()
         self._process: subprocess.Popen[str] | None = None
 
-    def read(self, **request: Any) -> pa.Table:
-        """Return the rows that the reader returns. Raises RefusedByReaderError."""
+    def read(self, metadata: str, snapshot: int | None = None, tag: str | None = None, **more: Any) -> pa.Table:
+        """Return the rows of the current snapshot, of that id, or of that tag, with plain Arrow types.
+
+        `between` (column, first, end) filters. Raises ReadError.
+        """
+        return self._ask({"metadata": metadata, "snapshot": snapshot, "tag": tag, **more})
+
+    def read_catalogue(self, url: str, table: str, **more: Any) -> pa.Table:
+        """As `read`, of a table of the REST catalogue at `url`; `token` is a bearer token."""
+        return self._ask({"catalogue": url, "table": table, **more})
+
+    def _ask(self, request: dict[str, Any]) -> pa.Table:
         if self._process is None:
             self._process = self._start()
-        process = self._process
-        out = self._out / f"{next(self._number)}.arrow"
-        assert process.stdin is not None and process.stdout is not None
-        process.stdin.write(json.dumps(request | {"out": str(out)}) + "\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-        if not line:
-            raise AssertionError(f"{self.name} ended: {(self._out / 'log').read_text(errors='replace')[-3000:]}")
+        out = self._scratch / f"{self.name}-{next(self._numbers)}.arrow"
+        asked = {name: value for name, value in request.items() if value is not None} | {"out": str(out)}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        assert line, f"{self.name} ended: {(self._scratch / 'log').read_text(errors='replace')[-3000:]}"
         answer = json.loads(line)
         if "error" in answer:
-            raise RefusedByReaderError(answer["error"])
+            raise ReadError(answer["error"])
         table = pa.ipc.open_file(out.read_bytes()).read_all()
         out.unlink()
-        assert table.num_rows == answer["rows"]
-        return table
+        return plain_types(table)
 
     def _start(self) -> subprocess.Popen[str]:
-        arguments, packages = [], [INSTALLED / self.name]
-        if self.name == "spark":
-            (jar,) = (INSTALLED / "spark").glob("*.jar")
-            arguments, packages = [str(jar)], [INSTALLED / "spark/pyspark"]
-        if self.name == "polars":
-            packages = [INSTALLED / "pyiceberg"]  # Polars parses metadata with it
+        jars = (INSTALLED / "spark").glob("*.jar") if self.name == "spark" else ()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("SPARK_", "PYSPARK_"))}
-        environment |= {"PYTHONPATH": os.pathsep.join(map(str, packages)), "PYTHONHASHSEED": "0"}
-        self._out.mkdir(parents=True, exist_ok=True)
-        with (self._out / "log").open("ab") as log:
+        environment |= {"PYTHONPATH": str(self._packages), "TZ": "UTC"}
+        with (self._scratch / "log").open("ab") as log:
             return subprocess.Popen(
-                [sys.executable, str(SCRIPTS / f"{self.name}_reader.py"), *arguments],
+                [sys.executable, str(SCRIPTS / f"{self.name}_reader.py"), *map(str, jars)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
                 env=environment,
-                cwd=self._out,
+                cwd=self._scratch,
             )
 
     def close(self) -> None:
-        if self._process is not None:
-            assert self._process.stdin is not None
-            self._process.stdin.close()
-            try:
-                self._process.wait(20 * slowness())
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            assert self._process.stdout is not None
-            self._process.stdout.close()
+        if self._process is None:
+            return
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20 * slowness())
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
 
 
-def is_installed(name: str) -> bool:
-    return (INSTALLED / ("pyiceberg" if name == "polars" else name)).is_dir()
-
-
-@contextmanager
-def reader(name: str, scratch: Path) -> Iterator[Reader]:
-    """A reader, or a skipped test where it is not installed."""
-    if not is_installed(name):
-        pytest.skip(f"needs tests/lake/readers/install {name}")
-    started = Reader(name, scratch)
-    try:
-        yield started
-    finally:
-        started.close()
+def plain_types(table: pa.Table) -> pa.Table:
+    """Return the table with one Arrow type per Iceberg type: readers choose among large and view types, and units."""
+    fields = []
+    for field in table.schema:
+        kind = field.type
+        if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+            kind = pa.string()
+        elif pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+            kind = pa.binary()
+        elif pa.types.is_timestamp(kind):
+            kind = pa.timestamp("us", "UTC" if kind.tz else None)
+        elif pa.types.is_int16(kind):
+            kind = pa.int32()  # Iceberg has no smaller integer
+        fields.append(pa.field(field.name, kind))
+    return table.cast(pa.schema(fields))

@@ -47,6 +47,11 @@ class LogEntry(msgspec.Struct, frozen=True, rename="kebab"):
     timestamp_ms: int
 
 
+class MetadataLogEntry(msgspec.Struct, frozen=True, rename="kebab"):
+    metadata_file: str
+    timestamp_ms: int
+
+
 class PartitionSpec(msgspec.Struct, frozen=True, rename="kebab"):
     spec_id: int = 0
     fields: tuple[()] = ()
@@ -79,7 +84,7 @@ class TableMetadata(msgspec.Struct, frozen=True, rename="kebab"):
     snapshots: tuple[Snapshot, ...] = ()
     refs: dict[str, Reference] = {}
     snapshot_log: tuple[LogEntry, ...] = ()
-    metadata_log: tuple[()] = ()
+    metadata_log: tuple[MetadataLogEntry, ...] = ()
     statistics: tuple[()] = ()
     partition_statistics: tuple[()] = ()
 
@@ -158,7 +163,9 @@ def expire(metadata: TableMetadata, before_ms: int) -> TableMetadata:
             refs[name] = ref
         if name != MAIN:
             followed[ref.snapshot_id] = time_of(name)
-    if not gone and refs == metadata.refs:
+    replaced_ms = [later.timestamp_ms for later in metadata.metadata_log[1:]] + [metadata.last_updated_ms]
+    log = tuple(e for e, at_ms in zip(metadata.metadata_log, replaced_ms, strict=False) if at_ms >= before_ms)
+    if not gone and refs == metadata.refs and log == metadata.metadata_log:
         return metadata
     kept = tuple(s for s in metadata.snapshots if s.snapshot_id not in gone)
     used = {snapshot.schema_id for snapshot in kept} | {metadata.current_schema_id}
@@ -167,8 +174,14 @@ def expire(metadata: TableMetadata, before_ms: int) -> TableMetadata:
         snapshots=kept,
         snapshot_log=tuple(entry for entry in metadata.snapshot_log if entry.snapshot_id not in gone),
         refs=refs,
+        metadata_log=log,
         schemas=tuple(schema for schema in metadata.schemas if schema.schema_id in used),
     )
+
+
+def with_logged(metadata: TableMetadata, location: str, timestamp_ms: int) -> TableMetadata:
+    """Return the metadata that replaces the file `location`, which was last updated at `timestamp_ms`."""
+    return replace(metadata, metadata_log=(*metadata.metadata_log, MetadataLogEntry(location, timestamp_ms)))
 
 
 def time_of(tag: str) -> int:
