@@ -16,7 +16,7 @@ def read(request: dict[str, Any]) -> pa.Table:
     where = ""
     if "between" in request:
         column, first, end = request["between"]
-        where = f' WHERE "{column}" >= {first} AND "{column}" < {end}'
+        where = f' WHERE "{column}" >= {first!r} AND "{column}" < {end!r}'
     return context.sql(f"SELECT * FROM t{where}").to_arrow_table()
 
 

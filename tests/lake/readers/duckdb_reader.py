@@ -32,7 +32,7 @@ def read(request: dict[str, Any]) -> pa.Table:
     where = ""
     if "between" in request:
         column, first, end = request["between"]
-        where = f' WHERE "{column}" >= {first} AND "{column}" < {end}'
+        where = f' WHERE "{column}" >= {first!r} AND "{column}" < {end!r}'
     return connection.execute(f"FROM {source}{where}").to_arrow_table()
 
 

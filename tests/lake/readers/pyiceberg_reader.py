@@ -17,7 +17,7 @@ def read(request: dict[str, Any]) -> pa.Table:
     given: dict[str, Any] = {"snapshot_id": request["snapshot"]} if "snapshot" in request else {}
     if "between" in request:
         column, first, end = request["between"]
-        given["row_filter"] = f"{column} >= {first} and {column} < {end}"
+        given["row_filter"] = f"{column} >= {first!r} and {column} < {end!r}"
     scan = table.scan(**given)
     return (scan.use_ref(request["tag"]) if "tag" in request else scan).to_arrow()
 

@@ -39,7 +39,7 @@ def read(request: dict[str, Any]) -> pa.Table:
         frame = spark.sql(f"SELECT * FROM lake.tidemill.`{request['table']}`{version}")
     if "between" in request:
         column, first, end = request["between"]
-        frame = frame.where(f"`{column}` >= {first} AND `{column}` < {end}")
+        frame = frame.where(f"`{column}` >= {first!r} AND `{column}` < {end!r}")
     return frame.toArrow()
 
 

@@ -20,8 +20,8 @@ from tidemill.lake.format.schema import FIRST_ID, iceberg_type
 from tidemill.shards.api import ShardSchema
 
 TEXT_BYTES: Final = 64
-"""Limit for bounds of text and bytes, of which a manifest has two per file: a longer lower one is cut, a longer upper one
-omitted."""
+"""Limit for bounds of text and bytes, of which a manifest has two per file: a longer lower one is cut, a longer upper
+one omitted."""
 
 
 class Bounds(msgspec.Struct, frozen=True):

@@ -92,7 +92,7 @@ async def publish(stores: LakeStores, columns: PartColumns, stored: Stored, cont
         return await _publish_tag(stores, stored, contents)
     found = await evaluate(columns, contents.schema, views, before)
     contents = replace(contents, summary={**contents.summary, VIEWS: _digest(views)})
-    return await _Publication(stores, stored, contents).run(replace(stored, evaluation=found), found.rows)
+    return await _Publication(stores, columns, stored, contents).run(replace(stored, evaluation=found), found.rows)
 
 
 def _digest(views: Sequence[View]) -> str:
@@ -138,8 +138,9 @@ async def _move(stores: LakeStores, stored: Stored, shard_id: str, metadata: Tab
 class _Publication:
     """Files of one new snapshot."""
 
-    def __init__(self, stores: LakeStores, stored: Stored, contents: Contents) -> None:
+    def __init__(self, stores: LakeStores, columns: PartColumns, stored: Stored, contents: Contents) -> None:
         self._stores = stores
+        self._columns = columns
         self._stored = stored
         self._contents = contents
         self._version = stores.settings.format
@@ -218,8 +219,16 @@ class _Publication:
 
     async def _write_data(self, groups: Sequence[Group], files: SnapshotFiles) -> tuple[Group, ...]:
         regrouped = regroup_data(groups, files.data)
-        entries = {path: Entry(files.data[path]) for path in regrouped.new}
+        entries = {path: Entry(await self._with_bounds(files, path)) for path in regrouped.new}
         return (*regrouped.kept, *await self._write_group(DATA, regrouped, entries, self._metadata.next_row_id))
+
+    async def _with_bounds(self, files: SnapshotFiles, path: str) -> ContentFile:
+        """Return the data file with the bounds of its columns. Its footer was read to evaluate it, so this is cheap."""
+        file, part = files.data[path], files.parts.get(path)
+        if part is None:
+            return file
+        found = await self._columns.bounds(part, self._contents.schema)
+        return replace(file, lower=found.lower, upper=found.upper, values=found.values, nulls=found.nulls)
 
     async def _write_deletes(self, groups: Sequence[Group], files: SnapshotFiles) -> tuple[Group, ...]:
         regrouped = regroup_deletes(groups, files.vectors)
