@@ -78,7 +78,7 @@ async def test_a_publication_writes_only_what_changed(tmp_path: Path) -> None:
     assert len(await listed(world)) == 3, "a manifest, a list, the metadata"
     await change(shard, range(1000), 20, 1)
     second = await world.publish(publisher)
-    assert len(await listed(world)) == 3 + 5, "and a Puffin file with its manifest"
+    assert len(await listed(world)) == 3 + 6, "and two vectors with their manifest"
     assert names(world, first) < names(world, second), "the first data manifest is listed again"
     assert await read_snapshot(world, second) == await contents(shard, 20)
     assert await read_snapshot(world, second, 0) == await contents(shard, 9)
@@ -132,7 +132,7 @@ async def test_a_publication_that_ends_anywhere_changes_nothing_and_its_objects_
     class Crash(Exception):
         pass
 
-    for allowed in range(5):
+    for allowed in range(6):
         left = allowed
 
         async def failing(key: str, data: Any) -> None:
@@ -154,7 +154,7 @@ async def test_a_publication_that_ends_anywhere_changes_nothing_and_its_objects_
     assert await publisher.sweep() == 0, "they are too young"
     world.clock.advance(ORPHAN_MS + 1000)
     swept = await publisher.sweep()
-    assert swept and len(await listed(world)) == count - swept == 3 + 5
+    assert swept and len(await listed(world)) == count - swept == 3 + 6
     for which in (0, 1):
         assert await read_snapshot(world, second, which) == await contents(shard, [9, 20][which])
 

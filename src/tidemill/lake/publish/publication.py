@@ -17,6 +17,7 @@ from msgspec import UNSET
 from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError
+from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.lake.format.deletion_vectors import Vector, decode_vector, encode_puffin
 from tidemill.lake.format.manifests import (
     ADDED,
@@ -91,7 +92,7 @@ async def publish(stores: LakeStores, columns: PartColumns, stored: Stored, cont
         return await _publish_tag(stores, stored, contents)
     found = await evaluate(columns, contents.schema, views, before)
     contents = replace(contents, summary={**contents.summary, VIEWS: _digest(views)})
-    return await _Publication(stores, stored, contents).run(replace(stored, evaluation=found), found.rows)
+    return await _Publication(stores, columns, stored, contents).run(replace(stored, evaluation=found), found.rows)
 
 
 def _digest(views: Sequence[View]) -> str:
@@ -137,8 +138,9 @@ async def _move(stores: LakeStores, stored: Stored, shard_id: str, metadata: Tab
 class _Publication:
     """Files of one new snapshot."""
 
-    def __init__(self, stores: LakeStores, stored: Stored, contents: Contents) -> None:
+    def __init__(self, stores: LakeStores, columns: PartColumns, stored: Stored, contents: Contents) -> None:
         self._stores = stores
+        self._columns = columns
         self._stored = stored
         self._contents = contents
         self._version = stores.settings.format
@@ -217,42 +219,50 @@ class _Publication:
 
     async def _write_data(self, groups: Sequence[Group], files: SnapshotFiles) -> tuple[Group, ...]:
         regrouped = regroup_data(groups, files.data)
-        entries = {path: Entry(files.data[path]) for path in regrouped.new}
+        entries = {path: Entry(await self._with_bounds(files, path)) for path in regrouped.new}
         return (*regrouped.kept, *await self._write_group(DATA, regrouped, entries, self._metadata.next_row_id))
+
+    async def _with_bounds(self, files: SnapshotFiles, path: str) -> ContentFile:
+        """Return the data file with the bounds of its columns. Its footer was read to evaluate it, so this is cheap."""
+        file, part = files.data[path], files.parts.get(path)
+        if part is None:
+            return file
+        found = await self._columns.bounds(part, self._contents.schema)
+        return replace(file, lower=found.lower, upper=found.upper, values=found.values, nulls=found.nulls)
 
     async def _write_deletes(self, groups: Sequence[Group], files: SnapshotFiles) -> tuple[Group, ...]:
         regrouped = regroup_deletes(groups, files.vectors)
-        if self._version >= 3 and regrouped.moved:
-            # Readers apply every vector of a Puffin file: the ones that stay are written with the new ones.
-            regrouped = replace(regrouped, moved={}, new=(*regrouped.moved, *regrouped.new))
         if not regrouped.new and not regrouped.moved:
             return regrouped.kept
-        write = self._write_puffin if self._version >= 3 else self._write_position_deletes
-        entries = {file.referenced or "": Entry(file) for file in await write(regrouped.new, files)}
+        write = self._write_vector if self._version >= 3 else self._write_position_deletes
+        slots = asyncio.Semaphore(OBJECT_CONCURRENCY)
+
+        async def write_entry(path: str) -> tuple[str, Entry]:
+            async with slots:
+                return path, Entry(await write(path, files))
+
+        entries = dict(await asyncio.gather(*(write_entry(path) for path in regrouped.new)))
         written = await self._write_group(DELETES, regrouped, entries, UNSET)
         blobs = {path: files.vectors[path] for group in written for path in group.entries}
         return (*regrouped.kept, *(replace(group, blobs=blobs) for group in written))
 
-    async def _write_puffin(self, paths: Sequence[str], files: SnapshotFiles) -> list[ContentFile]:
-        vectors = [Vector(path, files.vectors[path], files.dead[path]) for path in paths]
-        data, placed = encode_puffin(vectors)
+    async def _write_vector(self, path: str, files: SnapshotFiles) -> ContentFile:
+        """Write the vector of a data file, in a Puffin file of its own.
+
+        pyiceberg 0.12 applies every vector of a file, listed or not; DuckDB 1.5.5 may apply its first one for another.
+        """
+        data, (place,) = encode_puffin([Vector(path, files.vectors[path], files.dead[path])])
         uri = await self._put("data", data, ".puffin")
         kind = FORMAT_OF_DELETES[self._version]
-        return [
-            ContentFile(
-                uri, p.count, len(data), 1, kind, referenced=p.path, offset=p.offset, length=p.length
-            )
-            for p in placed
-        ]  # fmt: skip
+        return ContentFile(
+            uri, place.count, len(data), 1, kind, referenced=path, offset=place.offset, length=place.length
+        )
 
-    async def _write_position_deletes(self, paths: Sequence[str], files: SnapshotFiles) -> list[ContentFile]:
-        async def write(path: str) -> ContentFile:
-            rows, blob = files.data[path].rows, files.vectors[path]
-            data = await self._stores.cpu(lambda: encode_position_deletes(path, decode_vector(blob, rows)))
-            uri, bound = await self._put("data", data, ".deletes.parquet"), {PATH_FIELD: path.encode()}
-            return ContentFile(uri, files.dead[path], len(data), 1, referenced=path, lower=bound, upper=bound)
-
-        return list(await asyncio.gather(*(write(path) for path in paths)))
+    async def _write_position_deletes(self, path: str, files: SnapshotFiles) -> ContentFile:
+        rows, blob = files.data[path].rows, files.vectors[path]
+        data = await self._stores.cpu(lambda: encode_position_deletes(path, decode_vector(blob, rows)))
+        uri, bound = await self._put("data", data, ".deletes.parquet"), {PATH_FIELD: path.encode()}
+        return ContentFile(uri, files.dead[path], len(data), 1, referenced=path, lower=bound, upper=bound)
 
     async def _write_group(
         self, content: int, regrouped: Regrouped, new: Mapping[str, Entry], first_row: int | msgspec.UnsetType

@@ -17,31 +17,35 @@ import pyarrow.parquet as pq
 from tidemill.lake.format.manifests import ContentFile
 from tidemill.lake.settings import LakeSettings
 from tidemill.lake.vectors.evaluation import Evaluation
-from tidemill.shards.api import HASH, ShardSchema
+from tidemill.shards.api import HASH, Part, ShardSchema
 from tidemill.shards.parts.parts import decode_part
 from tidemill.shards.parts.schema import contents_schema
 
 
 class SnapshotFiles(msgspec.Struct, frozen=True):
-    """Data files by URI, and the vectors of those of which some rows do not count, with the numbers of such rows."""
+    """Data files by URI, and the vectors of those of which some rows do not count, with the numbers of such rows.
+
+    `parts` are those that the data files are, all but the loose rows.
+    """
 
     data: Mapping[str, ContentFile]
+    parts: Mapping[str, Part]
     vectors: Mapping[str, bytes]
     dead: Mapping[str, int]
 
 
 def files_of(settings: LakeSettings, found: Evaluation) -> SnapshotFiles:
     """Return the parts to list."""
-    data, vectors, dead = {}, {}, {}
+    data, parts, vectors, dead = {}, {}, {}, {}
     for state in found.states.values():
         part = state.view.part
         if not part.object_key or not state.counting:
             continue
         uri = settings.uri(part.object_key)
-        data[uri] = ContentFile(uri, part.rows, part.size_bytes)
+        data[uri], parts[uri] = ContentFile(uri, part.rows, part.size_bytes), part
         if state.blob:
             vectors[uri], dead[uri] = state.blob, state.dead
-    return SnapshotFiles(data, vectors, dead)
+    return SnapshotFiles(data, parts, vectors, dead)
 
 
 def loose_rows(schema: ShardSchema, found: Evaluation) -> pa.Table:

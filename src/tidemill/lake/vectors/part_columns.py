@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 
 from tidemill.base.errors import CorruptError
 from tidemill.base.limits import MIB, OBJECT_CONCURRENCY
+from tidemill.lake.format.bounds import Bounds, bounds_of
 from tidemill.objects.reads import read_verified
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import DIFF, HASH, TIME, Part, RunCpuWork, ShardSchema, run_inline
@@ -98,6 +99,10 @@ class PartColumns:
     async def summary(self, part: Part) -> PartSummary:
         """Return the footer's facts. Raises MissingError, CorruptError, UnavailableError."""
         return (await self._file(part)).summary
+
+    async def bounds(self, part: Part, schema: ShardSchema) -> Bounds:
+        """Return the bounds of its columns under `schema`. Raises as `summary`."""
+        return bounds_of(schema, (await self._file(part)).metadata)
 
     async def columns(self, part: Part, groups: Sequence[int], names: Sequence[str]) -> list[dict[str, Array]]:
         """Return columns of these row groups, which are among `_hash`, `_time` and `_diff`. Raises as `summary`."""
