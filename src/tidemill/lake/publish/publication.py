@@ -104,30 +104,30 @@ def _digest(views: Sequence[View]) -> str:
 
 
 async def publish_expiry(stores: LakeStores, stored: Stored, shard_id: str, overdue_ms: int) -> Stored:
-    """Drop snapshots that are overdue by `overdue_ms`, without a new one. Return `stored` itself if there are none.
+    """Drop snapshots that are overdue by `overdue_ms`, without a new one. Without any, return `stored` itself.
 
     Raises as `publish`.
     """
-    limit_ms = stores.clock.now_ms() - stores.settings.keep_ms
-    if expire(stored.metadata, limit_ms - overdue_ms) is stored.metadata:
+    now_ms, keep_ms = stores.clock.now_ms(), stores.settings.keep_ms
+    if expire(stored.metadata, now_ms - overdue_ms, keep_ms) is stored.metadata:
         return stored
-    return await _move(stores, stored, shard_id, expire(stored.metadata, limit_ms), stored.pointer)
+    return await _move(stores, stored, shard_id, stored.metadata, stored.pointer)
 
 
 async def _publish_tag(stores: LakeStores, stored: Stored, contents: Contents) -> Stored:
     metadata = add_tag(stored.metadata, contents.time_ms, stores.clock.now_ms())
     pointer = replace(stored.pointer, time_ms=contents.time_ms, published_ms=metadata.last_updated_ms)
-    limit_ms = stores.clock.now_ms() - stores.settings.keep_ms
-    return await _move(stores, stored, contents.shard_id, expire(metadata, limit_ms), pointer)
+    return await _move(stores, stored, contents.shard_id, metadata, pointer)
 
 
 async def _move(stores: LakeStores, stored: Stored, shard_id: str, metadata: TableMetadata, pointer: Pointer) -> Stored:
-    """Store the metadata and move the pointer to it."""
+    """Store the metadata without what has expired, and move the pointer to it."""
     old = stored.pointer.metadata
     if old and stored.metadata.last_updated_ms:
         metadata = with_logged(metadata, stores.settings.uri(old), stored.metadata.last_updated_ms)
     now_ms = stores.clock.now_ms()
     metadata = replace(metadata, last_updated_ms=max(now_ms, metadata.last_updated_ms))
+    metadata = expire(metadata, metadata.last_updated_ms, stores.settings.keep_ms)
     key = object_key(shard_id, "metadata", now_ms, stores.rand, ".metadata.json")
     await stores.objects.put(key, encode_metadata(metadata))
     pointer = replace(pointer, metadata=key)
@@ -182,7 +182,7 @@ class _Publication:
             UNSET if first_row is UNSET else added,
         )
         time_ms = self._contents.time_ms
-        metadata = expire(add_snapshot(self._metadata, snapshot, time_ms), self._now_ms - self._stores.settings.keep_ms)
+        metadata = add_snapshot(self._metadata, snapshot, time_ms)
         pointer = Pointer(
             self._contents.name, "", self._snapshot_id, time_ms, self._now_ms, rows, stored.pointer.swept_ms
         )

@@ -1,4 +1,4 @@
-"""What a table has published so far, as read from its pointer, metadata and manifests."""
+"""Publications of a table so far, as read from its pointer, metadata and manifests."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Stored(msgspec.Struct, frozen=True):
 
 
 async def load_stored(stores: LakeStores, shard_id: str, name: str, schema: ShardSchema) -> Stored:
-    """Read the newest publication. A table that was never published, or under another format or base, begins anew.
+    """Read the newest publication. Without one under this format and base, the table has no snapshots yet.
 
     Raises MissingError (the table was dropped, or an object is missing), CorruptError, UnavailableError, InvalidError.
     """

@@ -40,7 +40,7 @@ def hold_period_ms(settings: LakeSettings) -> int:
 async def hold_objects(shard: LogShard, stores: LakeStores) -> None:
     """Hold the objects of the shard's state for snapshots that are current in this period.
 
-    One write a period; a hold that exists is left as it is. Raises UnavailableError, UnknownOutcomeError.
+    One write a period. Raises UnavailableError, UnknownOutcomeError.
     """
     now_ms, period_ms = stores.clock.now_ms(), hold_period_ms(stores.settings)
     period = now_ms // period_ms
@@ -102,7 +102,7 @@ class TablePublisher:
         try:
             self.stored = found = await publication
         except BaseException:
-            self.stored = None  # whatever happened is read again
+            self.stored = None  # the next call reads what happened
             raise
         current = found.metadata.current
         if current is not None and current.snapshot_id not in self._named and found.evaluation is not None:

@@ -1,4 +1,4 @@
-"""Which rows count among all updates of some hashes. Vectorised, pure.
+"""Rows that count among all updates of some hashes. Vectorised, pure.
 
     insertions only                                  all count
     insertion, retraction, insertion, … alternating  the last one counts, if it is an insertion

@@ -34,7 +34,7 @@ HOLD_ABOVE_BYTES = 16 << 20
 """Size from which a read takes a hold on its own, since it may last longer than garbage collection waits."""
 
 OBJECTS_ONLY = (1 << 53) - 1
-"""Since of a hold that keeps the objects of a state, and no history: no time is that late."""
+"""Value of `since` for a hold that keeps the objects of a state, but no history: no time is that late."""
 
 RELEASE_TIMEOUT_S = 2.0
 
