@@ -54,6 +54,7 @@ LAKES = ("delta", "iceberg")
 OUT = paths.ROOT / ".tidemill" / "versus.json"
 REPORT_S = 10.0
 LATE_S = 300.0
+RECOVERY_S = 600.0
 PAUSE_S = 5.0
 FRESHNESS_S = PIPELINE_FRESHNESS_MS / 1000
 TRIGGER_S = 0.0
@@ -162,7 +163,7 @@ class Run:
 
     def _recovery(self, killed_s: float) -> dict[str, Any]:
         """Wait until a row that was committed after the kill was seen, and all rows before it."""
-        until_s = time.monotonic() + LATE_S
+        until_s = time.monotonic() + RECOVERY_S
         probe = self.probe
         while recovering := not any(at_s > killed_s and each in probe.seen for each, at_s in list(probe.sent.items())):
             if time.monotonic() > until_s:
@@ -170,7 +171,7 @@ class Run:
             time.sleep(0.2)
         if not recovering:
             first = min(at_s for each, at_s in list(probe.sent.items()) if at_s > killed_s and each in probe.seen)
-            wait_for("the rows before it", lambda: probe.all_seen(first), self.stack.keeper, LATE_S)
+            wait_for("the rows before it", lambda: probe.all_seen(first), self.stack.keeper, RECOVERY_S)
         now_s = time.time()
         seen = {each: probe.seen.get(each, now_s) for each in probe.sent}
         worst_s = max(seen[each] - at_s for each, at_s in list(probe.sent.items()) if seen[each] > killed_s)

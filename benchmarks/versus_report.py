@@ -28,8 +28,14 @@ NAMES = {
     "tidemill": "tidemill",
 }
 WIDTH = 720
-ROW = 22
-LABELS = 190
+ROW = 20
+GAP = 8
+"""Space between two rates."""
+LABELS = 170
+TOP = 40
+HEADING = 30
+AXIS = 14
+"""Height of the numbers below the axis."""
 SECONDS = (0.01, 0.1, 1.0, 10.0, 100.0)
 
 Lanes = Mapping[str, Mapping[str, Any]]
@@ -155,20 +161,15 @@ def plot(lanes: Lanes) -> str:
     if not common:
         raise ValueError("there is no rate at which both the peer and tidemill were measured")
     pairs = [(rate, side, lanes[f"{side}/{rate}"]) for rate in common for side in (peer, "tidemill")]
-    panel_height = ROW * len(pairs) + 52
-    height = 34 + 3 * panel_height
+    body = _top(len(pairs), 0)
+    tops = [TOP, TOP + HEADING + body + AXIS, TOP + 2 * (HEADING + body) + AXIS]
+    height = tops[-1] + HEADING + body + 8
     told = f"Commit to table, processor time and memory of {NAMES[peer]} and of tidemill"
     parts = [HEAD.format(width=WIDTH, height=height, title=escape(told))]
     parts += _legend(peer)
-    parts += _latency_panel(pairs, 34)
-    for number, (name, values) in enumerate(
-        (
-            ("processor, % of a core", [one["cpu_total_percent"] for _, _, one in pairs]),
-            ("resident memory, MiB", [_sum(one, "rss_mib") for _, _, one in pairs]),
-        ),
-        start=1,
-    ):
-        parts += _bar_panel(name, pairs, values, 34 + number * panel_height)
+    parts += _latency_panel(pairs, tops[0])
+    parts += _bar_panel("processor, % of a core", pairs, [one["cpu_total_percent"] for _, _, one in pairs], tops[1])
+    parts += _bar_panel("resident memory, MiB", pairs, [_sum(one, "rss_mib") for _, _, one in pairs], tops[2])
     return "\n".join([*parts, "</svg>", ""])
 
 
@@ -184,25 +185,30 @@ def _legend(peer: str) -> list[str]:
     ]
 
 
+def _top(at: int, top: float) -> float:
+    """Return the upper edge of a bar. Every second one begins another rate."""
+    return top + ROW * at + GAP * (at // 2)
+
+
 def _rows(name: str, pairs: Pairs, top: float) -> list[str]:
-    out = [f'<text class="title" x="24" y="{top + 24:g}">{escape(name)}</text>']
+    out = [f'<text class="title" x="24" y="{top + 16:g}">{escape(name)}</text>']
     for at, (rate, _, _) in enumerate(pairs):
         if at % 2 == 0:
-            out.append(f'<text x="24" y="{top + 38 + ROW * (at + 1):g}">{escape(rate)} commits/s</text>')
+            out.append(f'<text x="24" y="{_top(at, top + HEADING) + ROW + 3:g}">{escape(rate)} commits/s</text>')
     return out
 
 
 def _latency_panel(pairs: Pairs, top: float) -> list[str]:
     """Draw a bar from p50 to p99 on a logarithmic axis."""
     out = _rows("from commit to table, p50 to p99, seconds", pairs, top)
-    bottom = top + 34 + ROW * len(pairs)
+    bottom = _top(len(pairs), top + HEADING) - GAP
     for tick in SECONDS:
         x = _logarithmic(tick)
-        out.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top + 34:g}" y2="{bottom:g}"/>')
+        out.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{top + HEADING - 4:g}" y2="{bottom:g}"/>')
         out.append(f'<text class="small" x="{x:.1f}" y="{bottom + 14:g}" text-anchor="middle">{tick:g}</text>')
     for at, (_, side, one) in enumerate(pairs):
         left, right = _logarithmic(one["latency_s"]["p50"]), _logarithmic(one["latency_s"]["p99"])
-        y = top + 38 + ROW * at
+        y = _top(at, top + HEADING)
         label = f"{_seconds(one['latency_s']['p50'])} – {_seconds(one['latency_s']['p99'])}"
         out.append(_bar(side, left, y, max(right - left, 3)))
         out.append(f'<text class="small" x="{right + 6:.1f}" y="{y + 11:g}">{label}</text>')
@@ -213,7 +219,7 @@ def _bar_panel(name: str, pairs: Pairs, values: list[float], top: float) -> list
     out = _rows(name, pairs, top)
     for at, ((_, side, _), value) in enumerate(zip(pairs, values, strict=True)):
         width = max(1.0, value / max(*values, 1) * (WIDTH - LABELS - 80))
-        y = top + 38 + ROW * at
+        y = _top(at, top + HEADING)
         out.append(_bar(side, LABELS, y, width))
         out.append(f'<text class="small" x="{LABELS + width + 6:.1f}" y="{y + 11:g}">{value:,.0f}</text>')
     return out
@@ -221,7 +227,7 @@ def _bar_panel(name: str, pairs: Pairs, values: list[float], top: float) -> list
 
 def _bar(side: str, x: float, y: float, width: float) -> str:
     kind = "ours" if side == "tidemill" else "peer"
-    return f'<rect class="{kind}" x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{ROW - 8}" rx="2"/>'
+    return f'<rect class="{kind}" x="{x:.1f}" y="{y:g}" width="{width:.1f}" height="{ROW - 6}" rx="2"/>'
 
 
 def _logarithmic(seconds: float) -> float:
