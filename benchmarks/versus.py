@@ -45,7 +45,9 @@ from harbour import machine
 from tidemill.base.limits import PIPELINE_FRESHNESS_MS
 from versus_compare import KEYS, compare, latencies, percentiles
 from versus_peer import Peer, absent
-from versus_report import OUTSIDE, plot, publish, table
+from versus_plot import plot
+from versus_publish import publish
+from versus_report import OUTSIDE, table
 from versus_shop import Probe, Shop
 from versus_stack import Stack, pids_by_role, wait_for
 from versus_tidemill import Tidemill
@@ -53,8 +55,7 @@ from versus_tidemill import Tidemill
 LAKES = ("delta", "iceberg")
 OUT = paths.ROOT / ".tidemill" / "versus.json"
 REPORT_S = 10.0
-LATE_S = 300.0
-RECOVERY_S = 600.0
+LATE_S = 600.0
 PAUSE_S = 5.0
 FRESHNESS_S = PIPELINE_FRESHNESS_MS / 1000
 TRIGGER_S = 0.0
@@ -118,7 +119,7 @@ class Run:
         self.wait_seen(until_s)
         self.shop.stop_load()
         cpu = versus_processes.percent_of_a_core(before, after, until_s - from_s)
-        samples = latencies(self.probe.sent, self.probe.seen, from_s, until_s)
+        samples = latencies(dict(self.probe.sent), self.probe.seen, from_s, until_s)
         return {
             "machine": machine(),
             "at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -163,19 +164,20 @@ class Run:
 
     def _recovery(self, killed_s: float) -> dict[str, Any]:
         """Wait until a row that was committed after the kill was seen, and all rows before it."""
-        until_s = time.monotonic() + RECOVERY_S
+        until_s = time.monotonic() + LATE_S
         probe = self.probe
-        while recovering := not any(at_s > killed_s and each in probe.seen for each, at_s in list(probe.sent.items())):
-            if time.monotonic() > until_s:
-                break
+
+        def seen_again() -> list[float]:
+            return [at_s for each, at_s in dict(probe.sent).items() if at_s > killed_s and each in probe.seen]
+
+        while not (first := min(seen_again(), default=0.0)) and time.monotonic() < until_s:
             time.sleep(0.2)
-        if not recovering:
-            first = min(at_s for each, at_s in list(probe.sent.items()) if at_s > killed_s and each in probe.seen)
-            wait_for("the rows before it", lambda: probe.all_seen(first), self.stack.keeper, RECOVERY_S)
+        if first:
+            wait_for("the rows before it", lambda: probe.all_seen(first), self.stack.keeper, LATE_S)
         now_s = time.time()
-        seen = {each: probe.seen.get(each, now_s) for each in probe.sent}
-        worst_s = max(seen[each] - at_s for each, at_s in list(probe.sent.items()) if seen[each] > killed_s)
-        return {"worst_row_s": round(worst_s, 1), "recovered": not recovering}
+        waits = {at_s: probe.seen.get(each, now_s) for each, at_s in dict(probe.sent).items()}
+        worst_s = max(seen_s - at_s for at_s, seen_s in waits.items() if seen_s > killed_s)
+        return {"worst_row_s": round(worst_s, 1), "recovered": bool(first)}
 
 
 @contextlib.contextmanager
@@ -263,6 +265,9 @@ def arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = arguments()
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # a context that is left ends its processes
     lanes: dict[str, Any] = json.loads(args.out.read_text()) if args.out.exists() else {}
     if args.plot or args.table or args.publish:
         if args.publish:

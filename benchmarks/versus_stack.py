@@ -28,7 +28,7 @@ RESTART_S = 1.0
 class Stack(Protocol):
     name: str
     keeper: Keeper
-    reader: Sequence[str]
+    reader: list[str]
     """Command that prints a line of JSON for each row of the table `probe`: its id, and when it was seen."""
 
     def start(self) -> None: ...

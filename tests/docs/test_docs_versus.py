@@ -15,9 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from versus_compare import Difference, compare, latencies, percentiles
 from versus_peer import committed_offset
+from versus_plot import plot
 from versus_processes import Process, Used, parse_stat, percent_of_a_core, roles
+from versus_publish import PAGE, PICTURE, RESULTS, page_text, published
 from versus_reader import added_by_delta
-from versus_report import PAGE, PICTURE, RESULTS, plot, published_table, table
+from versus_report import sentences, table
 
 ROWS = pa.table({"id": [1, 2, 3], "v": ["a", None, "c"]})
 
@@ -110,6 +112,10 @@ def lane(p50: float, cpu: float, mib: int, **more: Any) -> dict[str, Any]:
         "verified": {"rows": 1234, "missing": 0, "extra": 0, "different": 0},
         "unequal": [],
         "lines": {"one": 3, "two": 40},
+        "at": "2026-11-29T15:00:00+00:00",
+        "warm_s": 60.0,
+        "window_s": 180.2,
+        "machine": "2 cores, load 0.1 0.2",
         **more,
     }
 
@@ -143,11 +149,12 @@ def test_the_table_has_a_column_for_each_side_and_a_dash_for_what_was_not_measur
         "5.00 / 10.0 / 15.0 s",
     ]
     assert cells["30 commits/s: CPU, % of a core"] == ["161: a 160, b 1", "11: a 10, b 1", "–"]
-    assert cells["300 commits/s: CPU, % of a core"][0] == "141: a 140, b 1; disturbed: other work 2"
+    assert cells["300 commits/s: CPU, % of a core"][0] == "141: a 140, b 1; disturbed: other work 2, stolen 0"
     assert cells["300 commits/s: compared with SELECT"][0] == "1,234 rows, all equal"
     assert cells["compared with SELECT"] == ["99 rows, 1 missing, 2 extra, 3 different", "–", "–"]
     assert cells["one SIGKILL of each process: worst row"][0] == "node 9.7 s, jvm 300.0 s (not recovered)"
     assert cells["lines of configuration and code"][0] == "43: two 40, one 3"
+    assert cells["measured"][0] == "2026-11-29, 180 s after 60 s, 2 cores"
 
 
 def test_the_picture_shows_a_longer_bar_for_a_larger_value_inside_its_frame() -> None:
@@ -166,7 +173,17 @@ def test_a_picture_needs_both_sides_at_one_rate() -> None:
         plot({"delta/30": LANES["delta/30"], "tidemill/300": LANES["tidemill/300"]})
 
 
-def test_the_published_table_and_picture_are_those_of_the_published_results() -> None:
+def test_the_sentences_have_the_figures_of_both_sides() -> None:
+    text = sentences(LANES)
+    assert "At 300 commits/s a row is in tidemill's table after 0.200 s and 0.600 s (p50 and p99)" in text
+    assert "after 20.0 s and 60.0 s through Debezium, Kafka, Spark, Delta: 100 times as late at p50" in text
+    assert "tidemill uses 11 % of a core and 900 MiB, the peer 161 % and 3,700 MiB" in text
+    assert "all rows are equal on both sides (2,468 and 2,468); the peer is 43 lines" in text
+    wrong = {**LANES, "delta/30": lane(14.0, 160.0, 3_700, unequal=["orders"])}
+    assert "not all rows are equal on both sides" in sentences(wrong)
+
+
+def test_the_page_and_the_picture_show_the_published_results() -> None:
     lanes = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    assert published_table(PAGE.read_text()) == (table(lanes) if lanes else "No run is published yet.")
+    assert published(PAGE.read_text()) == page_text(lanes)
     assert PICTURE.exists() == bool(lanes) and (not lanes or PICTURE.read_text() == plot(lanes))
