@@ -107,7 +107,7 @@ def _verified(one: Mapping[str, Any]) -> str:
 
 def _kills(one: Mapping[str, Any]) -> str:
     return ", ".join(
-        f"{role} {kill['worst_row_s']:.1f} s" + ("" if kill["recovered"] else " (not recovered)")
+        f"{role} {kill['worst_row_s']:.1f} s" + ("" if kill["recovered"] else " (not recovered in time)")
         for role, kill in one["kills"].items()
     )
 

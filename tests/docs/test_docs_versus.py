@@ -152,7 +152,7 @@ def test_the_table_has_a_column_for_each_side_and_a_dash_for_what_was_not_measur
     assert cells["300 commits/s: CPU, % of a core"][0] == "141: a 140, b 1; disturbed: other work 2, stolen 0"
     assert cells["300 commits/s: compared with SELECT"][0] == "1,234 rows, all equal"
     assert cells["compared with SELECT"] == ["99 rows, 1 missing, 2 extra, 3 different", "–", "–"]
-    assert cells["one SIGKILL of each process: worst row"][0] == "node 9.7 s, jvm 300.0 s (not recovered)"
+    assert cells["one SIGKILL of each process: worst row"][0] == "node 9.7 s, jvm 300.0 s (not recovered in time)"
     assert cells["lines of configuration and code"][0] == "43: two 40, one 3"
     assert cells["measured"][0] == "2026-11-29, 180 s after 60 s, 2 cores"
 
