@@ -20,6 +20,7 @@ from tidemill.lake.format.metadata import (
     encode_metadata,
     expire,
     new_metadata,
+    with_logged,
     with_schema,
 )
 from tidemill.lake.format.schema import default_json, field_id, publish_schema, published_names
@@ -133,7 +134,7 @@ def test_a_manifest_gives_back_its_entries_with_inherited_numbers(version: int) 
     ]
     old = m.ContentFile("s3://b/0.parquet", 5, 900, first_row_id=3 if lineage else None)
     entries = [m.Entry(files[0]), m.Entry(old, m.EXISTING, 11, 1), m.Entry(files[1])]
-    data = m.encode_manifest(version, publish_schema(SCHEMA, version), "data", entries)
+    data = m.encode_manifest(version, publish_schema(SCHEMA, version), m.DATA, entries)
     manifest = m.Manifest("p", len(data), m.DATA, 4, 1, 12, 2, 1, 30, 5, first_row_id=100 if lineage else None)
     found = m.decode_manifest(data, manifest)
     assert [(e.file.path, e.status, e.snapshot_id, e.sequence) for e in found] == [
@@ -163,7 +164,7 @@ def test_every_avro_field_has_its_id() -> None:
         return len(schema.get("fields", ())) + sum(check(field["type"]) for field in schema.get("fields", ()))
 
     for version, fields in ((2, 25), (3, 28)):
-        data = m.encode_manifest(version, publish_schema(SCHEMA, version), "deletes", [])
+        data = m.encode_manifest(version, publish_schema(SCHEMA, version), m.DELETES, [])
         assert check(fastavro.reader(io.BytesIO(data)).writer_schema) == fields
 
 
@@ -222,21 +223,34 @@ def test_metadata_survives_its_encoding_and_damage_is_found() -> None:
         decode_metadata(encode_metadata(metadata)[:-1], "k")
 
 
-def test_a_snapshot_expires_when_it_has_not_been_current_since_then() -> None:
+def test_a_snapshot_expires_when_it_has_not_been_current_for_a_while() -> None:
     metadata = published((100, 1000), (200, 2000), (300, 3000))
-    assert expire(metadata, 2000) is metadata, "the first snapshot was current until 2000"
-    found = expire(metadata, 2001)
+    assert expire(metadata, 5000, 3000) is metadata, "the first snapshot was current until 2000"
+    found = expire(metadata, 5001, 3000)
     assert [s.snapshot_id for s in found.snapshots] == [2, 3]
     assert set(found.refs) == {"main", "t200", "t300"}
     assert [entry.snapshot_id for entry in found.snapshot_log] == [2, 3]
-    last = expire(metadata, 10**6)
+    last = expire(metadata, 10**6, 3000)
     assert [s.snapshot_id for s in last.snapshots] == [3], "the current snapshot never expires"
     assert set(last.refs) == {"main", "t300"}
 
 
 def test_a_later_time_of_equal_contents_gets_a_tag_of_the_same_snapshot() -> None:
-    metadata = add_tag(published((100, 1000)), 150, 1500)
+    metadata = add_tag(add_tag(published((100, 1000)), 150, 1500), 200, 2000)
     assert metadata.refs["t150"].snapshot_id == 1 and len(metadata.snapshots) == 1
-    assert metadata.last_updated_ms == 1500
-    assert expire(metadata, 150) is metadata, "the first tag was the newest until 150"
-    assert set(expire(metadata, 151).refs) == {"main", "t150"}, "the newest tag stays"
+    assert metadata.last_updated_ms == 2000
+    assert expire(metadata, 10**6, 50) is metadata, "the first tag was the newest until 150"
+    assert set(expire(metadata, 10**6, 49).refs) == {"main", "t150", "t200"}
+    assert set(expire(metadata, 10**6, 0).refs) == {"main", "t200"} | {"t150"}, "it was the newest until 200"
+
+
+def test_schemas_and_metadata_files_are_listed_while_a_snapshot_or_a_reader_may_need_them() -> None:
+    metadata = with_schema(published((100, 1000)), evolve_schema(SCHEMA, SchemaChanges(add=(Column("n", "int32"),))))
+    metadata = with_logged(metadata, "s3://b/first", 1000)
+    snapshot = Snapshot(2, 2, 2000, "list-2", {"operation": "overwrite"}, 2, first_row_id=10, added_rows=10)
+    metadata = with_logged(add_snapshot(metadata, snapshot, 200), "s3://b/second", 1500)
+    assert expire(metadata, 2500, 1000) is metadata
+    found = expire(metadata, 2501, 1000)
+    assert [entry.metadata_file for entry in found.metadata_log] == ["s3://b/second"]
+    assert [schema.schema_id for schema in found.schemas] == [1, 2]
+    assert [schema.schema_id for schema in expire(metadata, 3001, 1000).schemas] == [2]

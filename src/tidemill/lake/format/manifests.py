@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import fastavro
 import msgspec
@@ -23,6 +23,7 @@ from tidemill.lake.format.avro_schemas import entry_schema, list_schema
 from tidemill.lake.format.schema import Schema
 
 DATA, DELETES = 0, 1
+NAMES = ("data", "deletes")
 EXISTING, ADDED = 0, 1
 FORMAT_OF_DELETES = {2: "PARQUET", 3: "PUFFIN"}
 
@@ -78,17 +79,15 @@ class Manifest(msgspec.Struct, frozen=True):
     first_row_id: int | None = None
 
 
-def encode_manifest(
-    version: int, schema: Schema, content: Literal["data", "deletes"], entries: Sequence[Entry]
-) -> bytes:
-    """Return the bytes of a manifest of an unpartitioned table."""
+def encode_manifest(version: int, schema: Schema, content: int, entries: Sequence[Entry]) -> bytes:
+    """Return the bytes of a manifest of DATA or DELETES of an unpartitioned table."""
     metadata = {
         "schema": msgspec.json.encode(schema).decode(),
         "schema-id": str(schema.schema_id),
         "partition-spec": "[]",
         "partition-spec-id": "0",
         "format-version": str(version),
-        "content": content,
+        "content": NAMES[content],
     }
     return _encode(entry_schema(version), metadata, [_entry_out(entry) for entry in entries])
 

@@ -47,6 +47,11 @@ class LogEntry(msgspec.Struct, frozen=True, rename="kebab"):
     timestamp_ms: int
 
 
+class MetadataLogEntry(msgspec.Struct, frozen=True, rename="kebab"):
+    metadata_file: str
+    timestamp_ms: int
+
+
 class PartitionSpec(msgspec.Struct, frozen=True, rename="kebab"):
     spec_id: int = 0
     fields: tuple[()] = ()
@@ -79,7 +84,7 @@ class TableMetadata(msgspec.Struct, frozen=True, rename="kebab"):
     snapshots: tuple[Snapshot, ...] = ()
     refs: dict[str, Reference] = {}
     snapshot_log: tuple[LogEntry, ...] = ()
-    metadata_log: tuple[()] = ()
+    metadata_log: tuple[MetadataLogEntry, ...] = ()
     statistics: tuple[()] = ()
     partition_statistics: tuple[()] = ()
 
@@ -142,23 +147,27 @@ def add_tag(metadata: TableMetadata, time_ms: int, now_ms: int) -> TableMetadata
     return replace(metadata, refs=metadata.refs | tag, last_updated_ms=max(now_ms, metadata.last_updated_ms))
 
 
-def expire(metadata: TableMetadata, before_ms: int) -> TableMetadata:
-    """Return the metadata without the snapshots that were no longer current at `before_ms`.
+def expire(metadata: TableMetadata, now_ms: int, keep_ms: int) -> TableMetadata:
+    """Return the metadata without the snapshots that another replaced more than `keep_ms` ago.
 
-    Of the tags of one snapshot, those that were followed by another before that time go, too. The current snapshot and
-    its newest tag always stay.
+    Of the tags of one snapshot, those that were followed by another go when that is `keep_ms` older than the newest
+    time, since a table may be far behind the clock. The current snapshot and its newest tag always stay.
     """
+    before_ms = now_ms - keep_ms
     replaced_ms = [later.timestamp_ms for later in metadata.snapshots[1:]]
     gone = {old.snapshot_id for old, at_ms in zip(metadata.snapshots, replaced_ms, strict=False) if at_ms < before_ms}
+    times = sorted((time_of(name) for name in metadata.refs if name != MAIN), reverse=True)
+    oldest_ms = times[0] - keep_ms if times else 0
     followed: dict[int, int] = {}
-    refs = {}
-    for name, ref in sorted(metadata.refs.items(), key=lambda item: -1 if item[0] == MAIN else -time_of(item[0])):
-        later_ms = before_ms if name == MAIN else followed.get(ref.snapshot_id, before_ms)
-        if ref.snapshot_id not in gone and later_ms >= before_ms:
-            refs[name] = ref
-        if name != MAIN:
-            followed[ref.snapshot_id] = time_of(name)
-    if not gone and refs == metadata.refs:
+    refs = {name: ref for name, ref in metadata.refs.items() if name == MAIN}
+    for time_ms in times:
+        ref = metadata.refs[tag_of(time_ms)]
+        if ref.snapshot_id not in gone and followed.get(ref.snapshot_id, oldest_ms) >= oldest_ms:
+            refs[tag_of(time_ms)] = ref
+        followed[ref.snapshot_id] = time_ms
+    replaced_ms = [later.timestamp_ms for later in metadata.metadata_log[1:]] + [metadata.last_updated_ms]
+    log = tuple(e for e, at_ms in zip(metadata.metadata_log, replaced_ms, strict=False) if at_ms >= before_ms)
+    if not gone and refs == metadata.refs and log == metadata.metadata_log:
         return metadata
     kept = tuple(s for s in metadata.snapshots if s.snapshot_id not in gone)
     used = {snapshot.schema_id for snapshot in kept} | {metadata.current_schema_id}
@@ -167,8 +176,14 @@ def expire(metadata: TableMetadata, before_ms: int) -> TableMetadata:
         snapshots=kept,
         snapshot_log=tuple(entry for entry in metadata.snapshot_log if entry.snapshot_id not in gone),
         refs=refs,
+        metadata_log=log,
         schemas=tuple(schema for schema in metadata.schemas if schema.schema_id in used),
     )
+
+
+def with_logged(metadata: TableMetadata, location: str, timestamp_ms: int) -> TableMetadata:
+    """Return the metadata that replaces the file `location`, which was last updated at `timestamp_ms`."""
+    return replace(metadata, metadata_log=(*metadata.metadata_log, MetadataLogEntry(location, timestamp_ms)))
 
 
 def time_of(tag: str) -> int:
