@@ -16,7 +16,7 @@ import asyncio
 import contextlib
 import io
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -47,6 +47,7 @@ from tidemill.shards.compaction import compaction
 
 FAULTS = ("stale-vector", "unheld-snapshot", "both-publish", "wrong-tag")
 BASE = "sim://bucket"
+Work = Callable[[Any, Node], Awaitable[None]]
 
 
 class Lake(Writers):
@@ -133,11 +134,13 @@ async def _unchecked_move(consensus: Any, rand: Any, shard_id: str, seq: int, po
 async def play(world: World, lake: Lake) -> None:
     source = world.source
     writers = lake.cast()
-    others = [(Actor(world, f"publisher-{i}", build), publish) for i in range(source.choice((1, 2, 2)))]
-    others += [(Actor(world, f"keeper-{i}", build), keep_up) for i in range(source.choice((1, 1, 2)))]
-    others += [(Actor(world, f"evolver-{i}", build), evolve) for i in range(source.choice((0, 0, 1)))]
-    if lake.settings.format < 3:
-        others = [(actor, work) for actor, work in others if work is not evolve]  # format 2 has no defaults
+    kinds: list[tuple[str, int, Work]] = [
+        ("publisher", source.choice((1, 2, 2)), publish),
+        ("keeper", source.choice((1, 1, 2)), keep_up),
+        # Format 2 has no defaults.
+        ("evolver", source.choice((0, 0, 1)) if lake.settings.format >= 3 else 0, evolve),
+    ]
+    others = [(Actor(world, f"{name}-{i}", build), work) for name, count, work in kinds for i in range(count)]
     stop: asyncio.Future[None] = world.loop.create_future()
     async with Crew() as crew:
         writing = [crew.spawn(keep(lake, writer, type(lake).write, stop)) for writer in writers]
