@@ -272,7 +272,7 @@ async def rows_of(lake: Lake, snapshot: Snapshot) -> Counter[Row]:
         if path in seen:
             raise Violated(f"a data file is listed twice: file={path}")
         seen.add(path)
-        table = pq.read_table(io.BytesIO(await _get(lake, path, "data file")))
+        table = pq.ParquetFile(io.BytesIO(await _get(lake, path, "data file"))).read(use_threads=False)
         if table.num_rows != entry.file.rows:
             raise Violated(f"a data file has {table.num_rows} rows, and {entry.file.rows} are listed: file={path}")
         if path in deletes:
