@@ -1,7 +1,7 @@
 """A derived table computed whole and by group, in real Spark: CPU and wall time of a round in which few groups changed.
 
 Both run over the same shards and take turns; every round's two results must be equal. CPU is of this process, its JVM
-and its workers.
+and its workers. With `--every`, two small tables in one driver instead (derived_small.py).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from derived_small import refresh_small
 from harbour import machine
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import Column, ShardSchema
@@ -59,8 +60,12 @@ def main() -> None:
     parser.add_argument("--products", type=int, default=20_000)
     parser.add_argument("--changed", type=int, default=20, help="groups that change in a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--every", type=float, default=0, help="two small tables, refreshed every so many seconds")
+    parser.add_argument("--warm", type=int, default=30, help="refreshes before the measured ones, with --every")
     options = parser.parse_args()
     print(machine())
+    if options.every:
+        return refresh_small(options.rows, options.products, options.every, options.rounds, options.warm)
     with tempfile.TemporaryDirectory() as directory:
         scratch = Path(directory)
         portal = BlockingPortal("bench")

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 
@@ -129,6 +130,31 @@ def test_two_derivations_race_and_a_restart_goes_on(harbour: Any, tmp_path: Path
     for product in [n % 2 for n in range(1, 7)] + [6, 0]:
         expected[product] = expected.get(product, 0) + 1
     assert counts(harbour) == expected
+
+
+def test_the_interval_counts_from_demand(harbour: Any, tmp_path: Path) -> None:
+    """After a pause the next change is computed immediately, the one after it not before the interval has passed."""
+    clicks, ending = Clicks(harbour, tmp_path), threading.Event()
+    derived = derivation(harbour, tmp_path, count_by_product)
+    derived.table = msgspec.structs.replace(derived.table, every_s=3600.0)
+    clicks.say(("a", 1))
+    derived.open()
+    assert derived.recompute()
+    thread = threading.Thread(target=derived.run, args=(ending,))
+    thread.start()
+    try:
+        eventually(lambda: derived.rounds == 1)
+        clicks.say(("b", 1))
+        eventually(lambda: derived.rounds == 2)
+        assert counts(harbour) == {1: 2}
+        clicks.say(("c", 1))
+        harbour.portal.call(derived.writer.shard.wait_upper(clicks.time, 0.3))
+        assert derived.rounds == 2
+    finally:
+        ending.set()
+        thread.join(30)
+    assert not thread.is_alive()
+    assert counts(harbour) == {1: 2}
 
 
 @pytest.mark.parametrize("raised", [ZeroDivisionError("division by zero"), SystemExit("leaving"), KeyError("x")])

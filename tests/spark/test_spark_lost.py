@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tidemill.spark.derived.derivation import Derivation, FunctionFailedError
+from tidemill.spark.derived.derivation import Derivation
+from tidemill.spark.derived.function_call import FunctionFailedError
 from tidemill.spark.pipeline.runner import PipelineRunner
 from tidemill.spark.pipeline.streaming_query import SparkSessionLostError
 from tidemill.spark.settings import DriverSettings

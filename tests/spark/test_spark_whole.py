@@ -163,4 +163,4 @@ def test_in_a_bucket_the_data_source_reads_at_the_rounds_time_and_finds_the_clus
     at, expected = clicks.upper - 1, clicks.expected()
     assert derived.recompute()
     assert held(bucket, at) == expected
-    assert "not a directory" in derived.no_plan["clicks"]
+    assert "not a directory" in derived.function.no_plan["clicks"]

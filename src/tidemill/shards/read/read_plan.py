@@ -97,9 +97,8 @@ def plan_parts(
     for batch in chosen:
         check_schema_known(shard.schema, batch)
     reader = shard.reader if again else PartReader(objects, shard.schema, cache_bytes=0)
-    if again and _size_bytes(chosen) <= SMALL_BYTES:
-        updates = portal.call(reader.read_batches(chosen, 0, at + 1))
-        return plan_of_rows(sum_contents(shard.schema, updates))
+    if again and (rows := small_contents(portal, shard, chosen, at)) is not None:
+        return plan_of_rows(rows)
     if no_files:
         raise PlanNotPossibleError(no_files)
     if any(column.name in shard.schema.key and column.type in FLOATS for column in shard.schema.columns):
@@ -119,6 +118,18 @@ def plan_parts(
                 others.append(part)
         rest.append(msgspec.structs.replace(batch, parts=tuple(others)))
     return _difference(portal, reader, shard, rest, at)._replace(settled=settled)
+
+
+def small_contents(portal: BlockingPortal, shard: LogShard, chosen: Sequence[Batch], at: int) -> pa.Table | None:
+    """Return the contents at time `at` of a small shard, None of a larger one; decoded parts are cached.
+
+    Raises CorruptError, SchemaEvolvedError, MissingError, UnavailableError.
+    """
+    if _size_bytes(chosen) > SMALL_BYTES:
+        return None
+    for batch in chosen:
+        check_schema_known(shard.schema, batch)
+    return sum_contents(shard.schema, portal.call(shard.reader.read_batches(chosen, 0, at + 1)))
 
 
 def plan_of_rows(live: pa.Table) -> ReadPlan:

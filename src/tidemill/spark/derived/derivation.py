@@ -3,7 +3,8 @@
     t = min(uppers of the inputs) - 1 → the function on the contents at t → difference to the output → append
 
 A thread computes it at intervals, so no streaming query waits for it. If no input changed, the function is not called,
-but the output's upper still advances.
+but the output's upper still advances. The interval counts from the last round that advanced it: after a longer pause
+the next time of the inputs is computed immediately.
 Invariant (exact at computed times): at the times for which it was computed, the output is exactly the function of its
 inputs; between them it does not change.
 
@@ -20,29 +21,24 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent import futures
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pyarrow as pa
 import structlog
 
-from tidemill.base.errors import InvalidError, MissingError, TidemillError
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import HistoryLostError, SchemaEvolvedError, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.row_hash import U64
 from tidemill.shards.parts.schema import check_schema, update_schema
 from tidemill.spark.definition import DerivedTable
-from tidemill.spark.derived.function_result import (
-    OmittedResult,
-    OmittedRows,
-    commands_for,
-    is_frame,
-    not_a_frame_error,
-    stored_rows,
-)
+from tidemill.spark.derived.function_call import FunctionCall, FunctionFailedError
+from tidemill.spark.derived.function_result import OmittedResult, OmittedRows, commands_for, stored_rows
 from tidemill.spark.derived.group_mirror import NO_GROUPS, groups_of
 from tidemill.spark.derived.idle_advance import LAG_MS, advance_idle
 from tidemill.spark.derived.inputs import DerivedInput, GroupedInput
@@ -51,16 +47,19 @@ from tidemill.spark.merge.commands import Commands
 from tidemill.spark.merge.mirror import Mirror
 from tidemill.spark.merge.resolve import resolve
 from tidemill.spark.stores import Stores
-from tidemill.spark.types import columns_of, spark_schema
+from tidemill.spark.types import columns_of
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import SparkSession
 
 _HASH_COMPATIBLE_TYPES = ({"int16", "int32", "int64"}, {"float32", "float64"}, {"string", "json"})
 """Types of columns of an input and the result that may identify one group. Spark has no JSON type and returns a
 string."""
 BUSY_SHARE_MAX = 0.5
 """Maximum share of one thread's time for recomputing: a slow function extends its interval."""
+PAUSE_MIN_S = 0.05
+STOP_CHECK_S = 1.0
+"""Interval at which a table without demand checks whether its pipeline ends."""
 
 log = structlog.get_logger()
 
@@ -88,18 +87,18 @@ class Derivation:
         """Number of groups that the round computed; None = all."""
         self.whole_because = ""
         """Reason why the round computed all groups."""
-        self.no_plan: dict[str, str] = {}
-        """Input → the last logged reason why the data source reads it."""
+        self.function = FunctionCall(portal, stores, spark, table)
         self.writer: TableWriter | None = None
         self._portal = portal
         self._stores = stores
-        self._spark = spark
         self._mirror_dir = mirror_dir
         self._inputs: list[DerivedInput] = []
         self._output: GroupedInput | None = None
         """The table's own contents by group."""
         self._opened = True
         """True if nothing was computed since `open`: the inputs are new."""
+        self._behind: tuple[LogShard, int]
+        """The input that is furthest behind, and its upper, in the last round."""
 
     @property
     def omitted_rows_error(self) -> str:
@@ -118,11 +117,11 @@ class Derivation:
         """
         clock = self._stores.clock
         while not stopping.is_set():
-            began_s, computed = clock.monotonic_s(), self.recomputed
+            began_s, computed, advanced = clock.monotonic_s(), self.recomputed, True
             try:
                 if self.writer is None:
                     self.open()
-                self.recompute()
+                advanced = self.recompute()
                 self.error, self.waits = "", False
                 if not self.omitted_rows_error:
                     worked()
@@ -144,8 +143,20 @@ class Derivation:
             took_s = clock.monotonic_s() - began_s
             if self.recomputed > computed:
                 self.took_s = took_s
-            stopping.wait(max(self.table.every_s - took_s, took_s * (1 / BUSY_SHARE_MAX - 1), 0.05))
+            pause_s = max(self.table.every_s - took_s, took_s * (1 / BUSY_SHARE_MAX - 1), PAUSE_MIN_S)
+            if advanced:
+                stopping.wait(pause_s)
+            elif not stopping.wait(PAUSE_MIN_S):
+                self._wait_for_demand(stopping, pause_s)
         self.release_inputs()
+
+    def _wait_for_demand(self, stopping: threading.Event, timeout_s: float) -> None:
+        """Wait until the input that was behind has a newer time, but at most the timeout."""
+        shard, end = self._behind
+        newer = asyncio.run_coroutine_threadsafe(shard.wait_upper(end, timeout_s), self._portal.loop)
+        while not newer.done() and not stopping.is_set():
+            futures.wait([newer], STOP_CHECK_S)
+        newer.cancel()  # an error of the wait is an error of the next round
 
     def open(self) -> None:
         """Open the inputs, determine the schema of the result by calling the function, and open the output.
@@ -163,9 +174,7 @@ class Derivation:
             inputs.append(self._open_grouped(shard, by) if by else DerivedInput(self._portal, shard, s.clock))
         self.waits_for = ""
         self._inputs = inputs
-        frames = [self._spark.createDataFrame([], spark_schema(i.shard.schema.columns)) for i in inputs]
-        result = self._call_function(frames)
-        schema = check_schema(ShardSchema(columns_of(result.schema), self.table.key))
+        schema = check_schema(ShardSchema(columns_of(self.function.result_schema(inputs)), self.table.key))
         shard = self._portal.call(s.shard(self.table.name, schema))
         writer = TableWriter(self._portal, s, shard, self._mirror_dir)
         writer.hydrate()
@@ -194,6 +203,7 @@ class Derivation:
         slowest = min((i.shard for i in self._inputs), key=lambda shard: (uppers[shard.name], shard.name))
         end = uppers[slowest.name]
         self.waits_for = f"shard:{slowest.name}"
+        self._behind = slowest, end
         self.target = max(self.target, end)
         newest = max(uppers.values())
         if newest - end > LAG_MS:
@@ -283,47 +293,8 @@ class Derivation:
         with contextlib.ExitStack() as holds:
             for one in self._inputs:
                 holds.enter_context(one.renewed_hold())
-            frames = [
-                self._spark.createDataFrame(one.rows_of(groups), spark_schema(one.shard.schema.columns))
-                if groups is not None and isinstance(one, GroupedInput)
-                else self._frame(one, end - 1)
-                for one in self._inputs
-            ]
-            rows = self._call_function(frames, lambda result: result.toArrow())
+            rows = self.function.result(self._inputs, end - 1, groups)
         return stored_rows(self.table.name, rows, self.writer.schema)
-
-    def _frame(self, one: DerivedInput, at: int) -> DataFrame:
-        """Return all rows of an input, natively read by Spark if possible."""
-        from tidemill.spark.table_reader import frame_at
-
-        s, name = self._stores, one.shard.name
-        where = {key: url for key, url in (("objects", s.urls.objects), ("consensus", s.urls.consensus)) if url}
-        frame, because = frame_at(self._spark, self._portal, s, one.shard, at, where, again=True)
-        if because and because != self.no_plan.get(name):
-            log.warning("read through the data source", table=self.table.name, shard=name, because=because)
-            self.no_plan[name] = because
-        return frame
-
-    def _call_function(self, frames: Sequence[Any], then: Callable[[Any], Any] = lambda result: result) -> Any:
-        """Call the user's function on the frames; Spark is lazy, so `then` may run it. Raises FunctionFailedError."""
-        try:
-            result = self.table.function(self._spark, *frames)
-            if is_frame(result):
-                return then(result)
-        except BaseException as error:  # the function is the user's: any exception is reported and retried
-            raise FunctionFailedError(
-                f"derived function raised: table={self.table.name} {_first_line(error)}"
-            ) from error
-        raise not_a_frame_error(self.table.name, result)
-
-
-class FunctionFailedError(TidemillError):
-    """The user's function, or the plan that it returned, raised."""
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).splitlines()
-    return f"{type(error).__name__}: {lines[0][:300] if lines else ''}".rstrip(": ")
 
 
 def check_groups(table: DerivedTable, output: ShardSchema, inputs: dict[str, ShardSchema]) -> None:

@@ -22,6 +22,7 @@ from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.parts.schema_evolution import check_schema_known
 from tidemill.shards.read.hash_ranges import cut_ranges, read_range
 from tidemill.shards.read.holds import MovingHold
+from tidemill.shards.read.read_plan import small_contents
 from tidemill.spark.derived.group_mirror import NO_GROUPS, build_group_mirror, find_group_rows, groups_of
 
 INSPECT_BYTES_MAX = 1 * MIB
@@ -77,6 +78,10 @@ class DerivedInput:
         """Hold the input from `time_ms` on: Spark reads there, and so does a restart while another input is behind."""
         with contextlib.suppress(HistoryLostError):  # the reader gets the error
             self._portal.call(self._hold.move_to(time_ms))
+
+    def small_contents(self, time_ms: int) -> pa.Table | None:
+        """Return all rows at `time_ms`, which is held, if the shard is small; else None."""
+        return small_contents(self._portal, self.shard, self._portal.call(self.shard.batches_until(time_ms)), time_ms)
 
     @contextlib.contextmanager
     def renewed_hold(self) -> Iterator[None]:
