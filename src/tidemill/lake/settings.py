@@ -13,7 +13,9 @@ from urllib.parse import parse_qs, urlsplit
 import msgspec
 
 from tidemill.base.clock import Rand
+from tidemill.base.config.sections import LakeSection
 from tidemill.base.errors import InvalidError
+from tidemill.objects.factory import local_directory
 
 PREFIX = "lake/"
 
@@ -40,6 +42,12 @@ class LakeSettings(msgspec.Struct, frozen=True):
 
     def location(self, shard_id: str) -> str:
         return self.uri(f"{PREFIX}{shard_id}")
+
+
+def lake_settings(section: LakeSection, objects_url: str) -> LakeSettings:
+    """Return the settings of a configuration. Raises InvalidError if other programs cannot open the bucket."""
+    base = section.location.rstrip("/") or base_uri(objects_url, local_directory(objects_url))
+    return LakeSettings(base, section.format, section.interval_s, section.keep_s)
 
 
 def base_uri(objects_url: str, directory: str | None) -> str:

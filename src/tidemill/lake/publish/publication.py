@@ -85,14 +85,22 @@ async def publish(stores: LakeStores, columns: PartColumns, stored: Stored, cont
             f" published={stored.pointer.time_ms}."
         )
     before = stored.evaluation
-    known = "" if current is None else current.summary.get(VIEWS, "")
-    if current is not None and current.schema_id == contents.schema.version and known == _digest(views):
+    if is_published(stored, contents):
         if tag_of(contents.time_ms) in stored.metadata.refs:
             return stored
         return await _publish_tag(stores, stored, contents)
     found = await evaluate(columns, contents.schema, views, before)
     contents = replace(contents, summary={**contents.summary, VIEWS: _digest(views)})
     return await _Publication(stores, columns, stored, contents).run(replace(stored, evaluation=found), found.rows)
+
+
+def is_published(stored: Stored, contents: Contents) -> bool:
+    """Return whether the current snapshot has these contents under this schema. Raises SchemaEvolvedError."""
+    current = stored.metadata.current
+    if current is None or current.schema_id != contents.schema.version:
+        return False
+    views = views_at(contents.batches, contents.schema, contents.time_ms)
+    return current.summary.get(VIEWS) == _digest(views)
 
 
 def _digest(views: Sequence[View]) -> str:

@@ -19,7 +19,7 @@ from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.lake.format.manifests import decode_manifest
 from tidemill.lake.format.metadata import Snapshot
 from tidemill.lake.pointer import Pointer, move_pointer
-from tidemill.lake.publish.publication import Contents, publish, publish_expiry
+from tidemill.lake.publish.publication import Contents, is_published, publish, publish_expiry
 from tidemill.lake.publish.stored import LakeStores, Stored, load_stored, own_objects, read_manifests
 from tidemill.lake.settings import PREFIX, LakeSettings
 from tidemill.lake.vectors.part_columns import PartColumns
@@ -92,6 +92,17 @@ class TablePublisher:
         contents = Contents(state.shard_id, state.name, state.schema, state.batches, time_ms, summary or {})
         return await self._keep(publish(self._stores, self._columns, stored, contents))
 
+    async def differs(self, time_ms: int) -> bool:
+        """Return whether the contents at `time_ms` may differ from the published ones. Raises as `load`."""
+        state = self.shard.state
+        stored = await self.load()
+        contents = Contents(state.shard_id, state.name, state.schema, state.batches, time_ms, {})
+        return not is_published(stored, contents)
+
+    async def hold(self) -> None:
+        """Hold what is published for the present period. Raises as `hold_objects`."""
+        await hold_objects(self.shard, self._stores)
+
     async def expire(self) -> None:
         """Drop snapshots that a table without publications should not list any more. Raises as `publish`."""
         overdue_ms = self._stores.settings.keep_ms // 4
@@ -155,12 +166,15 @@ class TablePublisher:
 async def delete_dropped(stores: LakeStores, shard_id: str, pointer: Pointer, seq: int) -> int:
     """Mark the pointer of a dropped table and delete its objects; return their number.
 
-    Parts are deleted by maintenance. Repeat after any error. Raises UnavailableError, UnknownOutcomeError.
+    Parts are deleted by maintenance. While the marked pointer has metadata, objects may remain. Repeat after any error.
+    Raises ConflictError, UnavailableError, UnknownOutcomeError.
     """
     if not pointer.dropped:
-        await move_pointer(stores.consensus, stores.rand, shard_id, seq, Pointer(pointer.name, dropped=True))
+        pointer = replace(pointer, dropped=True)
+        seq = await move_pointer(stores.consensus, stores.rand, shard_id, seq, pointer)
     keys = [meta.key async for meta in stores.objects.list(f"{PREFIX}{shard_id}/")]
     await _delete(stores, keys)
+    await move_pointer(stores.consensus, stores.rand, shard_id, seq, Pointer(pointer.name, dropped=True))
     return len(keys)
 
 
