@@ -130,6 +130,17 @@ async def test_a_merge_that_cancels_updates_revives_the_row_before_them() -> Non
     assert [state.counting for state in found.states.values()] == [1]
 
 
+async def test_merged_insertions_that_a_later_part_retracts_do_not_count() -> None:
+    shelf = Shelf(SCHEMA)
+    await shelf.append(0, 2, [[(1, "a", 1, 1)]])
+    await shelf.append(2, 4, [[(2, "a", 2, 1)]])
+    await shelf.append(4, 6, [[(1, "a", 4, -1)]])
+    before = await evaluate(shelf.columns, SCHEMA, views_at(shelf.batches, SCHEMA, 5))
+    await shelf.merge(0, 2, 3)
+    found = await evaluate(shelf.columns, SCHEMA, views_at(shelf.batches, SCHEMA, 5), before)
+    assert await shelf.contents(found) == Counter({(2, "a"): 1})
+
+
 async def test_only_what_changed_is_read_again() -> None:
     shelf = Shelf(SCHEMA)
     rows = [(k, "a" * 40, 1, 1) for k in range(60_000)]

@@ -108,7 +108,7 @@ async def test_a_round_without_changes_writes_nothing_and_costs_three_requests(t
     assert [meta.key async for meta in lake.objects.list("lake/")] == before, "progress alone is no change"
 
 
-async def test_an_error_of_one_table_is_reported_and_the_others_are_published(tmp_path: Path) -> None:
+async def test_f705_an_error_of_one_table_is_reported_and_the_others_are_published(tmp_path: Path) -> None:
     lake = Lake(tmp_path)
     broken, other = await lake.filled("c"), await lake.filled("d")
     lost = broken.state.batches[0].parts[0].object_key
@@ -138,6 +138,19 @@ async def test_what_a_dropped_table_published_is_deleted(tmp_path: Path) -> None
     pointer, _ = (await list_pointers(lake.counting))[created.shard_id]
     assert pointer.dropped and not pointer.metadata
     assert lake.tracker.mark("lake:c") is None
+
+
+async def test_objects_of_a_table_that_consensus_does_not_know_are_deleted(tmp_path: Path) -> None:
+    """Consensus was restored from a state before the table."""
+    lake = Lake(tmp_path)
+    await lake.filled("c")
+    key = "lake/another-id/metadata/l@5-0af3.metadata.json"
+    young = f"lake/another-id/metadata/l@{T}-0af3.metadata.json"
+    for each in (key, young):
+        await lake.objects.put(each, b"{}")
+    await lake.round()
+    assert await lake.objects.head(key) is None and await lake.objects.head(young) is not None
+    assert await lake.tags("c")
 
 
 async def test_two_publishers_at_once_publish_each_change_once(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Each deletion vector is a file of its own: foreign readers mistake several vectors of one file."""
+"""Each deletion vector has a separate file: foreign readers mistake several vectors of one file."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from tidemill.consensus.leader_election import LeaseRequest, run_while_leading
 from tidemill.lake.common_time import common_sources, publication_times
 from tidemill.lake.pointer import list_pointers
 from tidemill.lake.publish.stored import LakeStores, Stored
-from tidemill.lake.publish.table_publisher import TablePublisher, delete_dropped
+from tidemill.lake.publish.table_publisher import TablePublisher, delete_dropped, delete_unknown
 from tidemill.lake.vectors.part_columns import PartColumns
 from tidemill.metastore.rows.catalogue import PipelineRow
 from tidemill.shards.api import HistoryLostError
@@ -166,13 +166,20 @@ class LakePublisher:
         table.stale, table.changed = False, True
 
     async def _delete_dropped(self, created: frozenset[str]) -> None:
-        """Delete what dropped tables published; their pointers are read again only after a table was dropped."""
-        if self._dropped_checked is not None and self._dropped_checked <= created:
+        """Delete what dropped tables published; their pointers are read again only after a table was dropped.
+
+        The first round also deletes objects of tables that consensus does not know, as after a restore.
+        """
+        checked = self._dropped_checked
+        if checked is not None and checked <= created:
             self._dropped_checked = created
             return
-        for shard_id, (pointer, seq) in (await list_pointers(self._stores.consensus)).items():
+        pointers = await list_pointers(self._stores.consensus)
+        for shard_id, (pointer, seq) in pointers.items():
             if shard_id not in created and (not pointer.dropped or pointer.metadata):
                 self.counters.deleted_objects += await delete_dropped(self._stores, shard_id, pointer, seq)
+        if checked is None:
+            self.counters.deleted_objects += await delete_unknown(self._stores, created | pointers.keys())
         self._dropped_checked = created
 
     async def _differs(self, table: _Table, time_ms: int) -> bool:

@@ -1,4 +1,4 @@
-"""Foreign readers of Iceberg tables, each in a process of its own with its own packages (`tests/lake/readers`)."""
+"""Foreign readers of Iceberg tables, each in a separate process with separate packages (`tests/lake/readers`)."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class ForeignReader:
         return self._ask({"metadata": metadata, "snapshot": snapshot, "tag": tag, **more})
 
     def read_catalogue(self, url: str, table: str, **more: Any) -> pa.Table:
-        """As `read`, of a table of the REST catalogue at `url`; `token` is a bearer token."""
+        """Read a table of the REST catalogue at `url`, as `read` does; `token` is a bearer token."""
         return self._ask({"catalogue": url, "table": table, **more})
 
     def _ask(self, request: dict[str, Any]) -> pa.Table:

@@ -255,7 +255,7 @@ class _Publication:
         return (*regrouped.kept, *(replace(group, blobs=blobs) for group in written))
 
     async def _write_vector(self, path: str, files: SnapshotFiles) -> ContentFile:
-        """Write the vector of a data file, in a Puffin file of its own.
+        """Write the vector of a data file, in a separate Puffin file.
 
         pyiceberg 0.12 applies every vector of a file, listed or not; DuckDB 1.5.5 may apply its first one for another.
         """

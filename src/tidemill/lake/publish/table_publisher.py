@@ -178,6 +178,22 @@ async def delete_dropped(stores: LakeStores, shard_id: str, pointer: Pointer, se
     return len(keys)
 
 
+async def delete_unknown(stores: LakeStores, known: frozenset[str]) -> int:
+    """Delete old objects of tables other than `known`, by their ids; return their number.
+
+    An id is never used again, and a table is known before it is published. Raises UnavailableError,
+    UnknownOutcomeError.
+    """
+    limit_ms = stores.clock.now_ms() - ORPHAN_MS
+    keys = [
+        meta.key
+        async for meta in stores.objects.list(PREFIX)
+        if meta.key.split("/")[1] not in known and 0 <= written_ms(meta.key) < limit_ms
+    ]
+    await _delete(stores, keys)
+    return len(keys)
+
+
 async def _delete(stores: LakeStores, keys: list[str]) -> None:
     slots = asyncio.Semaphore(OBJECT_CONCURRENCY)
 
