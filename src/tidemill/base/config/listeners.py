@@ -25,7 +25,7 @@ def _check_advertised(value: str) -> str:
 
 
 RESERVED_PAGES = frozenset(
-    {"api", "compatibility", "config", "console", "contexts", "freshz", "healthz", "metrics", "mode", "readyz",
+    {"api", "compatibility", "config", "console", "contexts", "freshz", "healthz", "iceberg", "metrics", "mode", "readyz",
      "schemas", "subjects", "v1"}
 )  # fmt: skip
 
