@@ -1,7 +1,7 @@
 """Publishers of one table as an Iceberg table, while it is written, merged, collected and evolved.
 
 Faults: every store fault; every actor dies at any step and starts again from the stores; two publishers race; replaced
-parts are collected at once unless they are held; metadata that no listed snapshot names is swept; the table gets a
+parts are collected immediately unless they are held; metadata that no listed snapshot names is swept; the table gets a
 column, which is then widened.
 Oracle: the files that a listed snapshot names exist, and their rows without those of the vectors are the contents of
 the table at the snapshot's time and at the times of its tags; so for the snapshot that was current when a reader loaded
@@ -60,7 +60,7 @@ class Lake(Writers):
             BASE, format=source.choice((2, 3, 3)), interval_s=0.0, keep_s=source.choice((8.0, 8.0, 600.0))
         )
         self.acknowledged: dict[int, float] = {}
-        """Snapshots that a publisher was told it published, with the time at which it was told.
+        """Acknowledged snapshots, with the time of the acknowledgement.
 
         A hold outlasts its period by another one, of half `keep_s`. So a publisher must be able to publish in less time
         than a period: `keep_s` is not shorter than the pauses of a stormy world.
@@ -133,7 +133,7 @@ async def _no_hold(*_: Any) -> None:
 
 
 async def _unchecked_move(consensus: Any, rand: Any, shard_id: str, seq: int, pointer: Pointer) -> int:
-    """Plant the fault both-publish: the register is moved from whatever is there."""
+    """Plant the fault both-publish: the register is moved from any version."""
     _, current = await read_pointer(consensus, shard_id)
     return await pointers.move_pointer(consensus, rand, shard_id, current, pointer)
 
@@ -234,8 +234,8 @@ async def load(lake: Lake, shard_id: str) -> TableMetadata | None:
     metadata = decode_metadata(await _get(lake, pointer.metadata, "metadata"), pointer.metadata)
     listed = {snapshot.snapshot_id for snapshot in metadata.snapshots}
     oldest_s = lake.world.loop.time() - 0.9 * lake.settings.keep_s
-    for snapshot_id, told_s in lake.acknowledged.items():
-        if told_s > oldest_s and snapshot_id not in listed:
+    for snapshot_id, acknowledged_s in lake.acknowledged.items():
+        if acknowledged_s > oldest_s and snapshot_id not in listed:
             raise Violated(f"an acknowledged publication is not listed: snapshot={snapshot_id % 10_000}")
     numbers = [snapshot.sequence_number for snapshot in metadata.snapshots]
     if numbers != sorted(set(numbers)):
