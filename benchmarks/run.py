@@ -34,6 +34,7 @@ NAMES = (
     "shapes",
     "http_servers",
     "positions",
+    "lake",
     "scan",
     "scan_python",
     "shard_commits",

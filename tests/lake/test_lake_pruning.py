@@ -49,3 +49,28 @@ async def test_a_filter_on_a_key_finds_every_row_of_files_with_bounds(reader: Fo
         at = whole[column]
         want = whole.filter(pc.and_(pc.greater_equal(at, first), pc.less(at, end)))
         assert rows_of(reader.read(location, between=[column, first, end])) == rows_of(want), (column, first)
+
+
+async def test_a_key_that_was_widened_is_found_in_files_from_before(reader: ForeignReader, tmp_path: Path) -> None:
+    """The first manifest is listed again, with bounds of the narrower type."""
+    world = LakeWorld(tmp_path)
+    for time, (kind, first) in enumerate((("int32", 0), ("int64", 1 << 40)), 1):
+        shard = await world.table(schema=ShardSchema((Column("id", kind), Column("note", "string")), ("id",)))
+        table = pa.table(
+            {
+                "id": pa.array(range(first, first + 2000), pa.int32() if kind == "int32" else pa.int64()),
+                "note": pa.array([f"n{i}" for i in range(2000)]),
+                TIME: pa.array([time] * 2000, pa.int64()),
+                DIFF: pa.array([1] * 2000, pa.int64()),
+            }
+        )
+        _, upper = await shard.frontiers()
+        await shard.compare_and_append(upper, time + 1, [await shard.write_part(table)], "")
+        stored = await world.publish(await world.publisher())
+    bounds = [e.file.lower[4] for group in stored.data for e in group.entries.values() if e.file.lower]
+    assert sorted(map(len, bounds)) == [4, 8]
+    location, whole = await world.location(), await shard.snapshot(2)
+    for first, end in ((0, 10), (1990, 1 << 41), (1 << 41, 1 << 42)):
+        at = whole["id"]
+        want = whole.filter(pc.and_(pc.greater_equal(at, first), pc.less(at, end)))
+        assert rows_of(reader.read(location, between=["id", first, end])) == rows_of(want), first

@@ -40,6 +40,8 @@ SWEEP_S = 300.0
 """Interval of the sweep of a table that was published in the meantime."""
 BUDGET_MS = 120_000
 """Time beyond the interval after which a table whose publication is due counts as stuck."""
+CONCURRENT_TABLES = 4
+"""Tables published at a time. A publication mostly waits for the bucket."""
 FAILURES_MAX = 50
 """Limit of the failing tables that are reported, since a report must not grow with them."""
 
@@ -86,6 +88,11 @@ class LakePublisher:
         """Names of reported tables, and of those that failed in this round."""
         self.counters = RoundCounters()
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of cached columns; at most `part_columns.CACHE_BYTES`."""
+        return self._columns.memory_bytes
+
     def facts(self) -> dict[str, object]:
         facts = msgspec.structs.asdict(self.counters)
         return {**facts, "tables": len(self._tables), "failing": len(self._failing)}
@@ -123,14 +130,19 @@ class LakePublisher:
             name = table.publisher.shard.name
             if table.changed and name in times and await self._isolated(name, self._differs(table, times[name])):
                 moving.add((sources.get(name), times[name]) if name in sources else name)
-        for table in list(self._tables.values()):
+        slots = asyncio.Semaphore(CONCURRENT_TABLES)
+
+        async def tend(table: _Table) -> None:
             name = table.publisher.shard.name
             due = name in times and (name in moving or (sources.get(name), times[name]) in moving)
-            if due:
-                await self._isolated(name, self._publish(table, times[name], sources.get(name, "")))
-            elif name in times:
-                self._report(name, times[name], times[name])
-            await self._isolated(name, self._keep(table))
+            async with slots:
+                if due:
+                    await self._isolated(name, self._publish(table, times[name], sources.get(name, "")))
+                elif name in times:
+                    self._report(name, times[name], times[name])
+                await self._isolated(name, self._keep(table))
+
+        await asyncio.gather(*(tend(table) for table in self._tables.values()))
         for name in self._failing - self._failed:
             self._clear(name)
         self.counters.rounds += 1

@@ -40,6 +40,7 @@ from tidemill.lake.publish.stored import LakeStores
 from tidemill.lake.published import LakeTables
 from tidemill.lake.publisher import LakePublisher
 from tidemill.lake.settings import lake_settings
+from tidemill.lake.vectors.part_columns import CACHE_BYTES
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.checkpoint.stages import build_checkpointer
 from tidemill.maintenance.checkpoint_service import CheckpointService, check_bucket
@@ -424,6 +425,7 @@ def _build_lake(node: NodeContext, storage: Storage) -> Lake | None:
         return await storage.catalogue.list(PipelineRow)
 
     publisher = LakePublisher(stores, pipelines, node.tracker, holder=node.instance)
+    node.budget.register_share("lake", CACHE_BYTES, lambda: publisher.memory_bytes)
     return Lake(LakeTables(stores, pipelines), access, publisher)
 
 

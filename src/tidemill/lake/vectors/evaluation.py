@@ -14,7 +14,8 @@ Invariant (conservation): the rows that count are as many as the sum of all upda
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -29,8 +30,13 @@ from tidemill.shards.parts.arrow_rows import Index, Mask, rows_at
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.parts.schema_evolution import check_schema_known, convert_to_schema
 
+T = TypeVar("T")
+
 CHUNK_HASHES = 500_000
 """Hashes looked up at a time: they and their updates are in memory, about 100 bytes each."""
+
+CONCURRENT_VIEWS = 4
+"""Views read at a time: each may have 24 bytes per row in memory, and more for a part of another writer."""
 
 ViewId = tuple[str | bytes, int, int]
 
@@ -122,6 +128,7 @@ class _Pass:
         present = {view.id for view in views}
         self._came = [view for view in views if view.id not in before.states]
         self._went = [state for id_, state in before.states.items() if id_ not in present]
+        self._slots = asyncio.Semaphore(CONCURRENT_VIEWS)
         self._masks: dict[ViewId, Mask] = {}
         """Masks that may differ from those before, by view: True = the row does not count."""
         self._net: dict[ViewId, int] = {}
@@ -147,8 +154,8 @@ class _Pass:
 
     # hashes -----------------------------------------------------------------------------------------
     async def _hashes_to_look_up(self) -> Array:
-        found = await asyncio.gather(*(self._add_view(view) for view in self._came))
-        found += await asyncio.gather(*(self._irregular_hashes(state) for state in self._went))
+        found = await self._each(self._add_view(view) for view in self._came)
+        found += await self._each(self._irregular_hashes(state) for state in self._went)
         first = min((view.batch for view in self._came), default=0)
         later = [
             state
@@ -156,9 +163,18 @@ class _Pass:
             if view.batch >= first and (state := self._before.states.get(view.id)) is not None and state.mixed
         ]
         if later:
-            retracted = _unique(await asyncio.gather(*(self._irregular_hashes(state) for state in later)))
-            found += await asyncio.gather(*(self._hashes_among(view, retracted) for view in self._came))
+            retracted = _unique(await self._each(self._irregular_hashes(state) for state in later))
+            found += await self._each(self._hashes_among(view, retracted) for view in self._came)
         return _unique(found)
+
+    async def _each(self, reads: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+        """Return the results of reads of one view each, in their order."""
+
+        async def limited(read: Coroutine[Any, Any, T]) -> T:
+            async with self._slots:
+                return await read
+
+        return list(await asyncio.gather(*map(limited, reads)))
 
     async def _add_view(self, view: View) -> Array:
         """Begin the mask of a view that came; return the hashes of its updates other than single insertions."""
@@ -214,7 +230,7 @@ class _Pass:
         copies = contents_schema(self._schema).append(pa.field(HASH, pa.uint64())).empty_table()
         if not numbers:
             return copies
-        found = await asyncio.gather(*(self._updates_in(number, hashes) for number in numbers))
+        found = await self._each(self._updates_in(number, hashes) for number in numbers)
         updates = Updates(*(np.concatenate(each) for each in zip(*found, strict=True)))
         counting, irregular = classify(updates)
         if irregular.any():

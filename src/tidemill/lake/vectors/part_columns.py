@@ -96,6 +96,11 @@ class PartColumns:
         self.fetched_bytes = 0
         """Bytes read from the store since the start."""
 
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of cached columns."""
+        return self._cached_bytes
+
     async def summary(self, part: Part) -> PartSummary:
         """Return the footer's facts. Raises MissingError, CorruptError, UnavailableError."""
         return (await self._file(part)).summary
