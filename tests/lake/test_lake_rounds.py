@@ -12,15 +12,18 @@ import pytest
 from support.lake.world import START_MS, LakeWorld
 from support.shards.world import SCHEMA, append
 from tidemill.base.clock import Clock
+from tidemill.base.errors import InvalidError
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.lake.common_time import publication_times
 from tidemill.lake.pointer import list_pointers, load_table
+from tidemill.lake.publish.table_publisher import hold_period_ms
 from tidemill.lake.published import LakeTables
 from tidemill.lake.publisher import LakePublisher
 from tidemill.metastore.rows.catalogue import PipelineRow
-from tidemill.shards.api import Binding
+from tidemill.shards.api import Binding, Column
 from tidemill.shards.handle import LogShard
+from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.shards.registry import drop_shard, list_created_shards, open_remap
 from tidemill.shards.state.state import ShardState
 
@@ -176,6 +179,19 @@ async def test_the_catalogue_publishes_a_table_that_never_was(tmp_path: Path) ->
     found = await tables.load("c")
     assert json.loads(found.metadata)["current-snapshot-id"]
     assert Path(found.metadata_location.removeprefix("file://")).read_bytes() == found.metadata
+
+
+async def test_an_old_publication_is_loaded_only_if_it_is_still_the_contents(tmp_path: Path) -> None:
+    """A table that cannot be published any more is refused in words before its files are deleted."""
+    lake = Lake(tmp_path)
+    shard = await lake.filled("c")
+    tables = LakeTables(lake.stores(), lake.pipelines)
+    first = await tables.load("c")
+    lake.clock.advance(2 * hold_period_ms(lake.settings))
+    assert await tables.load("c") == first, "nothing changed"
+    await shard.evolve(SchemaChanges(add=(Column("n", "float64", "NaN"),)))
+    with pytest.raises(InvalidError, match="column=n default='nan'"):
+        await tables.load("c")
 
 
 @pytest.mark.parametrize(
