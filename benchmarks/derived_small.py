@@ -26,7 +26,7 @@ from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.session.session import build_session
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import Stores, open_stores
-from upsert_tree import KINDS, Tree
+from upsert_tree import KINDS, TICK_S, Tree, stat
 
 CLICKS = ShardSchema(
     (Column("click_id", "string"), Column("product_id", "int64"), Column("customer_id", "int64")), ("click_id",)
@@ -91,6 +91,25 @@ class Input:
         self._next, self._upper = self._next + count, self._upper + 1
 
 
+class Meter:
+    """CPU of driver, JVM and Python workers, and the number of jobs."""
+
+    def __init__(self, spark: Any) -> None:
+        self._jvm_pid = spark._jvm.java.lang.ProcessHandle.current().pid()
+        self._scheduler = spark.sparkContext._jsc.sc().dagScheduler()
+
+    def read(self) -> tuple[dict[str, float], int]:
+        """Return (CPU ms by kind, jobs) since the start."""
+        driver, jvm = 1000 * time.process_time(), stat(self._jvm_pid)
+        ticks = [int(jvm[place]) for place in (11, 12, 13, 14)]
+        cpu = dict(zip(KINDS, (driver, *(1000 * TICK_S * (a + b) for a, b in (ticks[:2], ticks[2:]))), strict=True))
+        return cpu, self._scheduler.numTotalJobs()
+
+    def since(self, before: tuple[dict[str, float], int]) -> tuple[dict[str, float], int]:
+        now = self.read()
+        return {kind: ms - before[0][kind] for kind, ms in now[0].items()}, now[1] - before[1]
+
+
 def expected(clicks: pa.Table, lines: pa.Table) -> dict[str, pa.Table]:
     """Return both results by Arrow, sorted by product."""
     seen = clicks.group_by("product_id").aggregate([("product_id", "count")])
@@ -122,35 +141,32 @@ def refresh_small(rows: int, products: int, every_s: float, rounds: int, warm: i
                  for t in p.derived_tables.values()]  # fmt: skip
         for way in found:
             way.open()
-        scheduler = spark.sparkContext._jsc.sc().dagScheduler()
-        tree, verified = Tree(os.getpid()), 0
-        walls, spent, jobs = [], [], []
+        meter, verified = Meter(spark), 0
+        walls_s, spent, jobs = [], [], []
         for number in range(warm + rounds):
-            began_s, jobs_before = time.monotonic(), scheduler.numTotalJobs()
-            tree.begin()
             for one in inputs:
                 one.append(MOVED[one.shard.name])
-            refreshed_s = time.monotonic()
+            began_s, before = time.monotonic(), meter.read()
             for way in found:
                 assert way.recompute()
-            refreshed_s = time.monotonic() - refreshed_s
-            time.sleep(max(0.0, every_s - (time.monotonic() - began_s)) if number >= warm else 0.0)
+            walls_s.append(time.monotonic() - began_s)
             if number >= warm:
-                walls.append(refreshed_s)
-                jobs.append(scheduler.numTotalJobs() - jobs_before)
-                spent.append(tree.spent().cpu_s)
+                time.sleep(max(0.0, every_s - walls_s[-1]))
+            cpu_ms, jobs_run = meter.since(before)
+            spent.append(cpu_ms)
+            jobs.append(jobs_run)
             want = expected(*(one.rows for one in inputs))
             for way in found:
                 got = portal.call(way.writer.shard.snapshot(way.upper - 1)).sort_by("product_id")
                 assert got.equals(want[way.table.name].cast(got.schema)), f"{way.table.name} is not exact"
                 verified += got.num_rows
-        workers = sum(kind == "workers" for kind in tree.kinds().values())
-        cpu_ms = {kind: 1000 * statistics.fmean(one[kind] for one in spent) for kind in KINDS}
+        workers = sum(kind == "workers" for kind in Tree(os.getpid()).kinds().values())
+        cpu_ms = {kind: statistics.fmean(one[kind] for one in spent[warm:]) for kind in KINDS}
         total = sum(cpu_ms.values())
         print(f"{rows:,} rows an input, {products} products, {rounds} refreshes; {verified:,} rows verified")
         print(
             f"a refresh of both: CPU {total:.0f} ms ({', '.join(f'{k} {v:.0f}' for k, v in cpu_ms.items())}), "
-            f"wall p50 {1000 * statistics.median(walls):.0f} ms, {statistics.fmean(jobs):.1f} jobs, "
+            f"wall p50 {1000 * statistics.median(walls_s[warm:]):.0f} ms, {statistics.fmean(jobs[warm:]):.1f} jobs, "
             f"{workers} Python workers"
         )
         print(f"every {every_s} s: {total / every_s / 10:.1f} % of a core")

@@ -91,6 +91,7 @@ class PreparedPlan:
         if scheduler.numTotalJobs() != jobs:
             raise JobRanError("a job ran while the function was called")
         self._places = self._input_leaves()
+        self._omit_unused_columns()
         self._schema, self._jschema = result.schema, self._result.schema()
 
     def run(self, rows: Sequence[pa.Table]) -> pa.Table:
@@ -123,10 +124,17 @@ class PreparedPlan:
         if found := [one for one in STORED_EXPRESSIONS if logical.containsPattern(getattr(patterns, one)())]:
             raise NotPreparedError(f"it has expressions of kind {found[0]}")
         plan = execution.executedPlan()
-        for name in _operators(plan, self._collections):
-            if name not in REUSABLE_OPERATORS:
+        for operator in self._operators(plan):
+            if (name := operator.getClass().getSimpleName()) not in REUSABLE_OPERATORS:
                 raise NotPreparedError(f"its plan has the operator {name}")
         return plan
+
+    def _operators(self, plan: Any) -> list[Any]:
+        found, waiting = [], [plan]
+        while waiting:
+            found.append(waiting.pop())
+            waiting.extend(self._collections.asJava(found[-1].children()))
+        return found
 
     def _input_leaves(self) -> list[tuple[Any, Any, int]]:
         """Return (leaf, its attributes, place of its input). A leaf may occur twice, as in a join with itself."""
@@ -141,6 +149,18 @@ class PreparedPlan:
             found.append((leaf, output, place))
         return found
 
+    def _omit_unused_columns(self) -> None:
+        """Find the columns of the inputs that no operator refers to, by the ids of their attributes."""
+        used = [self._physical.outputSet()]
+        for operator in self._operators(self._physical):
+            if operator.nodeName() == "Union":  # it reads its children by position
+                used.extend(child.outputSet() for child in self._collections.asJava(operator.children()))
+            used.append(operator.references())
+        for _, output, place in self._places:
+            for column, attribute in enumerate(self._collections.asJava(output)):
+                if any(found.contains(attribute) for found in used):
+                    self._inputs[place].used.add(column)
+
 
 class _UnknownInput:
     """Input whose rows are unknown: a frame that plans, and fails when a job reads it."""
@@ -151,6 +171,8 @@ class _UnknownInput:
         from pyspark.sql.pandas.types import to_arrow_schema
 
         self.schema = schema
+        self.used: set[int] = set()
+        """Places of the columns whose values matter; the others are passed as nulls."""
         jvm: Any = session._jvm
         self._jsession: Any = session._jsparkSession
         self._list, self._sql = jvm.java.util.ArrayList, jvm.PythonSQLUtils
@@ -171,7 +193,12 @@ class _UnknownInput:
     def local_rows(self, table: pa.Table) -> Any:
         """Return the rows in the JVM, as the optimised createDataFrame creates them."""
         batches = self._list()
-        for batch in table.cast(self._arrow).combine_chunks().to_batches():
+        columns = [
+            table.column(place) if place in self.used else pa.nulls(table.num_rows, field.type)
+            for place, field in enumerate(self._arrow)
+        ]
+        rows = pa.Table.from_arrays(columns, table.column_names).cast(self._arrow)
+        for batch in rows.combine_chunks().to_batches():
             batches.add(batch.serialize().to_pybytes())
         frame = self._sql.toDataFrame(self._collections.asScala(batches.iterator()), self._json, self._jsession)
         return frame.queryExecution().analyzed().data()
@@ -192,13 +219,3 @@ def _small_session(spark: SparkSession) -> SparkSession:
     for setting, value in SMALL_SETTINGS.items():
         session.conf.set(setting, value)
     return session
-
-
-def _operators(plan: Any, collections: Any) -> list[str]:
-    """Return the class names of a physical plan's operators."""
-    found, waiting = [], [plan]
-    while waiting:
-        one = waiting.pop()
-        found.append(one.getClass().getSimpleName())
-        waiting.extend(collections.asJava(one.children()))
-    return found
