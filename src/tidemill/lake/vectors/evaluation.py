@@ -14,8 +14,8 @@ Invariant (conservation): the rows that count are as many as the sum of all upda
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -31,6 +31,7 @@ from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.parts.schema_evolution import check_schema_known, convert_to_schema
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 CHUNK_HASHES = 500_000
 """Hashes looked up at a time: they and their updates are in memory, about 100 bytes each."""
@@ -154,8 +155,8 @@ class _Pass:
 
     # hashes -----------------------------------------------------------------------------------------
     async def _hashes_to_look_up(self) -> Array:
-        found = await self._each(self._add_view(view) for view in self._came)
-        found += await self._each(self._irregular_hashes(state) for state in self._went)
+        found = await self._each(self._add_view, self._came)
+        found += await self._each(self._irregular_hashes, self._went)
         first = min((view.batch for view in self._came), default=0)
         later = [
             state
@@ -163,18 +164,18 @@ class _Pass:
             if view.batch >= first and (state := self._before.states.get(view.id)) is not None and state.mixed
         ]
         if later:
-            retracted = _unique(await self._each(self._irregular_hashes(state) for state in later))
-            found += await self._each(self._hashes_among(view, retracted) for view in self._came)
+            retracted = _unique(await self._each(self._irregular_hashes, later))
+            found += await self._each(lambda view: self._hashes_among(view, retracted), self._came)
         return _unique(found)
 
-    async def _each(self, reads: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-        """Return the results of reads of one view each, in their order."""
+    async def _each(self, read: Callable[[V], Awaitable[T]], views: Sequence[V]) -> list[T]:
+        """Return the results of `read` for each view, in their order."""
 
-        async def limited(read: Coroutine[Any, Any, T]) -> T:
+        async def limited(view: V) -> T:
             async with self._slots:
-                return await read
+                return await read(view)
 
-        return list(await asyncio.gather(*map(limited, reads)))
+        return list(await asyncio.gather(*map(limited, views)))
 
     async def _add_view(self, view: View) -> Array:
         """Begin the mask of a view that came; return the hashes of its updates other than single insertions."""
@@ -230,7 +231,7 @@ class _Pass:
         copies = contents_schema(self._schema).append(pa.field(HASH, pa.uint64())).empty_table()
         if not numbers:
             return copies
-        found = await self._each(self._updates_in(number, hashes) for number in numbers)
+        found = await self._each(lambda number: self._updates_in(number, hashes), numbers)
         updates = Updates(*(np.concatenate(each) for each in zip(*found, strict=True)))
         counting, irregular = classify(updates)
         if irregular.any():
