@@ -8,8 +8,10 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from urllib.request import Request, urlopen
 
 import pyarrow as pa
 import pytest
@@ -17,6 +19,7 @@ import pytest
 from support.faults.served import Served, World
 from support.lake.readers import FROM_CATALOGUE, INSTALLED, ForeignReader, ReadError
 from support.lake.world import rows_of
+from support.objects.moto_access import start_server
 from support.waiting import eventually
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.blocking_portal import BlockingPortal
@@ -75,13 +78,12 @@ class Lake:
         return self._portal.call(read())
 
 
-@pytest.fixture(scope="module")
-def lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lake]:
-    directory = tmp_path_factory.mktemp("lake")
-    urls = StoreUrls(f"file://{directory}/objects", f"sqlite://{directory}/consensus.db")
+@contextmanager
+def served_lake(directory: Path, objects_url: str, settings: dict[str, Any] | None = None) -> Iterator[Lake]:
+    urls = StoreUrls(objects_url, f"sqlite://{directory}/consensus.db")
     sections = {"objects": {"url": urls.objects}, "consensus": {"url": urls.consensus}}
     world = World()
-    served = Served(directory, sections | {"lake": {"enabled": True, "interval_s": 0.2}})
+    served = Served(directory, sections | {"lake": {"enabled": True, "interval_s": 0.2, **(settings or {})}})
     stop = asyncio.Event()
     ended = asyncio.run_coroutine_threadsafe(served.run(stop), world.loop)
     try:
@@ -99,6 +101,13 @@ def lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lake]:
         world.call(stop.set)
         ended.result(60)
         world.close()
+
+
+@pytest.fixture(scope="module")
+def lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lake]:
+    directory = tmp_path_factory.mktemp("lake")
+    with served_lake(directory, f"file://{directory}/objects") as found:
+        yield found
 
 
 @pytest.fixture(scope="module", params=FROM_CATALOGUE)
@@ -120,6 +129,31 @@ def test_a_reader_follows_a_table_through_the_catalogue(reader: ForeignReader, l
 def test_a_table_that_does_not_exist_is_an_error_in_the_readers_words(reader: ForeignReader, lake: Lake) -> None:
     with pytest.raises(ReadError, match=r"(?i)nothing"):
         reader.read_catalogue(lake.catalogue, "nothing")
+
+
+@pytest.mark.parametrize("name", ["pyiceberg", "duckdb"])
+def test_a_reader_without_keys_reads_a_bucket_with_those_of_the_catalogue(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = start_server()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "writer")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of the node")
+    reader = ForeignReader(name, tmp_path)
+    try:
+        with urlopen(Request(f"http://{host}:{port}/harbour", method="PUT")) as created:
+            assert created.status == 200
+        url = f"s3://harbour/{name}?endpoint=http://{host}:{port}&region=us-east-1"
+        keys = {"credentials": "static-read", "access_key_id": "reader", "secret_access_key": "of readers"}
+        with served_lake(tmp_path, url, keys) as lake:
+            monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+            monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+            lake.append("orders", [(7, "open", -1), (7, "paid", 1)])
+            want = rows_of(lake.contents("orders"))
+            eventually(lambda: rows_of(reader.read_catalogue(lake.catalogue, "orders")) == want, "the contents on S3")
+    finally:
+        reader.close()
+        server.stop()
 
 
 def blocks(language: str) -> list[str]:
