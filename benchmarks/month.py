@@ -217,7 +217,8 @@ def consume(cluster: Cluster) -> tuple[dict[int, list[int]], dict[int, tuple[int
             seen[message.partition()].append(message.offset())
         if time.monotonic() > until:
             raise SystemExit(f"records could not be read: marks={marks}")
-    consumer.commit(offsets=[TopicPartition("busy", p, marks[p][1]) for p in marks], asynchronous=False)
+    ends = [TopicPartition("busy", p, marks[p][1]) for p in marks]
+    patiently(lambda: consumer.commit(offsets=ends, asynchronous=False))  # the coordinator may still be loading
     consumer.close()
     return seen, marks
 

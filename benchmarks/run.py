@@ -34,6 +34,7 @@ NAMES = (
     "shapes",
     "http_servers",
     "positions",
+    "lake",
     "scan",
     "scan_python",
     "shard_commits",
@@ -54,8 +55,9 @@ LANES = (
     "steady",
     "unfinished",
     "oracle",
+    "versus",
 )
-"""Long ones that look for faults or for growth, not for speed: only by name."""
+"""Long ones that look for faults or for growth, or need an installation: only by name."""
 
 FILES = {"calendar": "month"}
 """Benchmarks whose file cannot have their name: calendar.py would shadow the standard library's module in every

@@ -81,7 +81,7 @@ def postgres_dsn(new_database: Callable[[], str]) -> Iterator[str]:
     drop_slots(dsn)
 
 
-REAL_CLIENT_MARKERS = ("node", "java", "go", "browser", "kcat", "spark", "postgres")
+REAL_CLIENT_MARKERS = ("node", "java", "go", "browser", "kcat", "spark", "postgres", "lake")
 
 
 @pytest.hookimpl(hookwrapper=True)

@@ -47,7 +47,7 @@ PREPARING = {"topic create", "acl add", "user add", "schema register"}
 STARTING = {"up"}
 EXTRAS = {
     "node": ["up", "shape sign", "capture drop", "topic produce", "topic consume", "schema show", "schema register",
-             "schema check", "group alter", "group delete", "txn list", "txn abort"],
+             "schema check", "group alter", "group delete", "txn list", "txn abort", "lake publish"],
     "duckdb": ["sql"],
 }  # fmt: skip
 """Commands that need an extra. The others work with the reader alone."""

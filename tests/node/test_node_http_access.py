@@ -26,6 +26,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.listeners import OauthSection
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.lake.catalogue import MAY_READ_SCOPE_KEY
 from tidemill.metastore.factory import create_metastore
 from tidemill.node.http.auth import AuthDependencies, AuthMiddleware, RequiredPermission, required_permissions
 from tidemill.node.http.server import HttpServer
@@ -225,6 +226,15 @@ async def test_what_is_known_of_proofs_is_bounded() -> None:
         ("PUT", "/subjects/orders-value", RequiredPermission(OP.ALTER, R.TOPIC, "orders")),
         ("POST", "/subjects", RequiredPermission(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
         ("DELETE", "/subjects", RequiredPermission(OP.ALTER, R.CLUSTER, CLUSTER_NAME)),
+        ("GET", "/iceberg/v1/config", None),
+        ("GET", "/iceberg/v1/namespaces/tidemill/tables", None),
+        ("GET", "/iceberg/v1/namespaces/tidemill/tables/orders", RequiredPermission(OP.READ, R.TOPIC, "shard.orders")),
+        (
+            "POST",
+            "/iceberg/v1/namespaces/tidemill/tables/%6Frders/metrics",
+            RequiredPermission(OP.READ, R.TOPIC, "shard.orders"),
+        ),
+        ("GET", "/icebergs", CLUSTER),
     ],
 )
 def test_what_a_path_needs(method: str, path: str, wanted: RequiredPermission | None) -> None:
@@ -285,6 +295,20 @@ async def test_rows_of_a_table_need_what_its_shape_needs_and_nothing_else(path: 
             assert (await ask(guard, scope_of(path, query=query, authorization=mine)))[0] == status, query
         assert (await ask(guard, scope_of("/api/overview", query="table=orders", authorization=mine)))[0] == 403
         assert (await ask(guard, scope_of(path, method="POST", query="table=orders", authorization=mine)))[0] == 403
+
+
+async def test_the_catalogue_shows_a_principal_the_tables_that_it_may_read() -> None:
+    tables = "/iceberg/v1/namespaces/tidemill/tables"
+    async with opened_world() as (guard, _, rulebook):
+        await rulebook.add([AclRule(int(R.TOPIC), 3, "shard.orders", "User:alice", "*", int(OP.READ), 3)])
+        mine = basic("alice", "pässword")
+        assert (await ask(guard, scope_of(tables)))[0] == 401
+        for table, status in (("orders", 200), ("payroll", 403), ("orders%00", 403)):
+            assert (await ask(guard, scope_of(f"{tables}/{table}", authorization=mine)))[0] == status, table
+        listing = scope_of(tables, authorization=mine)
+        assert (await ask(guard, listing))[0] == 200
+        may_read = listing[MAY_READ_SCOPE_KEY]
+        assert may_read("orders") and not may_read("payroll")
 
 
 async def test_a_path_that_a_router_would_take_for_another_is_none() -> None:

@@ -55,6 +55,7 @@ SOON = {
     "below-start": (15,),
     "blind-head": (2,),
     "blind-retry": (15,),
+    "both-publish": (0,),
     "checked-once": (16,),
     "choose-before-hold": (26,),
     "clean-last": (8,),
@@ -95,6 +96,7 @@ SOON = {
     "silent-reject": (5,),
     "stale-commit": (3,),
     "stale-read": (15,),
+    "stale-vector": (2,),
     "stays-replaced": (38,),
     "torn-binding": (0, 2, 3),
     "trim-batch": (18,),
@@ -103,11 +105,13 @@ SOON = {
     "undecided": (46,),
     "unfenced-offset": (27,),
     "unheld-copy": (16, 27, 40),
+    "unheld-snapshot": (0,),
     "unordered-connection": (4,),
     "unseen-fork": (2, 4, 7),
     "untold-leader": (45,),
     "untold-offsets": (5,),
     "untrimmed-restore": (0, 25, 35),
+    "wrong-tag": (0,),
 }
 """Seeds that found a planted fault last, or the first one that is not known to miss it.
 

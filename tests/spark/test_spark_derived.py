@@ -133,7 +133,7 @@ def test_two_derivations_race_and_a_restart_goes_on(harbour: Any, tmp_path: Path
 
 
 def test_the_interval_counts_from_demand(harbour: Any, tmp_path: Path) -> None:
-    """After a pause the next change is computed immediately, the one after it not before the interval has passed."""
+    """The first change after a pause is computed immediately. The second one waits for the interval."""
     clicks, ending = Clicks(harbour, tmp_path), threading.Event()
     derived = derivation(harbour, tmp_path, count_by_product)
     derived.table = msgspec.structs.replace(derived.table, every_s=3600.0)

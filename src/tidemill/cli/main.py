@@ -86,6 +86,7 @@ COMMANDS = {
         "verify.command",
         "verify",
     ),
+    "lake": Entry(TABLES, "List, describe and publish Iceberg tables.", "lake", "app"),
     "shape": Entry(TABLES, "List and fetch shapes, and sign shape URLs.", "shape", "app"),
     "capture": Entry(
         SOURCES,

@@ -15,6 +15,7 @@ node serves them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -34,6 +35,12 @@ from tidemill.consensus.status.board import StatusBoard
 from tidemill.kafka.net.listeners import Listener
 from tidemill.kafka.server.server import BrokerServices, KafkaServer
 from tidemill.kafka.settings import KafkaSettings
+from tidemill.lake.catalogue import StorageAccess, catalogue_routes, storage_access
+from tidemill.lake.publish.stored import LakeStores
+from tidemill.lake.published import LakeTables
+from tidemill.lake.publisher import LakePublisher
+from tidemill.lake.settings import lake_settings
+from tidemill.lake.vectors.part_columns import CACHE_BYTES
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.checkpoint.stages import build_checkpointer
 from tidemill.maintenance.checkpoint_service import CheckpointService, check_bucket
@@ -41,7 +48,7 @@ from tidemill.maintenance.job_list import build_jobs
 from tidemill.maintenance.scheduler import JobContext, JobRunner, Retention
 from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
 from tidemill.metastore.bucket_claim import BucketOwnership
-from tidemill.metastore.catalogue import CaptureRow, Catalogue, TopicRow
+from tidemill.metastore.catalogue import CaptureRow, Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.cluster_manifest import Presence
 from tidemill.metastore.factory import NODE, create_metastore
@@ -96,6 +103,14 @@ class Security(msgspec.Struct, frozen=True):
     listeners: Sequence[Listener]
 
 
+class Lake(msgspec.Struct, frozen=True):
+    """Tables for other engines: those of the catalogue, settings for clients of the bucket, and their publisher."""
+
+    tables: LakeTables
+    access: StorageAccess
+    publisher: LakePublisher
+
+
 class ClusterMember(msgspec.Struct, frozen=True):
     """Place of this node in its cluster, and the partitions that it leads there."""
 
@@ -114,10 +129,12 @@ async def assemble(node: NodeContext, app: SwitchableApp) -> None:
     topics = _build_topics(node, storage, member)
     shapes = _build_shapes(node, storage)
     registry = _build_registry(node, storage)
+    lake = _build_lake(node, storage)
     routes = [
         *shape_routes(shapes, node.grants),
         *node.console_routes(),
         *(registry_routes(registry) if registry is not None else ()),
+        *(catalogue_routes(lake.tables, lake.access) if lake is not None else ()),
     ]
     kafka = _build_kafka(node, storage, security, member, topics)
     binder = _build_binder(node, storage, member, topics)
@@ -136,6 +153,7 @@ async def assemble(node: NodeContext, app: SwitchableApp) -> None:
     node.stack.push_async_callback(binder.aclose)
     _start_captures(node, storage, member, topics, shapes, registry)
     _start_maintenance(node, checkpoints, jobs)
+    _start_lake(node, lake)
     node.waiting = ""
     node.tracker.set(node.process, 1, 1, now_ms=node.clock.now_ms())
     settings = node.config.node
@@ -387,6 +405,34 @@ def _build_registry(node: NodeContext, storage: Storage) -> Registry | None:
     registry = Registry(storage.metastore, node.clock, node.rand, run_on_pool(pool), section)
     node.reporting.facts["registry"] = registry.facts
     return registry
+
+
+# lake ---------------------------------------------------------------------------------------------
+def _build_lake(node: NodeContext, storage: Storage) -> Lake | None:
+    """Return the tables for other engines, or None if they are not published."""
+    section = node.config.lake
+    if not section.enabled:
+        return None
+    settings = lake_settings(section, node.config.objects_url)
+    pool = ThreadPoolExecutor(1, thread_name_prefix="lake")  # decodes parts and encodes manifests
+    node.stack.callback(pool.shutdown, wait=False, cancel_futures=True)
+    stores = LakeStores(storage.consensus, storage.objects, node.clock, node.rand, settings, run_on_pool(pool))
+    keys = {"access_key_id": section.access_key_id, "secret_access_key": section.secret_access_key}
+    given = keys if section.credentials == "static-read" else {}
+    access = storage_access(node.config.objects_url, os.environ, **given)
+
+    async def pipelines() -> Sequence[PipelineRow]:
+        return await storage.catalogue.list(PipelineRow)
+
+    publisher = LakePublisher(stores, pipelines, node.tracker, holder=node.instance)
+    node.budget.register_share("lake", CACHE_BYTES, lambda: publisher.memory_bytes)
+    return Lake(LakeTables(stores, pipelines), access, publisher)
+
+
+def _start_lake(node: NodeContext, lake: Lake | None) -> None:
+    if lake is not None:
+        node.reporting.facts["lake"] = lake.publisher.facts
+        node.spawn_supervised("lake", lake.publisher.run)
 
 
 # captures -----------------------------------------------------------------------------------------

@@ -42,6 +42,10 @@ FAULTS: dict[str, tuple[str, str]] = {
     "trim-batch": ("shards", "an upsert that lost a race appends the later times of its batch unchanged"),
     "drain-twice": ("shards", "an upsert drains several times at one upper, each against the same contents"),
     "trust-checkpoint": ("shards", "an upsert that restarts continues from its own checkpoint, not from the upper"),
+    "stale-vector": ("lake", "a deletion vector of an earlier publication is listed, although it changed"),
+    "unheld-snapshot": ("lake", "the parts of a published snapshot are not held against collection"),
+    "both-publish": ("lake", "two nodes publish at once, and both count as published"),
+    "wrong-tag": ("lake", "a tag names another time than that of its contents"),
     "seed002": ("capture", "a flush inside a transaction is reported immediately, not aligned at its commit"),
     "near-miss": ("capture", "a consumer is complete only when it flushed exactly the position sent to it"),
     "early-keepalive": ("capture", "a commit does not revoke the state that everything seen is confirmed"),
@@ -96,6 +100,7 @@ ROOMS = (
     "groups",
     "transactions",
     "shards",
+    "lake",
     "capture",
     "calendar",
 )
@@ -158,6 +163,10 @@ def scenario(room: str, fault: str = "") -> Scenario:
             from sim.scenarios import calendar
 
             return lambda world: calendar.run(world, fault)
+        case "lake":
+            from sim.scenarios import lake
+
+            return lambda world: lake.run(world, fault)
         case "shards":
             from sim.scenarios import shards
 

@@ -23,6 +23,7 @@ from tidemill.base.config.sections import (
     CaptureSection,
     ConsensusSection,
     FreshnessSection,
+    LakeSection,
     MetastoreSection,
     NodeSection,
     ObjectsSection,
@@ -48,6 +49,7 @@ class Config(Section):
     metastore: MetastoreSection = MetastoreSection()
     retention: RetentionSection = RetentionSection()
     storage: StorageSection = StorageSection()
+    lake: LakeSection = LakeSection()
     freshness: FreshnessSection = FreshnessSection()
     http: HttpSection = HttpSection()
     shapes: ShapesSection = ShapesSection()

@@ -25,8 +25,8 @@ def _check_advertised(value: str) -> str:
 
 
 RESERVED_PAGES = frozenset(
-    {"api", "compatibility", "config", "console", "contexts", "freshz", "healthz", "metrics", "mode", "readyz",
-     "schemas", "subjects", "v1"}
+    {"api", "compatibility", "config", "console", "contexts", "freshz", "healthz", "iceberg", "metrics", "mode",
+     "readyz", "schemas", "subjects", "v1"}
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from tidemill.base.address import Address
 from tidemill.base.limits import (
@@ -68,6 +68,31 @@ class RetentionSection(Section):
     collect_after_s: float = Field(120.0, ge=1.0, le=30 * 86_400.0)
     orphans_after_s: float = Field(6 * 3600.0, ge=60.0, le=365 * 86_400.0)
     group_offsets_s: float = Field(7 * 86_400.0, ge=60.0, le=10 * 365 * 86_400.0)
+
+
+class LakeSection(Section):
+    """Tables published for other engines: see `lake.settings.lake_settings`.
+
+    location     URI of the bucket for readers; "" = that of objects.url
+    credentials  whether the catalogue hands out `access_key_id` and `secret_access_key`, which may only read
+    """
+
+    enabled: bool = False
+    format: Literal[2, 3] = 3
+    interval_s: float = Field(30.0, ge=0.1, le=86_400.0)
+    keep_s: float = Field(3_600.0, ge=1.0, le=30 * 86_400.0)
+    location: str = ""
+    credentials: Literal["none", "static-read"] = "none"
+    access_key_id: str = ""
+    secret_access_key: str = Field("", validate_default=True)
+
+    @field_validator("secret_access_key")
+    @classmethod
+    def _check_keys(cls, value: str, info: ValidationInfo) -> str:
+        given = info.data.get("credentials") == "static-read"
+        if given and not (value and info.data.get("access_key_id")):
+            raise ValueError('credentials = "static-read" needs access_key_id and secret_access_key')
+        return value
 
 
 class StorageSection(Section):

@@ -71,12 +71,14 @@ def _shard_users(opened: OpenStores, name: str) -> list[str]:
     """
     from tidemill.cli.shape import live_shapes
     from tidemill.maintenance.shards.drop import reading_derived_tables, writing_pipelines
+    from tidemill.shards.read.holds import OBJECTS_ONLY
     from tidemill.shards.registry import read_shard
 
     state, now_ms = opened.portal.call(read_shard(opened.consensus, name)), opened.clock.now_ms()
     holds = state.holds if state is not None else ()
     found = [f"pipeline:{user}" for user in opened.portal.call(writing_pipelines(opened.metastore, name))]
     found += [f"shard:{table}" for table in opened.portal.call(reading_derived_tables(opened.metastore, name))]
-    found += [f"hold:{hold.reader}" for hold in holds if hold.expires_ms and hold.is_live(now_ms)]
+    live = [hold for hold in holds if hold.expires_ms and hold.is_live(now_ms)]
+    found += [f"hold:{hold.reader}" for hold in live if hold.since != OBJECTS_ONLY]  # publications end with the table
     found += [f"shape:{s['handle']}" for s in live_shapes(opened.config) if s["source"] == f"shard:{name}"]
     return found

@@ -62,7 +62,8 @@ def describe(name: Name, config: ConfigOption = None, out: Output = TABLE) -> No
     print(f"  waiting for deletion: {row['garbage_bytes']:,} bytes in {row['garbage_objects']} objects")
     for hold in row["holds"]:
         ends = "does not expire" if hold["ends_in_ms"] is None else f"ends in {hold['ends_in_ms']} ms unless renewed"
-        print(f"  held from {format_time(hold['since'])} by {hold['owner']} ({ends})")
+        held = "objects held" if hold["since"] is None else f"held from {format_time(hold['since'])}"
+        print(f"  {held} by {hold['owner']} ({ends})")
 
 
 def history(

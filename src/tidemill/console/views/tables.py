@@ -38,11 +38,20 @@ def table_description(state: ShardState, now_ms: int) -> dict[str, Any]:
         "buckets": state.schema.buckets,
         "versions": [_version_row(state.schema, version) for version in state.versions],
         "holds": [
-            {"owner": h.reader, "since": h.since, "ends_in_ms": h.expires_ms - now_ms if h.expires_ms else None}
+            {
+                "owner": h.reader,
+                "since": _held_since(state, h.since),
+                "ends_in_ms": h.expires_ms - now_ms if h.expires_ms else None,
+            }
             for h in state.holds
             if h.is_live(now_ms)
         ],
     }
+
+
+def _held_since(state: ShardState, since: int) -> int | None:
+    """Return the time from which a hold keeps history; None for one that keeps only objects."""
+    return None if since > state.upper else since
 
 
 def history_rows(state: ShardState) -> Iterator[dict[str, Any]]:

@@ -33,6 +33,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
+from tidemill.lake.catalogue import MAY_READ_SCOPE_KEY, error_body, is_catalogue_path, named_table
 from tidemill.registry.http.messages import plain_subject, split_path
 from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import CLUSTER_NAME, Operation, Resource
@@ -146,6 +147,10 @@ class AuthMiddleware:
                 about = "is not authorized for this shape request."
             await self._send_refusal(scope, send, 403, f"{principal} {about}")
             return
+        if is_catalogue_path(scope["path"]):
+            scope[MAY_READ_SCOPE_KEY] = lambda table: (
+                _first_denied(parties, [_read_permission(f"shard.{table}")], principal, host) is None
+            )
         if scope["path"] == SHAPE_PATH:
             scope[REQUESTER_SCOPE_KEY] = Requester(
                 principal, known.claims, known.ends_ms, lambda: _first_denied(parties, needed, principal, host) is None
@@ -156,6 +161,8 @@ class AuthMiddleware:
         self, scope: Scope, send: Send, status: int, message: str, *more: tuple[bytes, bytes]
     ) -> None:
         body = json.dumps({"message": message}).encode()
+        if is_catalogue_path(scope["path"]):
+            body = error_body(status, message)
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -265,20 +272,26 @@ def required_permissions(method: str, path: str, raw_path: bytes, topics: Sequen
     """Return everything that a request needs. `topics` are those whose rows it reads (`_required_topics`). Pure."""
     reads = method in ("GET", "HEAD")
     if path in ROW_PATHS and reads and topics:
-        return [RequiredPermission(Operation.READ, Resource.TOPIC, topic) for topic in topics]
+        return [_read_permission(topic) for topic in topics]
+    if is_catalogue_path(path):
+        # Lists contain only tables that the principal may read, and writes are refused for everybody.
+        table = named_table(raw_path)
+        return [] if table is None else [_read_permission(f"shard.{table}")]
     if path == SHAPE_PATH and method == "DELETE":
         # A handle alone may name any shape.
         return [RequiredPermission(Operation.DELETE, Resource.TOPIC, topic) for topic in topics] or [
             _cluster_permission(Operation.ALTER)
         ]
     if path == SHAPE_PATH and (reads or method == "POST"):  # a POST reads a subset
-        return [RequiredPermission(Operation.READ, Resource.TOPIC, topic) for topic in topics] or [
-            _cluster_permission()
-        ]
+        return [_read_permission(topic) for topic in topics] or [_cluster_permission()]
     parts = split_path(raw_path)
     if parts[0] in ("subjects", "compatibility", "config", "mode", "schemas", "contexts"):
         return _registry_permissions(method, parts, reads=reads)
     return [_cluster_permission() if reads else _cluster_permission(Operation.ALTER)]
+
+
+def _read_permission(topic: str) -> RequiredPermission:
+    return RequiredPermission(Operation.READ, Resource.TOPIC, topic)
 
 
 def _registry_permissions(method: str, parts: list[str], *, reads: bool) -> list[RequiredPermission]:

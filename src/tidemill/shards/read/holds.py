@@ -33,6 +33,9 @@ HOLD_TTL_MS = 300_000
 HOLD_ABOVE_BYTES = 16 << 20
 """Size from which a read takes a hold on its own, since it may last longer than garbage collection waits."""
 
+OBJECTS_ONLY = (1 << 53) - 1
+"""Value of `since` for a hold that keeps the objects of a state, but no history: no time is that late."""
+
 RELEASE_TIMEOUT_S = 2.0
 
 LATEST = "latest"

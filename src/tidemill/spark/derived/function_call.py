@@ -1,6 +1,6 @@
 """Call of a derived function: its result for the inputs' rows at one time, by the cheapest way that is exact.
 
-few rows     all rows are in the driver: a prepared plan computes them, or frames of local rows if there is none
+few rows     all rows are in the driver: a prepared plan computes them, or frames of local rows without such a plan
 otherwise    Spark reads the inputs that are given whole
 """
 

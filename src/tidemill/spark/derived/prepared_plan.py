@@ -34,7 +34,7 @@ SMALL_SETTINGS = {
     "spark.sql.shuffle.partitions": "1",
     "spark.sql.leafNodeDefaultParallelism": "1",
     "spark.sql.maxSinglePartitionBytes": "1t",
-    # A broadcast is a job of its own. The size of an RDD is unknown, and would count as infinite.
+    # A broadcast is an additional job. The size of an RDD is unknown, and would count as infinite.
     "spark.sql.autoBroadcastJoinThreshold": "-1",
     "spark.sql.defaultSizeInBytes": "1m",
     # Spark writes the code of a plan's copy again, though it is compiled once: more work than to interpret few rows.

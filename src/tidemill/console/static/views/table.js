@@ -155,7 +155,7 @@ function Schema({ table }) {
     ]} />`}
     ${table.holds.length > 0 && html`<h3>Holds on its history</h3><${Rows} label="Holds" rows=${table.holds} columns=${[
       { title: "owner", text: true, cell: (row) => row.owner },
-      { title: "from", cell: (row) => moment(row.since) },
+      { title: "from", cell: (row) => (row.since === null ? "objects only" : moment(row.since)) },
       { title: "ends in", number: true, cell: (row) => (row.ends_in_ms === null ? "does not expire" : duration(row.ends_in_ms)) },
     ]} />`}`;
 }

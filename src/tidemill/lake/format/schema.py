@@ -1,0 +1,161 @@
+"""Iceberg schemas of a table's schema versions: field ids, types, defaults, published names, and the name mapping.
+
+    field id  1 `_hash`, 2 `_time`, 3 `_diff`: reserved, in no schema;  4 …: the table's columns, in their order
+
+A table's columns are only ever appended (RFC 0003), so a column's id is permanent. Files carry no ids: readers find
+columns by the name mapping, which names every column of the files. Readers differ in what they do about a column that
+the mapping lacks, hence the reserved ids.
+
+Names that Iceberg reserves for metadata columns are published with `_` appended, since some readers would return the
+metadata.
+
+Sources: the table specification, "Schemas and Data Types", "Default Values", "Column Projection".
+"""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from tidemill.base.errors import InvalidError
+from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
+from tidemill.shards.parts.schema import arrow_type
+from tidemill.shards.parts.schema_evolution import default_value
+
+FILE_COLUMNS = (HASH, TIME, DIFF)
+"""Columns of every file that no schema names, in the order of their field ids."""
+FIRST_ID = len(FILE_COLUMNS) + 1
+
+METADATA_COLUMNS = frozenset(
+    {
+        "_file", "_pos", "_deleted", "_spec_id", "_partition", "_change_type", "_change_ordinal",
+        "_commit_snapshot_id", "_row_id", "_last_updated_sequence_number",
+    }
+)  # fmt: skip
+
+MAPPING_PROPERTY = "schema.name-mapping.default"
+
+_TYPES = {
+    "bool": "boolean",
+    "int16": "int",
+    "int32": "int",
+    "int64": "long",
+    "float32": "float",
+    "float64": "double",
+    "string": "string",
+    "json": "string",
+    "binary": "binary",
+    "date": "date",
+    "timestamp": "timestamptz",
+    "timestamp_ntz": "timestamp",
+}
+
+
+class Field(msgspec.Struct, frozen=True, rename="kebab", omit_defaults=True):
+    """A column. `required` is always false: NOT NULL is a rule of the source, which may drop it."""
+
+    id: int
+    name: str
+    required: bool
+    type: str
+    doc: str = ""
+    initial_default: Any = None
+    write_default: Any = None
+
+
+class Schema(msgspec.Struct, frozen=True, rename="kebab"):
+    """One version of a table's schema; `schema_id` is the version."""
+
+    type: str
+    schema_id: int
+    fields: tuple[Field, ...]
+
+
+def field_id(schema: ShardSchema, name: str) -> int:
+    return FIRST_ID + next(at for at, column in enumerate(schema.columns) if column.name == name)
+
+
+def last_column_id(schema: ShardSchema) -> int:
+    return FIRST_ID + len(schema.columns) - 1
+
+
+def iceberg_type(type_name: str) -> str:
+    if type_name in _TYPES:
+        return _TYPES[type_name]
+    kind = arrow_type(type_name)
+    return f"decimal({kind.precision}, {kind.scale})"
+
+
+@lru_cache(maxsize=1024)
+def published_names(schema: ShardSchema) -> dict[str, str]:
+    """Return the published name by column name. Names are distinct."""
+    taken = {column.name for column in schema.columns}
+    found: dict[str, str] = {}
+    for column in schema.columns:
+        name = column.name
+        if name in METADATA_COLUMNS:
+            while name in taken or name in METADATA_COLUMNS:
+                name += "_"
+            taken.add(name)
+        found[column.name] = name
+    return found
+
+
+def publish_schema(schema: ShardSchema, version: int) -> Schema:
+    """Return the Iceberg schema of format `version`. Raises InvalidError for a default that cannot be published."""
+    names = published_names(schema)
+    fields = tuple(
+        _publish_column(column, FIRST_ID + at, names[column.name], version) for at, column in enumerate(schema.columns)
+    )
+    return Schema("struct", schema.version, fields)
+
+
+def _publish_column(column: Column, number: int, name: str, version: int) -> Field:
+    default = None if column.default is None else default_json(column)
+    if default is not None and version < 3:
+        raise InvalidError(
+            f"format 2 has no defaults of columns: column={column.name} default={column.default!r}.",
+            fix="Publish the table with lake.format = 3.",
+        )
+    doc = f"absent in the source since schema version {column.retired}" if column.retired else ""
+    return Field(number, name, False, iceberg_type(column.type), doc, default, default)
+
+
+def default_json(column: Column) -> Any:
+    """Return the default of a column as the JSON value of its type. Raises InvalidError if it has no such value."""
+    kind = arrow_type(column.type)
+    try:
+        value = default_value(column).as_py()
+        if pa.types.is_timestamp(kind):
+            # A year beyond 9999 has no datetime, and raises.
+            return value.astimezone(UTC).isoformat() if kind.tz else value.isoformat()
+        if pa.types.is_date(kind):
+            return value.isoformat()
+    except (OverflowError, ValueError) as error:
+        raise _no_json(column) from error
+    if pa.types.is_decimal(kind):
+        return f"{value:f}"
+    if pa.types.is_binary(kind):
+        return value.hex()
+    if pa.types.is_floating(kind) and value - value != 0:
+        raise _no_json(column)  # NaN and infinities
+    return value
+
+
+def _no_json(column: Column) -> InvalidError:
+    return InvalidError(
+        f"Iceberg cannot express the default of a column: column={column.name} default={column.default!r}.",
+        fix="Leave the table out of the lake, or rebuild it: a rebuilt table needs no default.",
+    )
+
+
+def name_mapping(schema: ShardSchema) -> str:
+    """Return the name mapping: every column of the files, with its id, as JSON."""
+    entries = [(number, name) for number, name in enumerate(FILE_COLUMNS, 1)]
+    entries += [(FIRST_ID + at, column.name) for at, column in enumerate(schema.columns)]
+    return json.dumps([{"field-id": number, "names": [name]} for number, name in entries], separators=(",", ":"))

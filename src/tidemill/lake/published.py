@@ -1,0 +1,47 @@
+"""Published tables, as the catalogue shows them.
+
+A table that was never published is published when it is loaded. So is one whose last publication is old: its files may
+be deleted if it could not be published since (`table_publisher.hold_objects`), and the error says why. A publication
+without a change writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from tidemill.base.errors import MissingError
+from tidemill.lake.catalogue import PublishedTable
+from tidemill.lake.common_time import common_sources
+from tidemill.lake.pointer import load_table
+from tidemill.lake.publish.stored import LakeStores
+from tidemill.lake.publish.table_publisher import hold_period_ms
+from tidemill.lake.publisher import ReadPipelines, publish_now
+from tidemill.shards.registry import list_created_shards, shard_exists
+
+
+class LakeTables:
+    """Implementation of `catalogue.routes.PublishedTables`."""
+
+    def __init__(self, stores: LakeStores, read_pipelines: ReadPipelines) -> None:
+        self._stores = stores
+        self._read_pipelines = read_pipelines
+
+    async def list_names(self) -> Sequence[str]:
+        return [created.name for created in await list_created_shards(self._stores.consensus)]
+
+    async def load(self, table: str) -> PublishedTable:
+        stores = self._stores
+        try:
+            found = await load_table(stores.consensus, stores.objects, table)
+        except MissingError:
+            if not await shard_exists(stores.consensus, table):
+                raise
+            return await self._load_newest(table)
+        if stores.clock.now_ms() - found.pointer.published_ms > hold_period_ms(stores.settings):
+            return await self._load_newest(table)
+        return PublishedTable(found.location, found.metadata)
+
+    async def _load_newest(self, table: str) -> PublishedTable:
+        await publish_now(self._stores, table, common_sources(await self._read_pipelines()))
+        found = await load_table(self._stores.consensus, self._stores.objects, table)
+        return PublishedTable(found.location, found.metadata)

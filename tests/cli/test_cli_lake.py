@@ -1,0 +1,51 @@
+"""`tidemill lake` on a cluster with nothing running."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from support.cli.cluster import DAY, Cluster
+from tidemill.base.errors import MissingError
+from tidemill.metastore.catalogue import PipelineRow
+
+
+class LakeCluster(Cluster):
+    group = "lake"
+
+
+def test_a_table_is_published_listed_and_described(tmp_path: Path) -> None:
+    cluster = LakeCluster(tmp_path)
+    assert cluster.command("list") == "no tables\n"
+    cluster.append([(1, "a", 1), (2, "b", 1)])
+    assert cluster.json("list") == [
+        {"table": "orders", "time_ms": None, "published_ms": None, "rows": None, "behind_s": None}
+    ]
+    with pytest.raises(MissingError, match="never published"):
+        cluster.command("describe", "orders")
+    published = cluster.json("publish", "orders")
+    path = Path(published["location"].removeprefix("file://"))
+    assert json.loads(path.read_bytes())["format-version"] == 3
+    assert (published["rows"], published["time_ms"]) == (2, DAY + 999)
+    cluster.append([(1, "a", -1)])
+    (row,) = cluster.json("list")
+    assert (row["rows"], row["behind_s"]) == (2, 1.0)
+    assert "never" not in cluster.command("list") and "1.0 s" in cluster.command("list")
+    cluster.command("publish", "orders")
+    described = cluster.json("describe", "orders")
+    assert [(s["time_ms"], s["rows"], s["tags"]) for s in described["snapshots"]] == [
+        (DAY + 999, 2, [f"t{DAY + 999}"]),
+        (DAY + 1999, 1, [f"t{DAY + 1999}"]),
+    ]
+    assert described["location"] in cluster.command("describe", "orders")
+    assert cluster.json("list")[0]["behind_s"] == 0.0
+
+
+def test_a_table_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    cluster = LakeCluster(tmp_path)
+    cluster.pipeline(PipelineRow("p", {"orders": "topic:orders"}))
+    for command in ("describe", "publish"):
+        with pytest.raises(MissingError, match="no such table: table=nothing"):
+            cluster.command(command, "nothing")

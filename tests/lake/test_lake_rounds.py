@@ -1,0 +1,210 @@
+"""Rounds of the publisher of all tables: common times, isolation, what an idle round costs, dropped tables."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.lake.world import START_MS, LakeWorld
+from support.shards.world import SCHEMA, append
+from tidemill.base.clock import Clock
+from tidemill.base.errors import InvalidError
+from tidemill.base.status.status import StatusTracker
+from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.lake.common_time import publication_times
+from tidemill.lake.pointer import list_pointers, load_table
+from tidemill.lake.publish.table_publisher import hold_period_ms
+from tidemill.lake.published import LakeTables
+from tidemill.lake.publisher import LakePublisher
+from tidemill.metastore.rows.catalogue import PipelineRow
+from tidemill.shards.api import Binding, Column
+from tidemill.shards.handle import LogShard
+from tidemill.shards.parts.schema_evolution import SchemaChanges
+from tidemill.shards.registry import drop_shard, list_created_shards, open_remap
+from tidemill.shards.state.state import ShardState
+
+T = START_MS
+PIPELINE = PipelineRow("p", {"a": "capture:shop:public.a", "b": "capture:shop:public.b", "c": "topic:c"})
+
+
+class CountingConsensus(MemoryConsensus):
+    def __init__(self, clock: Clock, state: MemoryState) -> None:
+        super().__init__(clock, state)
+        self.requests = 0
+
+    async def _submit(self, op: Any) -> Any:
+        self.requests += 1
+        return await super()._submit(op)
+
+
+class Lake(LakeWorld):
+    """A publisher of all tables. `tracker` has its reports."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self.counting = CountingConsensus(self.clock, self.durable)
+        self.tracker = StatusTracker()
+        self.publisher_of_all = self.another()
+
+    def consensus(self) -> MemoryConsensus:
+        return self.counting if hasattr(self, "counting") else super().consensus()
+
+    def another(self) -> LakePublisher:
+        return LakePublisher(self.stores(), self.pipelines, self.tracker)
+
+    async def pipelines(self) -> Sequence[PipelineRow]:
+        return [PIPELINE]
+
+    async def filled(self, name: str, upper: int = T + 10) -> LogShard:
+        shard = await self.table(name, SCHEMA)
+        await append(shard, 0, upper, [(k, f"{name}{k}", upper - 1, 1) for k in range(2000)])
+        return shard
+
+    async def round(self) -> None:
+        self.clock.advance(30_000)
+        await self.publisher_of_all.round()
+
+    async def published(self, name: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((await load_table(self.counting, self.objects, name)).metadata)
+        return found
+
+    async def tags(self, name: str) -> set[str]:
+        return {tag for tag in (await self.published(name))["refs"] if tag != "main"}
+
+
+async def test_tables_of_a_capture_are_published_at_one_time_and_others_at_theirs(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    a, b, c = [await lake.filled(name) for name in "abc"]
+    remap = await open_remap(lake.counting, lake.clock, lake.rand, "capture/shop")
+    await remap.mint(Binding(T + 5, {"x": (1,)}, 0x1_0000_0010, T + 4))
+    await lake.round()
+    assert [await lake.tags(name) for name in "abc"] == [{f"t{T + 9}"}] * 3
+    summary = (await lake.published("a"))["snapshots"][0]["summary"]
+    assert (summary["tidemill.time"], summary["tidemill.lsn"]) == (str(T + 9), "1/10")
+    assert summary["tidemill.commit-time-ms"] == str(T + 4)
+    assert "tidemill.lsn" not in (await lake.published("c"))["snapshots"][0]["summary"]
+    await append(a, T + 10, T + 30, [(1, "a1", T + 20, -1)])
+    await append(b, T + 10, T + 25, [])
+    await append(c, T + 10, T + 40, [(1, "c1", T + 20, -1)])
+    await lake.round()
+    assert f"t{T + 24}" in await lake.tags("a") & await lake.tags("b"), "the least upper of the capture"
+    assert len((await lake.published("b"))["snapshots"]) == 1, "nothing changed in it: only a tag"
+    assert f"t{T + 39}" in await lake.tags("c")
+
+
+async def test_a_round_without_changes_writes_nothing_and_costs_three_requests(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    shards = [await lake.filled(name) for name in "abc"]
+    await lake.round()
+    await lake.round()
+    before = [meta.key async for meta in lake.objects.list("lake/")]
+    requests = lake.counting.requests
+    for _ in range(5):
+        await lake.round()
+    assert lake.counting.requests - requests <= 5 * 3
+    await append(shards[2], T + 10, T + 20, [])
+    await lake.round()
+    assert [meta.key async for meta in lake.objects.list("lake/")] == before, "progress alone is no change"
+
+
+async def test_f705_an_error_of_one_table_is_reported_and_the_others_are_published(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    broken, other = await lake.filled("c"), await lake.filled("d")
+    lost = broken.state.batches[0].parts[0].object_key
+    data = await lake.objects.get(lost)
+    await lake.objects.delete(lost)
+    await lake.round()
+    assert await lake.tags("d") and other.state.upper
+    failure = lake.tracker.failure("lake:c")
+    assert failure is not None and lost in failure.error
+    await lake.objects.put(lost, data)
+    await lake.round()
+    assert lake.tracker.failure("lake:c") is None and await lake.tags("c")
+    status = lake.tracker.mark("lake:c")
+    assert status is not None and status.position == status.target == T + 9
+
+
+async def test_what_a_dropped_table_published_is_deleted(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    await lake.filled("c")
+    await lake.filled("d")
+    await lake.round()
+    (created,) = [each for each in await list_created_shards(lake.counting) if each.name == "c"]
+    await drop_shard(lake.counting, lake.objects, lake.clock, lake.rand, created)
+    await lake.round()
+    keys = [meta.key async for meta in lake.objects.list("lake/")]
+    assert keys and not [key for key in keys if created.shard_id in key]
+    pointer, _ = (await list_pointers(lake.counting))[created.shard_id]
+    assert pointer.dropped and not pointer.metadata
+    assert lake.tracker.mark("lake:c") is None
+
+
+async def test_objects_of_a_table_that_consensus_does_not_know_are_deleted(tmp_path: Path) -> None:
+    """Consensus was restored from a state before the table."""
+    lake = Lake(tmp_path)
+    await lake.filled("c")
+    key = "lake/another-id/metadata/l@5-0af3.metadata.json"
+    young = f"lake/another-id/metadata/l@{T}-0af3.metadata.json"
+    for each in (key, young):
+        await lake.objects.put(each, b"{}")
+    await lake.round()
+    assert await lake.objects.head(key) is None and await lake.objects.head(young) is not None
+    assert await lake.tags("c")
+
+
+async def test_two_publishers_at_once_publish_each_change_once(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    shard = await lake.filled("c")
+    other = lake.another()
+    for time in range(T + 20, T + 100, 20):
+        await append(shard, shard.state.upper, time, [(time, "x", time - 1, 1)])
+        await lake.round()
+        await other.round()
+        await other.round()
+    metadata = await lake.published("c")
+    assert [s["summary"]["tidemill.time"] for s in metadata["snapshots"]] == [str(T + k) for k in (19, 39, 59, 79)]
+    assert [s["sequence-number"] for s in metadata["snapshots"]] == [1, 2, 3, 4]
+    assert lake.publisher_of_all.counters.conflicts + other.counters.conflicts <= 8
+
+
+async def test_the_catalogue_publishes_a_table_that_never_was(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    await lake.filled("c")
+    tables = LakeTables(lake.stores(), lake.pipelines)
+    assert await tables.list_names() == ["c"]
+    found = await tables.load("c")
+    assert json.loads(found.metadata)["current-snapshot-id"]
+    assert Path(found.metadata_location.removeprefix("file://")).read_bytes() == found.metadata
+
+
+async def test_an_old_publication_is_loaded_only_if_it_is_still_the_contents(tmp_path: Path) -> None:
+    """A table that cannot be published any more is refused in words before its files are deleted."""
+    lake = Lake(tmp_path)
+    shard = await lake.filled("c")
+    tables = LakeTables(lake.stores(), lake.pipelines)
+    first = await tables.load("c")
+    lake.clock.advance(2 * hold_period_ms(lake.settings))
+    assert await tables.load("c") == first, "nothing changed"
+    await shard.evolve(SchemaChanges(add=(Column("n", "float64", "NaN"),)))
+    with pytest.raises(InvalidError, match="column=n default='nan'"):
+        await tables.load("c")
+
+
+@pytest.mark.parametrize(
+    ("states", "times"),
+    [
+        ([("a", 5, 20), ("b", 5, 30), ("c", 0, 99)], {"a": 19, "b": 19, "c": 98}),
+        ([("a", 5, 20), ("b", 25, 30)], {"a": 19, "b": 29}),
+        ([("a", 5, 20), ("b", 15, 30), ("x", 0, 0)], {"a": 19, "b": 19}),
+        ([("a", 0, 0), ("b", 5, 30)], {"b": 29}),
+    ],
+)
+def test_the_common_time_is_readable_in_all_tables_that_have_it(
+    states: list[tuple[str, int, int]], times: dict[str, int]
+) -> None:
+    found = [ShardState(name, name, SCHEMA, since, upper) for name, since, upper in states]
+    assert publication_times(found, {"a": "capture/shop", "b": "capture/shop"}) == times

@@ -1,0 +1,179 @@
+"""A node publishes tables and serves the catalogue; foreign readers follow, and the guide's examples run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from support.faults.served import Served, World
+from support.lake.readers import FROM_CATALOGUE, INSTALLED, ForeignReader, ReadError
+from support.lake.world import rows_of
+from support.waiting import eventually
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.metastore.catalogue import PipelineRow
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.spark.settings import StoreUrls
+from tidemill.spark.stores import Stores, open_stores
+
+pytestmark = [pytest.mark.lake, pytest.mark.processes]
+
+GUIDE = Path(__file__).parents[2] / "docs/guides/lake.md"
+ADDRESS = "http://127.0.0.1:8080"
+"""Address of the node in the guide."""
+TABLES = {
+    "orders": ShardSchema((Column("id", "int64"), Column("status", "string")), ("id",)),
+    "customers": ShardSchema((Column("id", "int64"), Column("name", "string")), ("id",)),
+}
+Row = tuple[int, str, int]
+"""(id, text, diff)."""
+
+
+class Lake:
+    """A served node, and a writer of its tables."""
+
+    def __init__(self, served: Served, portal: BlockingPortal, stores: Stores) -> None:
+        self.url = f"http://{served.http}"
+        self.catalogue = f"{self.url}/iceberg"
+        self._portal = portal
+        self._stores = stores
+
+    def append(self, table: str, rows: list[Row]) -> None:
+        """Append rows to one table, and advance both to one time, as the commits of a capture do."""
+        self._portal.call(self._append(table, rows))
+        self._portal.call(self._advance())
+
+    async def _append(self, name: str, rows: list[Row]) -> None:
+        schema = TABLES[name]
+        shard = await self._stores.shard(name, schema)
+        _, upper = await shard.frontiers()
+        columns: dict[str, Any] = {"id": [row[0] for row in rows], schema.columns[1].name: [row[1] for row in rows]}
+        columns |= {TIME: [upper] * len(rows), DIFF: [row[2] for row in rows]}
+        await shard.compare_and_append(upper, upper + 1, [await shard.write_part(pa.table(columns))], "")
+
+    async def _advance(self) -> None:
+        shards = [await self._stores.shard(name, schema) for name, schema in TABLES.items()]
+        uppers = [(await shard.frontiers())[1] for shard in shards]
+        for shard, upper in zip(shards, uppers, strict=True):
+            await shard.compare_and_append(upper, max(uppers) + 1, [], "")
+
+    def contents(self, table: str) -> pa.Table:
+        async def read() -> pa.Table:
+            shard = await self._stores.shard(table, TABLES[table])
+            _, upper = await shard.frontiers()
+            return await shard.snapshot(upper - 1)
+
+        return self._portal.call(read())
+
+
+@pytest.fixture(scope="module")
+def lake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lake]:
+    directory = tmp_path_factory.mktemp("lake")
+    urls = StoreUrls(f"file://{directory}/objects", f"sqlite://{directory}/consensus.db")
+    sections = {"objects": {"url": urls.objects}, "consensus": {"url": urls.consensus}}
+    world = World()
+    served = Served(directory, sections | {"lake": {"enabled": True, "interval_s": 0.2}})
+    stop = asyncio.Event()
+    ended = asyncio.run_coroutine_threadsafe(served.run(stop), world.loop)
+    try:
+        served.well()
+        with BlockingPortal() as portal:
+            stores = portal.call(open_stores(urls, SystemClock(), Rand()))
+            found = Lake(served, portal, stores)
+            tables = {name: f"capture:shop:public.{name}" for name in TABLES}
+            portal.call(stores.catalogue.put(PipelineRow("shop", tables)))
+            found.append("orders", [(i, "open", 1) for i in range(3000)])
+            found.append("customers", [(1, "Ada", 1), (2, "Grace", 1)])
+            yield found
+            portal.call(stores.aclose())
+    finally:
+        world.call(stop.set)
+        ended.result(60)
+        world.close()
+
+
+@pytest.fixture(scope="module", params=FROM_CATALOGUE)
+def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForeignReader]:
+    found = ForeignReader(request.param, tmp_path_factory.mktemp(request.param))
+    yield found
+    found.close()
+
+
+def test_a_reader_follows_a_table_through_the_catalogue(reader: ForeignReader, lake: Lake) -> None:
+    number = 10 + FROM_CATALOGUE.index(reader.name)
+    lake.append("orders", [(number, "open", -1), (number, f"paid {reader.name}", 1), (9000 + number, "new", 1)])
+    want = rows_of(lake.contents("orders"))
+    eventually(lambda: rows_of(reader.read_catalogue(lake.catalogue, "orders")) == want, "the newest contents")
+    some = reader.read_catalogue(lake.catalogue, "orders", between=["id", 2999, 9999])
+    assert some.num_rows == sum(1 for row in want if "'" not in row[0] and int(row[0].split(":")[1]) >= 2999)
+
+
+def test_a_table_that_does_not_exist_is_an_error_in_the_readers_words(reader: ForeignReader, lake: Lake) -> None:
+    with pytest.raises(ReadError, match=r"(?i)nothing"):
+        reader.read_catalogue(lake.catalogue, "nothing")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", GUIDE.read_text(), re.DOTALL)
+
+
+def run(program: str, packages: Path, url: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("SPARK_", "PYSPARK_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", program.replace(ADDRESS, url)],
+        env=environment | {"PYTHONPATH": str(packages)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def test_the_guides_examples_in_python_run(lake: Lake) -> None:
+    programs = [text for text in blocks("python") if "SparkSession" not in text]
+    assert len(programs) == 3
+    lake.append("orders", [(7000, "open", 1)])
+    want = f"{lake.contents('orders').num_rows} 2"
+
+    def counts(text: str) -> str:
+        return run(text, INSTALLED / "pyiceberg", lake.url).splitlines()[-1]
+
+    eventually(lambda: counts(programs[-1]) == want, "the newest common time", pause_s=0.5)
+    assert counts("\n".join(programs)) == want
+
+
+@pytest.mark.extended
+def test_the_guides_example_for_spark_runs(lake: Lake) -> None:
+    (program,) = [text for text in blocks("python") if "SparkSession" in text]
+    (jar,) = (INSTALLED / "spark").glob("*.jar")
+    packages = '"spark.jars.packages", "org.apache.iceberg:iceberg-spark-runtime-4.1_2.13:1.12.0"'
+    assert packages in program and jar.name == "iceberg-spark-runtime-4.1_2.13-1.12.0.jar"
+    program = program.replace(packages, f'"spark.jars", "{jar}"').replace(
+        ".getOrCreate()", '.master("local[1]").getOrCreate()'
+    )
+    assert "|  open|" in run(program, INSTALLED / "spark/pyspark", lake.url)
+
+
+def test_the_guides_example_for_duckdb_runs(lake: Lake) -> None:
+    (statements,) = [text for text in blocks("sql") if "INSTALL iceberg" in text]
+    program = f"""
+import importlib, pathlib, duckdb
+connection = duckdb.connect(config={{"autoinstall_known_extensions": "false"}})
+for name in ("avro", "httpfs", "iceberg"):
+    package = pathlib.Path(importlib.import_module(f"duckdb_extension_{{name}}").__path__[0])
+    connection.execute(f"LOAD '{{next(package.rglob('*.duckdb_extension'))}}'")
+for statement in {statements!r}.split(";"):
+    if statement.strip() and "INSTALL" not in statement and "LOAD" not in statement:
+        print(connection.execute(statement).fetchall())
+"""
+    assert "('open', " in run(program, INSTALLED / "duckdb", lake.url)

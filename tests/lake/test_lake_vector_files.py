@@ -1,0 +1,58 @@
+"""Each deletion vector has a separate file: foreign readers mistake several vectors of one file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pytest
+
+from support.lake.readers import READERS, ForeignReader
+from support.lake.world import LakeWorld, contents, rows_of
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.handle import LogShard
+
+IDS = ShardSchema((Column("id", "int64"),), ("id",))
+
+
+@pytest.fixture(scope="module", params=READERS)
+def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForeignReader]:
+    found = ForeignReader(request.param, tmp_path_factory.mktemp(request.param))
+    yield found
+    found.close()
+
+
+async def append(shard: LogShard, ids: range | list[int], time: int, diff: int) -> None:
+    _, upper = await shard.frontiers()
+    columns = {TIME: [time] * len(ids), DIFF: [diff] * len(ids)}
+    table = pa.table({name: pa.array(values, pa.int64()) for name, values in {"id": list(ids), **columns}.items()})
+    await shard.compare_and_append(upper, time + 1, [await shard.write_part(table)], "")
+
+
+@pytest.mark.lake
+@pytest.mark.processes
+async def test_a_large_vector_is_not_applied_to_the_file_of_a_small_one(reader: ForeignReader, tmp_path: Path) -> None:
+    """DuckDB 1.5.5 returned 2,000 rows of 3,999 when both vectors were in one file."""
+    world = LakeWorld(tmp_path)
+    shard = await world.table(schema=IDS)
+    await append(shard, range(3000), 1, 1)
+    await append(shard, range(3000, 6000), 2, 1)
+    await append(shard, [*range(2000), 5500], 3, -1)
+    await world.publish(await world.publisher())
+    assert rows_of(reader.read(await world.location())) == await contents(shard, 3)
+
+
+async def test_only_the_vector_that_changed_is_written_again(tmp_path: Path) -> None:
+    world = LakeWorld(tmp_path)
+    shard, publisher = await world.table(schema=IDS), await world.publisher()
+    for first in range(0, 9000, 3000):
+        await append(shard, range(first, first + 3000), first // 3000 + 1, 1)
+    await append(shard, [1, 3001, 6001], 4, -1)
+    await world.publish(publisher)
+    before = {meta.key async for meta in world.objects.list("lake/") if meta.key.endswith(".puffin")}
+    await append(shard, [3002], 5, -1)
+    world.clock.advance(30_000)
+    await world.publish(publisher)
+    after = {meta.key async for meta in world.objects.list("lake/") if meta.key.endswith(".puffin")}
+    assert (len(before), len(after - before)) == (3, 1)

@@ -1,0 +1,114 @@
+"""Foreign readers of Iceberg tables, each in a separate process with separate packages (`tests/lake/readers`)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from support.waiting import slowness
+
+ROOT = Path(__file__).parents[3]
+SCRIPTS = ROOT / "tests/lake/readers"
+INSTALLED = ROOT / ".venv/lake-readers"
+READERS = ("pyiceberg", "duckdb", "polars", "datafusion", "spark")
+FROM_CATALOGUE = ("pyiceberg", "duckdb", "spark")
+"""Readers that ask a REST catalogue."""
+BY_SNAPSHOT = ("pyiceberg", "duckdb", "polars", "spark")
+BY_TAG = ("pyiceberg", "spark")
+
+
+class ReadError(Exception):
+    """The reader refused the table, in its words."""
+
+
+class ForeignReader:
+    """Process of the reader `name`, started with its first request. Skips the test if it is not installed."""
+
+    def __init__(self, name: str, scratch: Path) -> None:
+        # Polars parses metadata with pyiceberg.
+        self._packages = INSTALLED / {"polars": "pyiceberg", "spark": "spark/pyspark"}.get(name, name)
+        if not self._packages.is_dir():
+            pytest.skip(f"{name} is not installed: run tests/lake/readers/install")
+        self.name = name
+        self._scratch = scratch
+        self._numbers = itertools.count()
+        self._process: subprocess.Popen[str] | None = None
+
+    def read(self, metadata: str, snapshot: int | None = None, tag: str | None = None, **more: Any) -> pa.Table:
+        """Return the rows of the current snapshot, of that id, or of that tag, with plain Arrow types.
+
+        `between` (column, first, end) filters. Raises ReadError.
+        """
+        return self._ask({"metadata": metadata, "snapshot": snapshot, "tag": tag, **more})
+
+    def read_catalogue(self, url: str, table: str, **more: Any) -> pa.Table:
+        """Read a table of the REST catalogue at `url`, as `read` does; `token` is a bearer token."""
+        return self._ask({"catalogue": url, "table": table, **more})
+
+    def _ask(self, request: dict[str, Any]) -> pa.Table:
+        if self._process is None:
+            self._process = self._start()
+        out = self._scratch / f"{self.name}-{next(self._numbers)}.arrow"
+        asked = {name: value for name, value in request.items() if value is not None} | {"out": str(out)}
+        assert self._process.stdin is not None and self._process.stdout is not None
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        assert line, f"{self.name} ended: {(self._scratch / 'log').read_text(errors='replace')[-3000:]}"
+        answer = json.loads(line)
+        if "error" in answer:
+            raise ReadError(answer["error"])
+        table = pa.ipc.open_file(out.read_bytes()).read_all()
+        out.unlink()
+        return plain_types(table)
+
+    def _start(self) -> subprocess.Popen[str]:
+        jars = (INSTALLED / "spark").glob("*.jar") if self.name == "spark" else ()
+        environment = {name: value for name, value in os.environ.items() if not name.startswith(("SPARK_", "PYSPARK_"))}
+        environment |= {"PYTHONPATH": str(self._packages), "TZ": "UTC"}
+        with (self._scratch / "log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, str(SCRIPTS / f"{self.name}_reader.py"), *map(str, jars)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                cwd=self._scratch,
+            )
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20 * slowness())
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+
+
+def plain_types(table: pa.Table) -> pa.Table:
+    """Return the table with one Arrow type per Iceberg type: readers choose among large and view types, and units."""
+    fields = []
+    for field in table.schema:
+        kind = field.type
+        if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+            kind = pa.string()
+        elif pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+            kind = pa.binary()
+        elif pa.types.is_timestamp(kind):
+            kind = pa.timestamp("us", "UTC" if kind.tz else None)
+        elif pa.types.is_int16(kind):
+            kind = pa.int32()  # Iceberg has no smaller integer
+        fields.append(pa.field(field.name, kind))
+    return table.cast(pa.schema(fields))
