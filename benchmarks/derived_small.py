@@ -1,7 +1,8 @@
 """Two small derived tables in one driver, refreshed at an interval while few rows of their inputs move.
 
 One is computed by group from two inputs, as in the demo; one whole from one input, as in README. Each refresh follows
-an append of some rows to both inputs. After each refresh both tables are compared with the same functions in Arrow.
+an append of some rows to both inputs. CPU is that of the refresh and of the pause after it, without the appends. After
+each refresh both tables are compared with the same functions in Arrow.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark import Pipeline
 from tidemill.spark.derived import function_call
 from tidemill.spark.derived.derivation import Derivation
-from tidemill.spark.derived.prepared_plan import JobRanError, NotPreparedError, PreparedPlan
+from tidemill.spark.derived.prepared_plan import JobRanError, NotPreparedError, PreparedPlan, small_session
 from tidemill.spark.types import spark_schema
 
 pytestmark = pytest.mark.spark
@@ -88,7 +88,7 @@ def ranked(spark: Any, left: Any, right: Any) -> Any:
 @pytest.mark.parametrize("function", [joined, filtered, total, with_itself, ranked])
 def test_a_prepared_plan_equals_the_function_in_every_round(spark: Any, function: Function) -> None:
     schemas = [spark_schema(LEFT), spark_schema(RIGHT)]
-    plan = PreparedPlan(spark, function, schemas)
+    plan = PreparedPlan(spark, small_session(spark), function, schemas)
     scheduler, results = spark.sparkContext._jsc.sc().dagScheduler(), []
     for rows in (*ROUNDS, ROUNDS[1]):
         frames = [spark.createDataFrame(given, schema) for given, schema in zip(rows, schemas, strict=True)]
@@ -120,6 +120,16 @@ def by_other_rows(spark: Any, left: Any, right: Any) -> Any:
     return left.join(spark.range(10).withColumnRenamed("id", "k"), "k")
 
 
+def by_range(_: Any, left: Any, right: Any) -> Any:
+    return left.select("k").repartitionByRange(3, "k")
+
+
+def by_broadcast(_: Any, left: Any, right: Any) -> Any:
+    from pyspark.sql.functions import broadcast
+
+    return left.join(broadcast(right), "k").select("k")
+
+
 def by_python(_: Any, left: Any, right: Any) -> Any:
     from pyspark.sql import functions as f
 
@@ -133,6 +143,8 @@ def by_python(_: Any, left: Any, right: Any) -> Any:
         (by_chance, "not deterministic"),
         (by_subquery, "PLAN_EXPRESSION"),
         (by_other_rows, "RangeExec"),
+        (by_range, "several partitions"),
+        (by_broadcast, "BroadcastExchangeExec|BroadcastHashJoinExec"),
         (by_python, "PYTHON_UDF"),
     ],
 )
@@ -140,7 +152,7 @@ def test_what_another_run_would_compute_differently_is_not_prepared(
     spark: Any, function: Function, because: str
 ) -> None:
     with pytest.raises(NotPreparedError, match=because):
-        PreparedPlan(spark, function, [spark_schema(LEFT), spark_schema(RIGHT)])
+        PreparedPlan(spark, small_session(spark), function, [spark_schema(LEFT), spark_schema(RIGHT)])
 
 
 def test_a_function_that_reads_rows_is_not_prepared_even_if_it_hides_the_error(spark: Any) -> None:
@@ -152,7 +164,7 @@ def test_a_function_that_reads_rows_is_not_prepared_even_if_it_hides_the_error(s
         return left.selectExpr("k", f"{many} as many")
 
     with pytest.raises(JobRanError):
-        PreparedPlan(spark, hides, [spark_schema(LEFT)])
+        PreparedPlan(spark, small_session(spark), hides, [spark_schema(LEFT)])
 
 
 @pytest.mark.parametrize("eager", [False, True])

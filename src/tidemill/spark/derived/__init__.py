@@ -1,5 +1,5 @@
 """derived: tables that are a function of other tables at one common time.
 
-inputs (their changes) ─► group_mirror (rows of the changed groups) ─► function ─► function_result ─► derivation
-idle_advance: advance the time of an idle source
+inputs (their changes) ─► group_mirror (rows of the changed groups) ─► function_call ─► function_result ─► derivation
+prepared_plan: the physical plan of a function over few rows; idle_advance: advance the time of an idle source
 """

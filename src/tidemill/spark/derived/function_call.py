@@ -18,7 +18,7 @@ from tidemill.shards.parts.row_hash import U64
 from tidemill.spark.definition import DerivedTable
 from tidemill.spark.derived.function_result import is_frame, not_a_frame_error
 from tidemill.spark.derived.inputs import DerivedInput, GroupedInput
-from tidemill.spark.derived.prepared_plan import SMALL_BYTES, JobRanError, NotPreparedError, PreparedPlan
+from tidemill.spark.derived.prepared_plan import SMALL_BYTES, JobRanError, NotPreparedError, PreparedPlan, small_session
 from tidemill.spark.stores import Stores
 from tidemill.spark.types import spark_schema
 
@@ -48,6 +48,8 @@ class FunctionCall:
         self._stores = stores
         self._spark = spark
         self._table = table
+        self._small: SparkSession | None = None
+        """Copy of the session for prepared plans; one, because each copy has files in the JVM."""
         self._prepared: PreparedPlan | None = None
         self._prepared_until_s: float | None = None
         """Time of the next preparation; None = in the next round of few rows."""
@@ -93,7 +95,9 @@ class FunctionCall:
             return self._prepared
         self._prepared, self._prepared_until_s = None, now_s + PREPARED_S
         try:
-            self._prepared = PreparedPlan(self._spark, self._table.function, [_schema_of(one) for one in inputs])
+            self._small = self._small or small_session(self._spark)
+            schemas = [_schema_of(one) for one in inputs]
+            self._prepared = PreparedPlan(self._spark, self._small, self._table.function, schemas)
             self.not_prepared = ""
         except JobRanError as why:  # perhaps another thread's
             self._prepared_until_s = now_s + PREPARED_S / 30

@@ -49,12 +49,12 @@ REUSABLE_OPERATORS = frozenset(
     for name in (
         *("WholeStageCodegen", "Project", "Filter", "Coalesce", "Union", "Expand", "Generate", "RDDScan"),
         *("HashAggregate", "ObjectHashAggregate", "SortAggregate", "Sort", "Window", "WindowGroupLimit"),
-        *("SortMergeJoin", "ShuffledHashJoin", "CartesianProduct", "ShuffleExchange", "BroadcastExchange"),
-        *("BroadcastHashJoin", "BroadcastNestedLoopJoin"),
+        *("SortMergeJoin", "ShuffledHashJoin", "CartesianProduct", "ShuffleExchange"),
         *("TakeOrderedAndProject", "GlobalLimit", "LocalLimit"),
     )
 ) | {"InputAdapter"}
-"""Physical operators whose copies store nothing of the original's run."""
+"""Physical operators whose copies store nothing of the original's run, and which start no job of their own: it would
+run without the session's settings."""
 STORED_EXPRESSIONS = ("CURRENT_LIKE", "PLAN_EXPRESSION", "PYTHON_UDF")
 """Tree patterns of expressions whose value is determined when the plan is made, or that Python computes."""
 UNKNOWN = "the rows of an input are unknown when the plan of a derived table is made"
@@ -71,12 +71,21 @@ class JobRanError(NotPreparedError):
 class PreparedPlan:
     """Plan of one function. `run` may be called by one thread at a time."""
 
-    def __init__(self, spark: SparkSession, function: Callable[..., Any], schemas: Sequence[StructType]) -> None:
-        """Call the function on frames of unknown rows. Raises NotPreparedError, and what the function raises."""
-        session = _small_session(spark)
-        self._session = session
+    def __init__(
+        self, spark: SparkSession, small: SparkSession, function: Callable[..., Any], schemas: Sequence[StructType]
+    ) -> None:
+        """Call the function on frames of unknown rows in `small`, which is `spark`'s `small_session`.
+
+        Raises NotPreparedError, and what the function raises.
+        """
+        from pyspark.sql import SparkSession
+
+        session: Any = small
+        self._session = small
         self._jvm: Any = session._jvm
         self._jsession: Any = session._jsparkSession
+        self._jcaller: Any = spark._jsparkSession
+        self._sessions: Any = SparkSession._get_j_spark_session_class(self._jvm)
         # Every look-up of a class is a call of the JVM for each part of its name.
         self._collections = self._jvm.scala.jdk.javaapi.CollectionConverters
         self._identity_map = self._jvm.java.util.IdentityHashMap
@@ -98,17 +107,20 @@ class PreparedPlan:
         """Return the function's result for these rows of the inputs. Raises Spark's exceptions."""
         from pyspark.sql import DataFrame
 
-        data = [one.local_rows(table) for one, table in zip(self._inputs, rows, strict=True)]
-        replaced = self._identity_map()
-        for leaf, output, place in self._places:
-            replaced.put(leaf, self._inputs[place].scan(output, data[place]))
-        # A Map is a PartialFunction. All leaves are replaced, so no operator of an earlier run remains.
-        plan = self._physical.transformDown(self._collections.asScala(replaced))
-        computed: Any = DataFrame(
-            self._jsession.internalCreateDataFrame(plan.execute(), self._jschema, False), self._session
-        )
-        computed._schema = self._schema  # else the JVM is asked for it
-        found: pa.Table = computed.toArrow()
+        self._sessions.setActiveSession(self._jsession)  # of this thread, which copies of operators refer to
+        try:
+            data = [one.local_rows(table) for one, table in zip(self._inputs, rows, strict=True)]
+            replaced = self._identity_map()
+            for leaf, output, place in self._places:
+                replaced.put(leaf, self._inputs[place].scan(output, data[place]))
+            # A Map is a PartialFunction. All leaves are replaced, so no operator of an earlier run remains.
+            plan = self._physical.transformDown(self._collections.asScala(replaced))
+            rdd = self._jsession.internalCreateDataFrame(plan.execute(), self._jschema, False)
+            computed: Any = DataFrame(rdd, self._session)
+            computed._schema = self._schema  # else the JVM is asked for it
+            found: pa.Table = computed.toArrow()
+        finally:
+            self._sessions.setActiveSession(self._jcaller)
         return found
 
     def _leaves(self, plan: Any) -> list[Any]:
@@ -127,6 +139,8 @@ class PreparedPlan:
         for operator in self._operators(plan):
             if (name := operator.getClass().getSimpleName()) not in REUSABLE_OPERATORS:
                 raise NotPreparedError(f"its plan has the operator {name}")
+            if name == "ShuffleExchangeExec" and "range" in operator.outputPartitioning().toString():
+                raise NotPreparedError("it sorts rows of several partitions")  # a job samples them
         return plan
 
     def _operators(self, plan: Any) -> list[Any]:
@@ -179,37 +193,40 @@ class _UnknownInput:
         self._collections = jvm.scala.jdk.javaapi.CollectionConverters
         self._json = schema.json()
         self._arrow = to_arrow_schema(schema, timezone="UTC")
-        nothing: Any = session.createDataFrame(self._arrow.empty_table(), schema)
-        (scan,) = leaves(nothing._jdf.queryExecution().sparkPlan())
+        # createDataFrame would make this the active session of the whole process.
+        nothing = self._local_frame(pa.RecordBatch.from_pylist([], schema=self._arrow))
+        (scan,) = leaves(nothing.queryExecution().sparkPlan())
         if scan.nodeName() != "LocalTableScan":
             raise NotPreparedError(f"rows of the driver are a {scan.nodeName()}")
         self._scan = scan
         self._rest = [scan.productElement(place) for place in range(2, scan.productArity())]
         failing: Any = session.range(1).select(raise_error(lit(UNKNOWN)).cast("string"))
         self.rows = failing._jdf.queryExecution().toRdd()
-        unknown = self._jsession.internalCreateDataFrame(self.rows, nothing._jdf.schema(), False)
+        unknown = self._jsession.internalCreateDataFrame(self.rows, nothing.schema(), False)
         self.frame: DataFrame = DataFrame(unknown, session).coalesce(1)
 
     def local_rows(self, table: pa.Table) -> Any:
         """Return the rows in the JVM, as the optimised createDataFrame creates them."""
-        batches = self._list()
         columns = [
             table.column(place) if place in self.used else pa.nulls(table.num_rows, field.type)
             for place, field in enumerate(self._arrow)
         ]
-        rows = pa.Table.from_arrays(columns, table.column_names).cast(self._arrow)
-        for batch in rows.combine_chunks().to_batches():
-            batches.add(batch.serialize().to_pybytes())
-        frame = self._sql.toDataFrame(self._collections.asScala(batches.iterator()), self._json, self._jsession)
-        return frame.queryExecution().analyzed().data()
+        rows = pa.Table.from_arrays(columns, table.column_names).cast(self._arrow).combine_chunks()
+        return self._local_frame(*rows.to_batches()).queryExecution().analyzed().data()
+
+    def _local_frame(self, *batches: pa.RecordBatch) -> Any:
+        encoded = self._list()
+        for batch in batches:
+            encoded.add(batch.serialize().to_pybytes())
+        return self._sql.toDataFrame(self._collections.asScala(encoded.iterator()), self._json, self._jsession)
 
     def scan(self, output: Any, rows: Any) -> Any:
         """Return the physical operator that reads these rows, with the attributes of the leaf that it replaces."""
         return self._scan.copy(output, rows, *self._rest)
 
 
-def _small_session(spark: SparkSession) -> SparkSession:
-    """Return a copy of the session with the settings of small rounds."""
+def small_session(spark: SparkSession) -> SparkSession:
+    """Return a copy of the session with the settings of small rounds. Raises NotPreparedError."""
     from pyspark.sql import SparkSession
 
     if not hasattr(spark, "_jsparkSession"):
