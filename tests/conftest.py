@@ -95,9 +95,9 @@ def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
         report.longrepr = f"skipped where nothing real may be skipped: {report.longrepr}"
 
 
-SHARED: Final = {"tests/spark/": "spark", "tests/e2e/": "e2e"}
-"""Folders whose tests all go to one worker: there is one Spark session per run, and two demos never run concurrently.
-Other tests are distributed by file, so that a module's fixtures are made once.
+SHARED: Final = {"tests/spark/": "spark", "tests/e2e/": "e2e", "tests/lake/": "lake"}
+"""Folders whose tests all go to one worker: there is one Spark session per run, two demos never run concurrently, and
+foreign readers start once. Other tests are distributed by file, so that a module's fixtures are made once.
 """
 
 

@@ -186,12 +186,13 @@ async def test_a_table_that_cannot_be_loaded_says_why(error: Exception, status: 
     assert ("retry-after" in headers) == (status == 503)
 
 
-S3 = "s3://harbour/pre?endpoint=http://127.0.0.1:9000&region=eu-central-1"
+BASE = "s3://harbour/pre"
+S3 = f"{BASE}?endpoint=http://127.0.0.1:9000&region=eu-central-1"
 KEYS = {"AWS_ACCESS_KEY_ID": "writer", "AWS_SECRET_ACCESS_KEY": "hidden"}
 
 
 async def test_the_nodes_own_keys_are_never_given_out() -> None:
-    access = storage_access(S3, KEYS)
+    access = storage_access(S3, KEYS, BASE)
     catalogue = Catalogue("orders", access=access)
     _, table, _ = await catalogue.ask(f"{T}/orders")
     assert table["config"]["s3.endpoint"] == "http://127.0.0.1:9000"
@@ -202,18 +203,18 @@ async def test_the_nodes_own_keys_are_never_given_out() -> None:
 
 
 async def test_configured_keys_come_with_a_table_only() -> None:
-    access = storage_access(S3, KEYS, access_key_id="reader", secret_access_key="shown")
+    access = storage_access(S3, KEYS, BASE, access_key_id="reader", secret_access_key="shown")
     catalogue = Catalogue("orders", access=access)
     _, table, _ = await catalogue.ask(f"{T}/orders")
-    (given,) = table["storage-credentials"]
-    assert given["prefix"] == "s3://harbour"
+    given, _ = table["storage-credentials"]
+    assert [each["prefix"] for each in table["storage-credentials"]] == [f"{BASE}/lake/", f"{BASE}/shards/"]
     assert given["config"]["s3.access-key-id"] == table["config"]["s3.access-key-id"] == "reader"
     for path in ("/iceberg/v1/config", "/iceberg/v1/namespaces", T):
         assert "shown" not in json.dumps((await catalogue.ask(path))[1])
 
 
 def test_other_stores_need_nothing_of_ours() -> None:
-    assert storage_access("file:///data", {}) == StorageAccess()
-    assert storage_access("gs://bucket/prefix", {}, access_key_id="a") == StorageAccess()
-    hosted = storage_access("s3://harbour?endpoint=https://s3.example&virtual_host=true", KEYS)
+    assert storage_access("file:///data", {}, "file:///data") == StorageAccess()
+    assert storage_access("gs://bucket/prefix", {}, "gs://bucket/prefix", access_key_id="a") == StorageAccess()
+    hosted = storage_access("s3://harbour?endpoint=https://s3.example&virtual_host=true", KEYS, BASE)
     assert hosted.config["s3.path-style-access"] == "false" and hosted.config["s3.region"] == "us-east-1"

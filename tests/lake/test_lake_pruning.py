@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pytest
 
-from support.lake.readers import READERS, ForeignReader
+from support.lake.readers import ForeignReader
 from support.lake.world import LakeWorld, rows_of
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 
 pytestmark = [pytest.mark.lake, pytest.mark.processes]
 
 SCHEMA = ShardSchema((Column("name", "string"), Column("id", "int64"), Column("note", "string")), ("name", "id"))
-
-
-@pytest.fixture(scope="module", params=READERS)
-def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForeignReader]:
-    found = ForeignReader(request.param, tmp_path_factory.mktemp(request.param))
-    yield found
-    found.close()
 
 
 async def test_a_filter_on_a_key_finds_every_row_of_files_with_bounds(reader: ForeignReader, tmp_path: Path) -> None:

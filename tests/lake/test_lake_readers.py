@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
-from support.lake.readers import BY_SNAPSHOT, BY_TAG, READERS, ForeignReader, ReadError, plain_types
+from support.lake.readers import BY_SNAPSHOT, BY_TAG, ForeignReader, ReadError, plain_types
 from support.lake.world import LakeWorld, contents, rows_of
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
@@ -18,13 +17,6 @@ from tidemill.shards.parts.pg_columns import parse_column
 pytestmark = [pytest.mark.lake, pytest.mark.processes]
 
 SCHEMA = ShardSchema((Column("id", "int64"), Column("name", "string"), Column("small", "int16")), ("id",))
-
-
-@pytest.fixture(scope="module", params=READERS)
-def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForeignReader]:
-    found = ForeignReader(request.param, tmp_path_factory.mktemp(request.param))
-    yield found
-    found.close()
 
 
 async def append(shard: LogShard, rows: list[tuple[int, str | None, int, int]], time: int) -> None:

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 
-from support.lake.readers import READERS, ForeignReader
+from support.lake.readers import ForeignReader
 from support.lake.world import LakeWorld, contents, rows_of
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.handle import LogShard
 
 IDS = ShardSchema((Column("id", "int64"),), ("id",))
-
-
-@pytest.fixture(scope="module", params=READERS)
-def reader(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForeignReader]:
-    found = ForeignReader(request.param, tmp_path_factory.mktemp(request.param))
-    yield found
-    found.close()
 
 
 async def append(shard: LogShard, ids: range | list[int], time: int, diff: int) -> None:

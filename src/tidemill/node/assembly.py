@@ -419,7 +419,7 @@ def _build_lake(node: NodeContext, storage: Storage) -> Lake | None:
     stores = LakeStores(storage.consensus, storage.objects, node.clock, node.rand, settings, run_on_pool(pool))
     keys = {"access_key_id": section.access_key_id, "secret_access_key": section.secret_access_key}
     given = keys if section.credentials == "static-read" else {}
-    access = storage_access(node.config.objects_url, os.environ, **given)
+    access = storage_access(node.config.objects_url, os.environ, settings.base, **given)
 
     async def pipelines() -> Sequence[PipelineRow]:
         return await storage.catalogue.list(PipelineRow)

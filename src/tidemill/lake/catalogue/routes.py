@@ -153,7 +153,7 @@ class _Catalogue:
         if self._access.keys:
             settings = self._access.config | self._access.keys
             body["config"] = settings
-            body["storage-credentials"] = [{"prefix": self._access.prefix, "config": settings}]
+            body["storage-credentials"] = [{"prefix": each, "config": settings} for each in self._access.prefixes]
         return json_response(body, {"etag": etag})
 
     async def _metrics(self, request: Request, parts: list[str]) -> Response:

@@ -13,24 +13,30 @@ import msgspec
 
 
 class StorageAccess(msgspec.Struct, frozen=True):
-    """`prefix`: URL of the bucket. `config`: settings by the names that Iceberg's clients share. `keys`: those of
-    them that are secrets."""
+    """`config`: settings by the names that Iceberg's clients share. `keys`: those of them that are secrets.
 
-    prefix: str = ""
+    `prefixes`: URIs below which the files of tables are. There are two, since DuckDB applies a single credential only
+    to the table's location, and parts are elsewhere.
+    """
+
+    prefixes: tuple[str, ...] = ()
     config: dict[str, str] = {}
     keys: dict[str, str] = {}
 
 
 def storage_access(
-    objects_url: str, env: Mapping[str, str], *, access_key_id: str = "", secret_access_key: str = ""
+    objects_url: str, env: Mapping[str, str], base: str, *, access_key_id: str = "", secret_access_key: str = ""
 ) -> StorageAccess:
-    """Return what clients need to open the store at `objects_url`. Raises InvalidError for a URL of S3 that the node
-    could not open either. Clients of other clouds use their own settings."""
+    """Return what clients need to open the store at `objects_url`, whose objects they find below the URI `base`.
+
+    Raises InvalidError for a URL of S3 that the node could not open either. Clients of other clouds use their own
+    settings.
+    """
     if urlsplit(objects_url).scheme != "s3":
         return StorageAccess()
     from tidemill.objects.buckets.s3 import parse_s3
 
-    bucket, _, parsed = parse_s3(objects_url, env)
+    _, _, parsed = parse_s3(objects_url, env)
     config = {"s3.region": str(parsed["region"]), "client.region": str(parsed["region"])}
     if endpoint := parsed.get("endpoint"):
         # Iceberg's Java clients and pyiceberg have opposite settings, and opposite defaults.
@@ -41,4 +47,4 @@ def storage_access(
     keys = {}
     if access_key_id:
         keys = {"s3.access-key-id": access_key_id, "s3.secret-access-key": secret_access_key}
-    return StorageAccess(f"s3://{bucket}", config, keys)
+    return StorageAccess((f"{base}/lake/", f"{base}/shards/"), config, keys)
