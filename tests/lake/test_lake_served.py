@@ -115,11 +115,21 @@ def reader(request: pytest.FixtureRequest, open_reader: Callable[[str], ForeignR
     return open_reader(request.param)
 
 
+def current(reader: ForeignReader, lake: Lake) -> Any:
+    """Return the rows of the orders. None for DuckDB's refusal of a publication that is newer than its transaction."""
+    try:
+        return rows_of(reader.read_catalogue(lake.catalogue, "orders"))
+    except ReadError as error:
+        if "does not have a reachable state in this transaction" in str(error):
+            return None
+        raise
+
+
 def test_a_reader_follows_a_table_through_the_catalogue(reader: ForeignReader, lake: Lake) -> None:
     number = 10 + FROM_CATALOGUE.index(reader.name)
     lake.append("orders", [(number, "open", -1), (number, f"paid {reader.name}", 1), (9000 + number, "new", 1)])
     want = rows_of(lake.contents("orders"))
-    eventually(lambda: rows_of(reader.read_catalogue(lake.catalogue, "orders")) == want, "the newest contents")
+    eventually(lambda: current(reader, lake) == want, "the newest contents")
     some = reader.read_catalogue(lake.catalogue, "orders", between=["id", 2999, 9999])
     assert some.num_rows == sum(1 for row in want if "'" not in row[0] and int(row[0].split(":")[1]) >= 2999)
 
@@ -148,7 +158,7 @@ def test_a_reader_without_keys_reads_a_bucket_with_those_of_the_catalogue(
             monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
             lake.append("orders", [(7, "open", -1), (7, "paid", 1)])
             want = rows_of(lake.contents("orders"))
-            eventually(lambda: rows_of(reader.read_catalogue(lake.catalogue, "orders")) == want, "the contents on S3")
+            eventually(lambda: current(reader, lake) == want, "the contents on S3")
     finally:
         server.stop()
 
