@@ -73,8 +73,8 @@ def host(**more: Any) -> Any:
     ("freshness_s", "took_s", "records", "interval_s"),
     [
         (0.1, 0.002, 10, 0.1),  # a small round: records gather for the freshness
-        (0.1, 0.05, 10, 0.2),  # a small round of a busy machine: it takes a quarter of the time
-        (0.1, 2.0, 10, 1.0),  # a stall is not repeated four times
+        (0.1, 0.1, 10, 0.2),  # a small round of a busy machine: it takes half of the time
+        (0.1, 2.0, 10, 0.5),  # a stall is not repeated
         (10.0, 2.0, 10, 10.0),
         (0.1, 2.0, 5_000, 0.1),  # a backlog waits for nothing
         (0.0, 0.0, 0, 0.0),

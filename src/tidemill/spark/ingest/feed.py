@@ -34,9 +34,9 @@ WARM_ROUND_S = 0.15
 WATCH_S = 0.2
 """Pause between two rounds while storage is unavailable, which limits the requests to it."""
 SMALL_ROUND_RECORDS = 1000
-SMALL_ROUND_SHARE = 0.25
+SMALL_ROUND_SHARE = 0.5
 """Maximum share of the feed's time for rounds of at most SMALL_ROUND_RECORDS."""
-SMALL_ROUND_INTERVAL_S_MAX = 1.0
+SMALL_ROUND_INTERVAL_S_MAX = 0.5
 """Limit of the interval that this share requires on a busy machine."""
 FOLLOW_S = 5.0
 """Limit of one wait for a binding, and so of the time that it may outlive the pipeline."""
