@@ -1,10 +1,11 @@
-"""Addresses as configuration, command line and URLs write them: `host:port`, `[IPv6]:port` (RFC 3986)."""
+"""Addresses as configuration, command line and URLs write them: `host:port`, `[IPv6]:port` (RFC 3986); URL paths."""
 
 from __future__ import annotations
 
 import socket
 from ipaddress import IPv6Address, ip_address
 from typing import NamedTuple
+from urllib.parse import unquote
 
 PORT_MAX = 65535
 _MAPPED = "::ffff:"
@@ -80,3 +81,11 @@ def canonical_host(host: str) -> str:
     except ValueError:
         return host
     return str(mapped) if mapped is not None else host
+
+
+def split_url_path(raw_path: bytes) -> list[str]:
+    """Return the parts of a URL's path, each decoded separately, because a name may contain a slash. Pure.
+
+    Code that authorizes a request and code that serves it split its path with this function, so both see one name.
+    """
+    return [unquote(part) for part in raw_path.decode("latin-1").partition("?")[0].strip("/").split("/")]

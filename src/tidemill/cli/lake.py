@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from tidemill.base.libraries import require
 from tidemill.cli.context import ConfigOption, open_consensus_only, open_stores
 from tidemill.cli.output.output import TABLE, Output
-from tidemill.cli.output.text_table import Column
+from tidemill.cli.output.text_table import Column, format_time
 
 if TYPE_CHECKING:
     from tidemill.lake.pointer import LoadedTable, Pointer
@@ -119,8 +118,4 @@ def _described(name: str, found: LoadedTable) -> dict[str, Any]:
 
 
 def _time(ms: int | None) -> str:
-    if ms is None:
-        return ""
-    if not 0 <= ms < 253_402_300_799_000:
-        return str(ms)
-    return datetime.fromtimestamp(ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S.%f")[:-3] + "Z"
+    return "" if ms is None else format_time(ms)

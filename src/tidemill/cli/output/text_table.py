@@ -11,12 +11,13 @@ the terminal. Wide characters count as two columns.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import date, datetime, time
+from datetime import UTC, date, datetime, time
 from typing import Any, NamedTuple
 
 from tidemill.cli.output.data_lines import Row
 
 GAP = "  "
+YEAR_9999_MS = 253_402_300_799_000
 LEAST_WIDTH = 10
 """Width below which no column is folded."""
 COLOURS = {"green": "32", "dim green": "2;32", "yellow": "33", "red": "31", "bold red": "1;31", "bold": "1"}
@@ -156,3 +157,10 @@ def _format_blocks(
 
 def _styled(text: str, style: str) -> str:
     return f"\x1b[{COLOURS[style]}m{text}\x1b[0m" if style and text else text
+
+
+def format_time(time_ms: int) -> str:
+    """Return a time in ms and, in parentheses, as a date."""
+    if not 0 < time_ms < YEAR_9999_MS:
+        return str(time_ms)
+    return f"{time_ms} ({datetime.fromtimestamp(time_ms / 1000, UTC):%Y-%m-%d %H:%M:%S})"

@@ -15,7 +15,8 @@ import typer
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.cli.context import ConfigOption, OpenStores, ProgressBars, open_stores
 from tidemill.cli.output.output import TABLE, Output
-from tidemill.cli.table.show import Name, format_time
+from tidemill.cli.output.text_table import format_time
+from tidemill.cli.table.show import Name
 
 if TYPE_CHECKING:
     from tidemill.shards.api import ShardSchema

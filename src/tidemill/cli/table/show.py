@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
@@ -12,7 +11,7 @@ from tidemill.base.errors import MissingError
 from tidemill.cli.context import ConfigOption, OpenConsensus, open_consensus_only
 from tidemill.cli.output.data_lines import Row
 from tidemill.cli.output.output import TABLE, Output
-from tidemill.cli.output.text_table import Column
+from tidemill.cli.output.text_table import Column, format_time
 from tidemill.console.views.tables import history_rows, table_description, table_row
 
 if TYPE_CHECKING:
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from tidemill.shards.state.state import ShardState
 
 Name = Annotated[str, typer.Argument(help="Table name.")]
-_YEAR_9999_MS = 253_402_300_799_000
 
 
 def list_all(config: ConfigOption = None, out: Output = TABLE) -> None:
@@ -112,10 +110,3 @@ def read_shard_state(opened: OpenConsensus, name: str) -> ShardState:
     if state is None:
         raise MissingError(f"no such table: table={name}.", fix="See `tidemill table list`.")
     return state
-
-
-def format_time(time_ms: int) -> str:
-    """Return a time in ms and, in parentheses, as a date."""
-    if not 0 < time_ms < _YEAR_9999_MS:
-        return str(time_ms)
-    return f"{time_ms} ({datetime.fromtimestamp(time_ms / 1000, UTC):%Y-%m-%d %H:%M:%S})"

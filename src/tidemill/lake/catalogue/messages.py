@@ -7,10 +7,11 @@ by the unit separator (%1F).
 from __future__ import annotations
 
 from typing import Any, Final
-from urllib.parse import unquote
 
 import orjson
 from starlette.responses import Response
+
+from tidemill.base.address import split_url_path
 
 PREFIX: Final = "/iceberg"
 NAMESPACE: Final = "tidemill"
@@ -38,9 +39,8 @@ ERROR_TYPES: Final = {
 
 
 def split_path(raw_path: bytes) -> list[str]:
-    """Return the parts of the path below /iceberg/v1, each decoded separately: a name may contain a slash. [] for
-    any other path. Pure."""
-    parts = [unquote(part) for part in raw_path.decode("latin-1").partition("?")[0].strip("/").split("/")]
+    """Return the parts of the path below /iceberg/v1; [] for any other path. Pure."""
+    parts = split_url_path(raw_path)
     return parts[2:] if parts[:2] == [PREFIX.strip("/"), "v1"] else []
 
 

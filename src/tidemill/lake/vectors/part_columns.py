@@ -28,6 +28,7 @@ from tidemill.objects.reads import read_verified
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import DIFF, HASH, TIME, Part, RunCpuWork, ShardSchema, run_inline
 from tidemill.shards.parts.checksums import TAIL_BYTES, footer_bytes, open_part, read_footer
+from tidemill.shards.parts.parquet_pages import chunk_range
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.parts.schema_evolution import convert_to_schema
 from tidemill.shards.read.part_reader import WHOLE_FETCH_BYTES, read_part_bytes
@@ -219,14 +220,8 @@ def _summarize(metadata: Any, names: list[str]) -> PartSummary:
 
 def _chunks(file: _File, group: int, names: Sequence[str]) -> list[tuple[int, int]]:
     """Return the byte ranges of columns of a row group."""
-    found = []
-    for name in names:
-        chunk = file.metadata.row_group(group).column(file.names.index(name))
-        start = chunk.data_page_offset
-        if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
-            start = min(start, chunk.dictionary_page_offset)
-        found.append((start, start + chunk.total_compressed_size))
-    return found
+    columns = file.metadata.row_group(group)
+    return [chunk_range(columns.column(file.names.index(name))) for name in names]
 
 
 def _decode(part: Part, file: _File, source: Any, groups: Sequence[int], names: Sequence[str]) -> list[pa.Table]:

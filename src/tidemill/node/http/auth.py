@@ -31,10 +31,11 @@ from typing import Final, NamedTuple
 from starlette.datastructures import QueryParams
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from tidemill.base.address import split_url_path
 from tidemill.base.clock import Clock
 from tidemill.base.errors import TidemillError
 from tidemill.lake.catalogue import MAY_READ_SCOPE_KEY, error_body, is_catalogue_path, named_table
-from tidemill.registry.http.messages import plain_subject, split_path
+from tidemill.registry.http.messages import plain_subject
 from tidemill.security.acl_cache import AclCache
 from tidemill.security.acls import CLUSTER_NAME, Operation, Resource
 from tidemill.security.audit import Audit
@@ -160,9 +161,8 @@ class AuthMiddleware:
     async def _send_refusal(
         self, scope: Scope, send: Send, status: int, message: str, *more: tuple[bytes, bytes]
     ) -> None:
-        body = json.dumps({"message": message}).encode()
-        if is_catalogue_path(scope["path"]):
-            body = error_body(status, message)
+        in_catalogue = is_catalogue_path(scope["path"])
+        body = error_body(status, message) if in_catalogue else json.dumps({"message": message}).encode()
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
@@ -284,7 +284,7 @@ def required_permissions(method: str, path: str, raw_path: bytes, topics: Sequen
         ]
     if path == SHAPE_PATH and (reads or method == "POST"):  # a POST reads a subset
         return [_read_permission(topic) for topic in topics] or [_cluster_permission()]
-    parts = split_path(raw_path)
+    parts = split_url_path(raw_path)
     if parts[0] in ("subjects", "compatibility", "config", "mode", "schemas", "contexts"):
         return _registry_permissions(method, parts, reads=reads)
     return [_cluster_permission() if reads else _cluster_permission(Operation.ALTER)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from typing import Any
-from urllib.parse import unquote
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
@@ -34,15 +33,9 @@ LIST_MAX = 1_000
 """Largest number of schemas in one response; `offset` gets more."""
 
 
-def split_path(raw_path: bytes) -> list[str]:
-    """Return the parts of the path, each decoded separately, because a subject may contain a slash. Code that
-    authorizes a request before it is served splits its path with this function, and names its subject by
-    `plain_subject`."""
-    return [unquote(part) for part in raw_path.decode("latin-1").partition("?")[0].strip("/").split("/")]
-
-
 def plain_subject(text: str) -> str:
-    """Return the unique name of a subject, which may be written with the default context. Pure."""
+    """Return the unique name of a subject, which may be written with the default context. Code that authorizes a
+    request before it is served names its subject by this function. Pure."""
     return text.removeprefix(":.:")
 
 

@@ -22,9 +22,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
+from tidemill.base.address import split_url_path
 from tidemill.base.errors import TidemillError
 from tidemill.registry.errors import RegistryError
-from tidemill.registry.http.messages import error_response, json_response, split_path
+from tidemill.registry.http.messages import error_response, json_response
 from tidemill.registry.http.schemas import SchemaHandlers
 from tidemill.registry.http.subject_settings import SettingsHandlers
 from tidemill.registry.http.subjects import SubjectHandlers
@@ -87,7 +88,7 @@ class RegistryRouter:
     async def serve(self, request: Request) -> Response:
         """Dispatch a request by its path and method; errors become responses with Confluent's codes."""
         try:
-            parts = split_path(request.scope.get("raw_path") or request.scope["path"].encode())
+            parts = split_url_path(request.scope.get("raw_path") or request.scope["path"].encode())
             fitting = [
                 (method, pattern, handler) for method, pattern, handler in self._table if _matches(pattern, parts)
             ]

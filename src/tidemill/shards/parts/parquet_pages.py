@@ -9,11 +9,20 @@ passes.
 from __future__ import annotations
 
 import zlib
+from typing import Any
 
 from tidemill.base.errors import CorruptError
 
 _STOP, _TRUE, _FALSE, _BYTE, _DOUBLE, _BINARY, _LIST, _SET, _MAP, _STRUCT = 0, 1, 2, 3, 7, 8, 9, 10, 11, 12
 _SIZE_FIELD, _CRC_FIELD = 3, 4
+
+
+def chunk_range(chunk: Any) -> tuple[int, int]:
+    """Return [start, end) of a column chunk in its file, from its metadata (`pyarrow.parquet.ColumnChunkMetaData`)."""
+    start = chunk.data_page_offset
+    if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
+        start = min(start, chunk.dictionary_page_offset)
+    return start, start + chunk.total_compressed_size
 
 
 def check_pages(chunk: memoryview, where: str) -> None:

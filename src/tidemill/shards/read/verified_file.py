@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from tidemill.objects.reads import ObjectFile, read_verified_sync
 from tidemill.shards.api import Part
 from tidemill.shards.parts.checksums import read_footer
-from tidemill.shards.parts.parquet_pages import check_pages
+from tidemill.shards.parts.parquet_pages import check_pages, chunk_range
 
 
 class VerifiedFile(io.RawIOBase):
@@ -85,12 +85,5 @@ class VerifiedFile(io.RawIOBase):
 
 def _chunks_of(metadata: pq.FileMetaData) -> list[tuple[int, int]]:
     """Return [start, end) of every column chunk, in file order."""
-    found = []
-    for group in range(metadata.num_row_groups):
-        for column in range(metadata.num_columns):
-            chunk = metadata.row_group(group).column(column)
-            start = chunk.data_page_offset
-            if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
-                start = min(start, chunk.dictionary_page_offset)
-            found.append((start, start + chunk.total_compressed_size))
-    return sorted(found)
+    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    return sorted(chunk_range(group.column(column)) for group in groups for column in range(metadata.num_columns))
