@@ -123,10 +123,10 @@ def sentences(lanes: Lanes) -> str:
     """
     peer, common = compared(lanes)
     theirs, ours = ([lanes[f"{side}/{rate}"] for rate in common] for side in (peer, "tidemill"))
-    told = []
+    lines = []
     for rate, a, b in zip(common, theirs, ours, strict=True):
         ratio = a["latency_s"]["p50"] / b["latency_s"]["p50"]
-        told.append(
+        lines.append(
             f"At {rate} commits/s a row is in tidemill's table after {_pair(b)} (p50 and p99), and after {_pair(a)}"
             f" through {NAMES[peer]}: {ratio:.0f} times as late at p50. tidemill uses {b['cpu_total_percent']:.0f} %"
             f" of a core and {total(b, 'rss_mib'):,} MiB, the peer {a['cpu_total_percent']:.0f} % and"
@@ -134,12 +134,12 @@ def sentences(lanes: Lanes) -> str:
         )
     equal = not any(one["unequal"] for one in (*theirs, *ours))
     rows = [sum(one["verified"]["rows"] for one in side) for side in (theirs, ours)]
-    told.append(
+    lines.append(
         f"Compared with SELECT, {'' if equal else 'not '}all rows are equal on both sides"
         f" ({rows[0]:,} and {rows[1]:,}); the peer is {sum(theirs[0]['lines'].values())} lines of configuration and"
         f" code, tidemill {sum(ours[0]['lines'].values())}."
     )
-    return " ".join(told)
+    return " ".join(lines)
 
 
 def _pair(one: Mapping[str, Any]) -> str:

@@ -324,3 +324,17 @@ def test_a_line_for_the_file_of_variables_reads_back(tmp_path: Path, value: str)
     path = write(tmp_path, '[capture.shop]\ndsn = "${SHOP_DSN}"\n')
     (tmp_path / ".env").write_text(env_line("SHOP_DSN", value))
     assert load(path, environ={}).capture["shop"].dsn == value
+
+
+KEYS = {"credentials": "static-read", "access_key_id": "reader", "secret_access_key": "shown"}
+
+
+def test_keys_of_the_bucket_are_not_handed_out_to_everybody() -> None:
+    public = {"node": {"http": "0.0.0.0:8600"}, "lake": {"enabled": True, **KEYS}}
+    with pytest.raises(InvalidError, match="keys of the bucket would be handed out without authentication"):
+        parse(public, origin="t")
+    assert parse(public | {"http": {"authenticate": True}}, origin="t").lake.access_key_id == "reader"
+    assert parse(public | {"node": {"http": "[::1]:8600"}}, origin="t").lake.access_key_id == "reader"
+    assert parse(public | {"lake": {"enabled": True}}, origin="t").lake.credentials == "none"
+    with pytest.raises(InvalidError, match="needs access_key_id and secret_access_key"):
+        parse({"lake": {"credentials": "static-read"}}, origin="t")

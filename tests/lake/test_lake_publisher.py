@@ -16,10 +16,12 @@ from tidemill.lake.pointer import load_table, read_pointer
 from tidemill.lake.publish.stored import Stored, load_stored
 from tidemill.lake.publish.table_publisher import ORPHAN_MS, TablePublisher, delete_dropped, hold_period_ms
 from tidemill.lake.settings import LakeSettings, base_uri
+from tidemill.lake.vectors.part_columns import PartColumns
 from tidemill.maintenance.shards.upkeep import collect_garbage
-from tidemill.shards.api import HistoryLostError
+from tidemill.shards.api import Column, HistoryLostError
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
+from tidemill.shards.parts.schema_evolution import SchemaChanges
 
 
 async def read_snapshot(world: LakeWorld, stored: Stored, which: int = -1) -> Any:
@@ -296,3 +298,17 @@ def test_the_base_of_uris_is_that_of_the_bucket(url: str, directory: str | None,
 def test_a_store_that_others_cannot_open_is_refused() -> None:
     with pytest.raises(InvalidError, match="other programs cannot open this store"):
         base_uri("memory:", None)
+
+
+async def test_a_table_that_cannot_be_published_is_refused_before_its_parts_are_read(tmp_path: Path) -> None:
+    world = LakeWorld(tmp_path)
+    shard = await world.table(schema=SCHEMA)
+    await append(shard, 0, 10, [(i, "v", 1, 1) for i in range(3000)])
+    await world.publish(await world.publisher())
+    await append(shard, 10, 20, [(i, "v", 11, 1) for i in range(3000, 6000)])
+    await shard.evolve(SchemaChanges(add=(Column("n", "float64", "NaN"),)))
+    columns = PartColumns(world.objects)
+    publisher = TablePublisher(world.stores(), columns, await world.table())
+    with pytest.raises(InvalidError, match="column=n default='nan'"):
+        await world.publish(publisher)
+    assert columns.fetched_bytes == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -181,6 +182,32 @@ async def test_the_catalogue_publishes_a_table_that_never_was(tmp_path: Path) ->
     assert Path(found.metadata_location.removeprefix("file://")).read_bytes() == found.metadata
 
 
+async def test_readers_of_a_table_that_was_never_published_cause_one_publication(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    await lake.filled("c")
+    tables = LakeTables(lake.stores(), lake.pipelines)
+    found = await asyncio.gather(*(tables.load("c") for _ in range(8)))
+    assert len({each.metadata_location for each in found}) == 1
+    keys = [meta.key async for meta in lake.objects.list("lake/")]
+    assert len([key for key in keys if key.endswith(".metadata.json")]) == 1
+
+
+async def test_an_idle_table_is_checked_once_an_interval_however_often_it_is_loaded(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    await lake.filled("c")
+    tables = LakeTables(lake.stores(), lake.pipelines)
+    await tables.load("c")
+    lake.clock.advance(2 * hold_period_ms(lake.settings))
+    await tables.load("c")
+    before = lake.counting.requests
+    await tables.load("c")
+    assert lake.counting.requests - before <= 4, "the pointer is read, twice, and no log"
+    lake.clock.advance(31_000)
+    before = lake.counting.requests
+    await tables.load("c")
+    assert lake.counting.requests - before > 4
+
+
 async def test_an_old_publication_is_loaded_only_if_it_is_still_the_contents(tmp_path: Path) -> None:
     """A table that cannot be published any more is refused in words before its files are deleted."""
     lake = Lake(tmp_path)
@@ -190,6 +217,7 @@ async def test_an_old_publication_is_loaded_only_if_it_is_still_the_contents(tmp
     lake.clock.advance(2 * hold_period_ms(lake.settings))
     assert await tables.load("c") == first, "nothing changed"
     await shard.evolve(SchemaChanges(add=(Column("n", "float64", "NaN"),)))
+    lake.clock.advance(int(lake.settings.interval_s * 1000) + 1)
     with pytest.raises(InvalidError, match="column=n default='nan'"):
         await tables.load("c")
 

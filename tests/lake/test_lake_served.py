@@ -31,7 +31,7 @@ from tidemill.spark.stores import Stores, open_stores
 pytestmark = [pytest.mark.lake, pytest.mark.processes]
 
 GUIDE = Path(__file__).parents[2] / "docs/guides/lake.md"
-ADDRESS = "http://127.0.0.1:8080"
+ADDRESS = "http://127.0.0.1:8600"
 """Address of the node in the guide."""
 TABLES = {
     "orders": ShardSchema((Column("id", "int64"), Column("status", "string")), ("id",)),

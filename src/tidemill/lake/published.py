@@ -7,6 +7,7 @@ without a change writes nothing.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from tidemill.base.errors import MissingError
@@ -20,11 +21,18 @@ from tidemill.shards.registry import list_created_shards, shard_exists
 
 
 class LakeTables:
-    """Implementation of `catalogue.routes.PublishedTables`."""
+    """Implementation of `catalogue.routes.PublishedTables`.
+
+    Requests publish one table at a time, and one table once per `lake.interval_s`: many readers of a large table that
+    was never published evaluate it once, in the memory of one evaluation.
+    """
 
     def __init__(self, stores: LakeStores, read_pipelines: ReadPipelines) -> None:
         self._stores = stores
         self._read_pipelines = read_pipelines
+        self._publishing = asyncio.Lock()
+        self._published_s: dict[str, float] = {}
+        """Tables that a request published in the last interval, with the time."""
 
     async def list_names(self) -> Sequence[str]:
         return [created.name for created in await list_created_shards(self._stores.consensus)]
@@ -36,12 +44,16 @@ class LakeTables:
         except MissingError:
             if not await shard_exists(stores.consensus, table):
                 raise
-            return await self._load_newest(table)
-        if stores.clock.now_ms() - found.pointer.published_ms > hold_period_ms(stores.settings):
-            return await self._load_newest(table)
+            found = None
+        if found is None or stores.clock.now_ms() - found.pointer.published_ms > hold_period_ms(stores.settings):
+            async with self._publishing:
+                await self._publish_unless_recent(table)
+            found = await load_table(stores.consensus, stores.objects, table)
         return PublishedTable(found.location, found.metadata)
 
-    async def _load_newest(self, table: str) -> PublishedTable:
-        await publish_now(self._stores, table, common_sources(await self._read_pipelines()))
-        found = await load_table(self._stores.consensus, self._stores.objects, table)
-        return PublishedTable(found.location, found.metadata)
+    async def _publish_unless_recent(self, table: str) -> None:
+        oldest_s = self._stores.clock.monotonic_s() - self._stores.settings.interval_s
+        self._published_s = {name: at_s for name, at_s in self._published_s.items() if at_s > oldest_s}
+        if table not in self._published_s:
+            await publish_now(self._stores, table, common_sources(await self._read_pipelines()))
+            self._published_s[table] = self._stores.clock.monotonic_s()

@@ -22,12 +22,18 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sim.faults import Fault
 from sim.oracles.shards import DEFAULT_N, Row, check_landed, check_reads
 from sim.scenarios.shard_nodes import Node, build, evolve, keep, keep_up, oracle_handle
 from sim.scenarios.shard_writers import Writers
 from sim.world import Actor, Crew, Violated, World, swapped
-from tidemill.base.errors import ConflictError, InvalidError, MissingError, TidemillError, UnavailableError
+from tidemill.base.errors import (
+    ConflictError,
+    CorruptError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+)
 from tidemill.base.limits import INLINE_PART_BYTES
 from tidemill.lake import pointer as pointers
 from tidemill.lake.format import metadata as formats
@@ -193,8 +199,8 @@ async def publish(lake: Any, node: Node) -> None:
             if source.random() < 0.3:
                 await publisher.sweep()
         except TidemillError as error:
-            if isinstance(error, MissingError) and not world.faults.counts[Fault.AGAIN]:
-                world.trace(f"{node.actor.life} {error.message}")
+            if isinstance(error, CorruptError):  # above all, the rows that count are not the sum of all updates
+                raise Violated(f"a publication failed: {error.message}") from error
             if not isinstance(error, UnavailableError | ConflictError | InvalidError):
                 world.trace(f"{node.actor.life} publication failed {type(error).__name__} {error.message}")
             with contextlib.suppress(TidemillError):

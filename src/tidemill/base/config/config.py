@@ -164,6 +164,7 @@ def parse(values: Mapping[str, Any], *, origin: str) -> Config:
     )
     _check_security(config, origin)
     _check_registry(config, origin)
+    _check_lake(config, origin)
     for driver, names in pipelines_by_driver(config).items():
         _check_driver_settings(config, driver, names, origin)
     return config
@@ -236,6 +237,17 @@ def _check_registry(config: Config, origin: str) -> None:
                 f"Avro needs the schema registry, which is disabled in {origin}: capture.{name}.envelope={AVRO}.",
                 fix='Set registry.enabled = true, or envelope = "debezium".',
             )
+
+
+def _check_lake(config: Config, origin: str) -> None:
+    """Check that keys of the bucket are handed out to authenticated clients or on this machine. Raises InvalidError."""
+    public = not config.http.authenticate and not Address.parse(config.node.http).is_loopback
+    if config.lake.credentials != "none" and public:
+        raise InvalidError(
+            f"keys of the bucket would be handed out without authentication in {origin}:"
+            f" lake.credentials={config.lake.credentials} node.http={config.node.http}.",
+            fix="Set http.authenticate = true, or a loopback address as node.http.",
+        )
 
 
 def is_authorization_on(config: Config) -> bool:

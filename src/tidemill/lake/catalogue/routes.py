@@ -13,6 +13,7 @@ a table has an ETag for its metadata file; `If-None-Match` with it is answered 3
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Protocol
@@ -146,9 +147,10 @@ class _Catalogue:
         etag = _etag(found.metadata_location, refs_only)
         if request.headers.get("if-none-match") == etag:
             return Response(status_code=304, headers={"etag": etag})
-        metadata = orjson.loads(found.metadata)
+        # Metadata may be megabytes: they are copied into the response, and parsed only on a thread.
+        metadata: Any = orjson.Fragment(found.metadata)
         if refs_only:
-            metadata = _with_referenced_snapshots(metadata)
+            metadata = await asyncio.to_thread(_with_referenced_snapshots, found.metadata)
         body = {"metadata-location": found.metadata_location, "metadata": metadata, "config": self._access.config}
         if self._access.keys:
             settings = self._access.config | self._access.keys
@@ -183,10 +185,12 @@ def _page_size(request: Request) -> int:
     return min(int(text[:10]), PAGE_MAX)
 
 
-def _with_referenced_snapshots(metadata: dict[str, Any]) -> dict[str, Any]:
+def _with_referenced_snapshots(data: bytes) -> orjson.Fragment:
     """Return the metadata with only the snapshots that a branch or tag names. Pure."""
+    metadata = orjson.loads(data)
     named = {ref["snapshot-id"] for ref in metadata.get("refs", {}).values()}
-    return metadata | {"snapshots": [each for each in metadata.get("snapshots", []) if each["snapshot-id"] in named]}
+    kept = [each for each in metadata.get("snapshots", []) if each["snapshot-id"] in named]
+    return orjson.Fragment(orjson.dumps(metadata | {"snapshots": kept}))
 
 
 def _etag(location: str, refs_only: bool) -> str:

@@ -89,6 +89,7 @@ async def publish(stores: LakeStores, columns: PartColumns, stored: Stored, cont
         if tag_of(contents.time_ms) in stored.metadata.refs:
             return stored
         return await _publish_tag(stores, stored, contents)
+    with_schema(stored.metadata, contents.schema)  # a table that cannot be published is refused before it is read
     found = await evaluate(columns, contents.schema, views, before)
     contents = replace(contents, summary={**contents.summary, VIEWS: _digest(views)})
     return await _Publication(stores, columns, stored, contents).run(replace(stored, evaluation=found), found.rows)
