@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
+from harbour import percentile
+
 KEYS: Mapping[str, tuple[str, ...]] = {
     "warehouse": ("w_id",),
     "district": ("w_id", "d_id"),
@@ -59,9 +61,5 @@ def latencies(sent: Mapping[int, float], seen: Mapping[int, float], from_s: floa
 
 def percentiles(samples: Sequence[float]) -> dict[str, float]:
     """Return nearest-rank percentiles in seconds; samples must not be empty."""
-    ordered = sorted(samples)
-    found = {
-        name: ordered[min(len(ordered) - 1, int(part * len(ordered)))]
-        for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))
-    }
-    return {name: round(value, 3) for name, value in (found | {"max": ordered[-1]}).items()}
+    found = {name: percentile(samples, part) for name, part in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
+    return {name: round(value, 3) for name, value in (found | {"max": max(samples)}).items()}
