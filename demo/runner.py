@@ -51,7 +51,7 @@ CRASH_EVERY_S = 14.0
 CRASH_GRACE_S = 30.0
 """Time for a lease to expire and for a killed process and its JVM to start; stages are not counted as stuck in it."""
 MONEY_EVERY_S = 2.0
-DRAIN_TIMEOUT_S = 180.0
+DRAIN_TIMEOUT_S = 300.0
 RECENT_CHECKS = 30
 VERIFIED = ("rows", "missing", "extra", "different", "poisoned")
 

@@ -53,6 +53,14 @@ def test_a_captured_table_is_announced_when_its_first_copy_is_done() -> None:
     assert 'Authorization: Bearer $TOKEN" "http' in lines_of(text)["curl"]
 
 
+def test_a_node_that_fails_is_not_announced_however_short_the_time() -> None:
+    error = "the bucket has another cluster"
+    for moment_ms in (NOW_MS, NOW_MS - 10_000, NOW_MS - 60_000):
+        failing = StageStatus("node:node-1", 0, 1, error=error, failing_since_ms=moment_ms, since_ms=moment_ms)
+        assert block({}, report(failing)) == ""
+    assert block({}, report(NODE)).startswith("ready after 12 s: the node accepts clients")
+
+
 def test_a_wildcard_address_is_shown_as_one_that_a_client_can_connect_to() -> None:
     text = block({"node": {"http": "0.0.0.0:8600", "kafka": "[::]:9092"}}, report(NODE))
     assert "http://127.0.0.1:8600/" in text and "bootstrap.servers=[::1]:9092" in text

@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.spark, pytest.mark.postgres, pytest.mark.timeout(1800)
 
 ROOT = Path(__file__).parents[2]
 LIGHT = ["--rate", "40", "--clicks", "200"]
-STUCK_AFTER_S = 30.0
+STUCK_AFTER_S = 60.0
 """Seconds for which a stage may be stuck on an idle machine. One that stays stuck never drains, which fails as well."""
 
 VIEWS = {

@@ -37,6 +37,8 @@ PAGE_S = 15.0
 PIPELINE = """
 from pathlib import Path
 
+from pyspark.sql.functions import rand
+
 def build(p):
     shop = p.capture("shop")
     p.table("orders", shop.table("public.orders"))
@@ -45,7 +47,7 @@ def build(p):
     def totals(spark, orders):
         if Path("{flag}").exists():
             raise ValueError("this function does not like it")
-        return orders.select("id")
+        return orders.where(rand() >= 0).select("id")  # called in every round: a plan with `rand` is not prepared
 """
 
 

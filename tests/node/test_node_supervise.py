@@ -84,6 +84,38 @@ async def test_a_node_that_refuses_its_configuration_at_once_ends_everything_wit
     await supervisor.stop()
 
 
+async def test_a_node_that_refuses_only_after_long_ends_everything_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine the imports alone take longer than a steady run."""
+    monkeypatch.setattr("tidemill.node.supervise.supervisor.STABLE_AFTER_S", 0.05)
+    failures: list[BaseException] = []
+    supervisor = Supervisor(tmp_path, SystemClock(), failures.append)
+    slow = REFUSES[-1].replace("sys.exit", "import time; time.sleep(1); sys.exit")
+    child = supervisor.add(ChildSpec("refuses", [*REFUSES[:-1], slow], vital=True))
+    await until(lambda: failures)
+    assert isinstance(failures[0], InvalidError)
+    assert child.restarts == 0
+    await supervisor.stop()
+
+
+@pytest.mark.parametrize(("waiting", "code"), [("starting", 2), ("", 1)])
+async def test_only_a_node_that_never_served_refuses_its_configuration(
+    monkeypatch: pytest.MonkeyPatch, waiting: str, code: int
+) -> None:
+    """A node that served is started again: what was wrong may be gone."""
+    from tidemill.base.config.config import parse
+    from tidemill.cli.serve import _serve
+    from tidemill.node.node import Node
+
+    async def fails(node: Node, stop: asyncio.Event) -> None:
+        node._context.waiting = waiting
+        raise InvalidError("something is wrong.")
+
+    monkeypatch.setattr(Node, "run", fails)
+    assert await _serve(parse({}, origin="")) == code
+
+
 async def test_f307_a_pipeline_file_that_does_not_import_parks_its_driver_alone_and_a_correction_starts_it(
     tmp_path: Path,
 ) -> None:

@@ -1,7 +1,8 @@
 """`python -m tidemill.cli.serve RESOLVED.json`: the node process. Its last line is one sentence with the reason of its
 end.
 
-    exit  0  stopped    1  ended, to be restarted    2  bad configuration    5  the cluster was replaced, do not restart
+    exit  0  stopped    1  ended, to be restarted    2  refused before it served: bad configuration
+          5  the cluster was replaced, do not restart
 """
 
 from __future__ import annotations
@@ -30,13 +31,21 @@ RETAINED_FREE_BYTES = 64 * MIB
 fault on a returned page costs more than filling it."""
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config) -> int:
+    """Serve until a signal. Return the exit code. An error of the configuration that appears after the node served is a
+    failure like any other: the next process refuses it."""
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     from tidemill.node.node import Node  # behind hide_modules
 
-    await Node(config, console_routes).run(stop)
+    node = Node(config, console_routes)
+    try:
+        await node.run(stop)
+    except InvalidError as error:
+        print(f"tidemill: {error}", file=sys.stderr)
+        return 1 if node.has_served else EXIT_CONFIGURATION
+    return 0
 
 
 def _preload_modules(config: Config) -> None:
@@ -67,10 +76,7 @@ def main() -> int:
         gc.enable()
         install_gc_tuning()
         with asyncio.Runner(loop_factory=TEST_CLOCK.loop if TEST_CLOCK is not None else None) as runner:
-            runner.run(_serve(config))
-    except InvalidError as error:
-        print(f"tidemill: {error}", file=sys.stderr)
-        return EXIT_CONFIGURATION
+            return runner.run(_serve(config))
     except ClusterReplacedError as error:
         print(f"tidemill: {error}", file=sys.stderr)
         return EXIT_REPLACED
@@ -78,7 +84,6 @@ def main() -> int:
         # Another process continues from the state in the stores; the memory of this process must not be used again.
         print(f"tidemill: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

@@ -44,6 +44,11 @@ class Node:
         )
         self._failed: asyncio.Future[None] | None = None
 
+    @property
+    def has_served(self) -> bool:
+        """Whether all rooms of this node have started."""
+        return not self._context.waiting
+
     def not_ready_reason(self) -> str:
         """Return why this node is not ready, in a sentence, or ""."""
         return self._context.not_ready_reason()

@@ -14,7 +14,6 @@ from tidemill.base.status.freshness import SHARD
 from tidemill.base.status.status import StageState, StatusReport, derive_statuses
 
 DEAD_LETTERS = ".dead_letters"
-READABLE = (StageState.IDLE, StageState.MOVING, StageState.WAITING)
 
 
 def local_url(config: Config) -> str:
@@ -26,7 +25,7 @@ def ready_block(config: Config, path: str, reports: Sequence[StatusReport], now_
     """Return the block, or "" as long as nothing is readable. `path` is the configuration's file, if one was named."""
     marks = derive_statuses(reports, now_ms)
     node = marks.get(f"node:{config.node.name}")
-    if node is None or node.state not in READABLE:
+    if node is None or node.state is not StageState.IDLE:  # a node that still waits for a store is WAITING
         return ""
     named = f" -c {path}" if path else ""
     base = local_url(config)

@@ -2,8 +2,8 @@
 
 A child is a unit of failure: it ends alone. Its last words are reported under its stages (`pipeline:NAME`,
 `node:NAME`), with an age that survives its restarts, until it has run steadily again. A child that exits with code 2
-has printed in one sentence what is wrong with its configuration: it is paused, and tried again when its file changes or
-after CONFIGURATION_RETRY_S.
+never served, and has printed in one sentence what is wrong with its configuration: it is paused, and tried again when
+its file changes or after CONFIGURATION_RETRY_S.
 
 Two events end everything: a node that refuses its configuration before it ever ran, because nothing works yet, and a
 child that exits with code 5, because the bucket now belongs to another cluster.
@@ -77,7 +77,7 @@ class Child:
         self._say = say
         self._said = ""
         self._steady = False
-        """Set once a process of this child has run for STABLE_AFTER_S."""
+        """Set once a process of this child has run for STABLE_AFTER_S, whether it served or still starts."""
         self._log_from = 0
         self._process: asyncio.subprocess.Process | None = None
 
@@ -102,12 +102,13 @@ class Child:
         attempt = 0
         while True:
             started_s = self._clock.monotonic_s()
+            was_steady = self._steady  # this process may have taken long to refuse: that is no steady run
             try:
                 code = await self._run_process()
                 words = self._last_words(code)
             except Exception as error:
                 code, words = 1, f"{self.spec.name} cannot be started: {error_sentence(error)}"
-            if code == EXIT_CONFIGURATION and self.spec.vital and not self._steady:
+            if code == EXIT_CONFIGURATION and self.spec.vital and not was_steady:
                 raise InvalidError(words)
             if code == EXIT_REPLACED:
                 raise ClusterReplacedError(words)
