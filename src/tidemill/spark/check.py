@@ -36,6 +36,7 @@ from tidemill.spark.definition import (
 )
 from tidemill.spark.ingest.sources import SourceNotReadyError, captured_feed
 from tidemill.spark.ingest.table_ownership import find_refused
+from tidemill.spark.predicates.expectations import DEAD_LETTER, Expectations, expectation_check
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -82,10 +83,19 @@ class CheckedPipeline(Pipeline):
             self.report(error, self._line())
             return StreamTopic(name, UNKNOWN)
 
-    def table(self, name: str, source: Input) -> Table:
+    def table(
+        self,
+        name: str,
+        source: Input,
+        *,
+        expect: Mapping[str, str] | None = None,
+        on_violation: str = DEAD_LETTER,
+    ) -> Table:
         self._declare(name)
         try:
-            return super().table(name, source)
+            if isinstance(source, StreamTopic) and source.schema is UNKNOWN:
+                expect = None  # its columns are unknown
+            return super().table(name, source, expect=expect, on_violation=on_violation)
         except InvalidError as error:
             self.report(error, self._line())
             self._broken.add(name)
@@ -206,7 +216,7 @@ async def check_cluster(
     stored = {one for one in sorted(wanted) if await read_shard(consensus, one) is not None}
     found.check_inputs({*reads, *others, *stored})
     for name, source in found.tables.items():
-        error = await _source_problem(name, source, catalogue, captures)
+        error = await _source_problem(name, source, found.expectations.get(name), catalogue, captures)
         error = error or await _schema_problem(name, source, consensus)
         if error is not None:
             found.report(error, found.lines.get(name, 0))
@@ -225,7 +235,11 @@ async def check_cluster(
 
 
 async def _source_problem(
-    name: str, source: Input, catalogue: Catalogue, captures: Collection[str]
+    name: str,
+    source: Input,
+    expectations: Expectations | None,
+    catalogue: Catalogue,
+    captures: Collection[str],
 ) -> InvalidError | None:
     if isinstance(source, StreamTopic):
         if await catalogue.get(TopicRow, source.topic) is not None:
@@ -243,7 +257,8 @@ async def _source_problem(
             fix=f"Use one of: {', '.join(sorted(known))}." if known else f"Configure it: [capture.{source.capture}]",
         )
     try:
-        await captured_feed(catalogue, source.capture, source.table)
+        feed = await captured_feed(catalogue, source.capture, source.table)
+        expectation_check(feed.schema, expectations)
     except SourceNotReadyError:  # the pipeline waits for it
         row = await catalogue.table(source.capture, source.table)
         if row is None or row.state not in NOT_CAPTURED:

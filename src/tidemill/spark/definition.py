@@ -28,6 +28,12 @@ import msgspec
 from tidemill.base.errors import InvalidError
 from tidemill.base.libraries import missing_extra
 from tidemill.shards.api import ShardSchema
+from tidemill.spark.predicates.expectations import (
+    DEAD_LETTER,
+    Expectations,
+    declared_expectations,
+    expectation_check,
+)
 from tidemill.spark.types import Names, split_names, stream_schema
 
 if TYPE_CHECKING:
@@ -122,6 +128,8 @@ class Pipeline:
     def __init__(self, name: str) -> None:
         self.name = name
         self.tables: dict[str, Input] = {}
+        self.expectations: dict[str, Expectations] = {}
+        """Table → its expectations, if it has any."""
         self.derived_tables: dict[str, DerivedTable] = {}
 
     def capture(self, name: str) -> Capture:
@@ -135,11 +143,28 @@ class Pipeline:
         """
         return StreamTopic(name, stream_schema(schema, key))
 
-    def table(self, name: str, source: Input) -> Table:
-        """Keep table `name` equal to the source: one live row per key, exact at every time."""
+    def table(
+        self,
+        name: str,
+        source: Input,
+        *,
+        expect: Mapping[str, str] | None = None,
+        on_violation: str = DEAD_LETTER,
+    ) -> Table:
+        """Keep table `name` equal to the source: one live row per key, exact at every time.
+
+        `expect`: names of conditions → SQL over the table's columns, such as `{"positive": "total >= 0"}`. A record
+        whose row makes one false does not reach the table: it is a dead letter, dropped and counted, or the table stops
+        before it (`on_violation`: "dead_letter", "drop" or "fail").
+        """
         self._check_name_unused(name)
         if not isinstance(source, CapturedTable | StreamTopic):
             raise InvalidError(f"not a source: table={name}.", fix="Use capture(…).table(…) or topic(…).")
+        expectations = declared_expectations(name, expect or {}, on_violation)
+        if isinstance(source, StreamTopic):
+            expectation_check(source.schema, expectations)
+        if expectations is not None:
+            self.expectations[name] = expectations
         self.tables[name] = source
         return Table(name, source)
 

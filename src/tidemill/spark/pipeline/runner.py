@@ -124,7 +124,9 @@ class PipelineRunner(PipelineContext):
     def _start(self) -> None:
         self.dead_letters = DeadLetterWriter(self.portal, self._dead_letter_shard, self.stores.rand)
         sources = self.pipeline.sources().items()
-        self.feeds = [Feed(source, tables, self, self.dead_letters) for source, tables in sources]
+        self.feeds = [
+            Feed(source, tables, self, self.dead_letters, self.pipeline.expectations) for source, tables in sources
+        ]
         reporter = StatusReporter(self)
         self.retry_until_available(reporter.adopt)
         proving = run_unit(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import structlog
@@ -366,14 +366,15 @@ class StatusReporter:
 
         memory: {share: (bytes, limit)}; commit_to_shard_ms, bound_to_shard_ms: {count, p50, p95, p99, max} of all
         sources; latency: {source: {stage: histogram}}, as `status --latency` shows them; tables: {name: {won, lost,
-        rows, dropped, merges, read, to_go, eta_s?, recomputed?, groups?, whole_because?}}; groups: the number of groups
-        of the last recomputation, −1 = all, with the reason in whole_because.
+        rows, dropped, merges, read, to_go, violations?, eta_s?, recomputed?, groups?, whole_because?}}; violations:
+        {expectation: records}; groups: the number of groups of the last recomputation, −1 = all, with the reason in
+        whole_because.
         """
         runner = self._runner
-        tables: dict[str, dict[str, int | str]] = {}
+        tables: dict[str, dict[str, Any]] = {}
         for table in runner.tables():
             progress = table.progress
-            found: dict[str, int | str] = {
+            found: dict[str, Any] = {
                 "won": table.won,
                 "lost": table.lost,
                 "rows": table.rows,
@@ -382,6 +383,8 @@ class StatusReporter:
                 "read": progress.read,
                 "to_go": progress.to_go,
             }
+            if table.violations:
+                found["violations"] = dict(table.violations)
             if progress.eta_s is not None:
                 found["eta_s"] = int(progress.eta_s)
             tables[table.name] = found
