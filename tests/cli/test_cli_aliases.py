@@ -99,7 +99,7 @@ def test_dlq_is_dead_letters(cluster: Cluster) -> None:
 def test_dead_letters_are_listed_unless_a_replay_is_named(cluster: Cluster, tmp_path: Path) -> None:
     cluster.create_pipeline(PipelineRow("p", {}))
     assert cluster.run("dead-letters", "--json") == cluster.run("dead-letters", "list", "p", "--json")
-    with pytest.raises(InvalidError, match="the configuration has no such pipeline: key=pipeline.p"):
+    with pytest.raises(InvalidError, match=r"the configuration has no such pipeline: key=pipeline\.p"):
         cluster.run("dead-letters", "replay", "p")
     file = tmp_path / "p.py"
     file.write_text("def build(p):\n    p.table('t', p.topic('t', key='k', schema='k string'))\n")

@@ -70,7 +70,14 @@ class Verifier:
         for shard, topic in plan.topics.items():
             found.append(await self._verify_stream(shard, topic, self._expectations_of(shard, plan.pipelines[shard])))
         for shard in plan.derived:
-            found.append(await self._verify_derived(shard, self._load_pipeline(plan.pipelines[shard])))
+            pipeline = self._load_pipeline(plan.pipelines[shard])
+            if shard not in pipeline.histories:
+                found.append(await self._verify_derived(shard, pipeline))
+            elif names:
+                raise InvalidError(
+                    f"the former versions of a history are in no other table: table={shard}.",
+                    fix=f"Verify its input: tidemill verify {pipeline.histories[shard].of}",
+                )
         return found
 
     async def _plan_verification(self, names: tuple[str, ...]) -> VerificationPlan:

@@ -31,12 +31,12 @@ from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
-from tidemill.spark.decode.violations import violation_stop
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.merge.commands import ORDER, PARTITION, Commands
 from tidemill.spark.merge.resolve import Resolved
 from tidemill.spark.merge.toast_fill import LostCommand, RejectedCommand
 from tidemill.spark.predicates.expectations import DEAD_LETTER, FAIL, Violations
+from tidemill.spark.violations import violation_stop
 
 RUN_RECORDS_MIN = 10
 """A run of this many dead letters without a good record is no accident; for a table that holds nothing, one

@@ -28,7 +28,6 @@ from tidemill.spark.decode.captured import CapturedDecoder, Stop
 from tidemill.spark.decode.dead_letter_rows import no_dead_letters
 from tidemill.spark.decode.records import Records, SliceDescriptor, cut_blocks, record_count
 from tidemill.spark.decode.stream import StreamDecoder
-from tidemill.spark.decode.violations import check_commands
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.step_planner import Step, StepPlanner
 from tidemill.spark.merge.commands import (
@@ -42,6 +41,7 @@ from tidemill.spark.merge.commands import (
 )
 from tidemill.spark.predicates.expectations import Violations, expectation_check
 from tidemill.spark.stores import Stores, shared_objects
+from tidemill.spark.violations import check_commands
 from tidemill.topics.batch_reads import read_batches
 
 T = TypeVar("T")

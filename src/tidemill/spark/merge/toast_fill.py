@@ -75,7 +75,7 @@ def fill_unchanged(
     """Fill in all values; with `check`, reject the partial commands whose rows violate an expectation.
 
     The first such command of a chain, which a command with every value begins, makes its key absent: the partial ones
-    after it are lost. So two passes suffice, whatever the length of a chain.
+    after it are lost. So two passes suffice for a chain of any length.
     """
     rows = combine_columns(rows)
     out, lost, chains = _fill(schema, rows, mirror, hasher)

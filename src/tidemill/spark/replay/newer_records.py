@@ -1,8 +1,8 @@
 """Records after a dead letter: whether its key has a newer one, as the table has read the topic.
 
 A record is newer if it is later in (time, offset, partition), as in merge/resolve.py. Expectations are not applied: a
-record that the table skipped as dropped counts as newer, which at worst leaves a row as it is. Letters do not count;
-they are replayed in the same order.
+record that the table skipped as dropped counts as newer, which at worst leaves an older row in place. Letters do not
+count; they are replayed in the same order.
 
 If the bindings of the letters' time are gone, only records of one partition are in a known order.
 """

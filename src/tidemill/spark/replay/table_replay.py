@@ -3,8 +3,8 @@
     records of the letters → commands, with the pipeline's file of today → without keys that have a newer record
     → the operator of the pipeline, against the table's rows of these keys → one append → outcomes
 
-The append is as of any other writer beside a pipeline (write/commit.py): at the table's upper, a time to which its
-source binds nothing, so that no record of the source is skipped. After a lost race everything is computed again.
+The append is like that of any other writer next to a pipeline (write/commit.py): at the table's upper, a time to which
+its source binds nothing, so that no record of the source is skipped. After a lost race everything is computed again.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TOMBSTONES_MS = 86_400_000
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What became of a letter in one table.
+    """Result of the replay of a letter in one table.
 
     applied      its row is in the table, or, for a deletion, its key is not
     superseded   the key has a newer record, or the topic was created again: the table is right without it
