@@ -113,6 +113,7 @@ async def test_only_a_node_that_never_served_refuses_its_configuration(
         raise InvalidError("something is wrong.")
 
     monkeypatch.setattr(Node, "run", fails)
+    monkeypatch.setattr(asyncio.get_running_loop(), "add_signal_handler", lambda *_: None)
     assert await _serve(parse({}, origin="")) == code
 
 
