@@ -29,10 +29,11 @@ _SIGN = np.uint64(1 << 63)
 @lru_cache(maxsize=256)
 def stored_schema(schema: ShardSchema) -> pa.Schema:
     """Return the Arrow schema of a new part's file."""
-    return pa.schema([_stored_field(field) for field in part_schema(schema)])
+    return pa.schema([stored_field(field) for field in part_schema(schema)])
 
 
-def _stored_field(field: pa.Field) -> pa.Field:
+def stored_field(field: pa.Field) -> pa.Field:
+    """Return a column of rows in memory as a file has it."""
     if field.name == HASH:
         return field.with_type(pa.int64())
     return field.with_type(pa.int32()) if field.type == pa.int16() else field
