@@ -15,23 +15,6 @@ from tidemill.spark.session.java import find_java
 pytestmark = pytest.mark.spark
 
 
-def test_a_worker_whose_reader_has_gone_ends_silently_and_every_other_error_is_reported(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from tidemill.spark.session import worker_daemon
-
-    def ends_with(error: BaseException) -> int:
-        def serve(sock: object, authenticated: bool) -> int:
-            raise error
-
-        monkeypatch.setattr(worker_daemon, "_serve_worker", serve)
-        return worker_daemon.serve_worker(None, True)
-
-    assert ends_with(BrokenPipeError()) == 1
-    with pytest.raises(ConnectionResetError):
-        ends_with(ConnectionResetError())
-
-
 def test_a_plain_program_whose_spark_runs_another_python_is_told_what_to_set(tmp_path: Path) -> None:
     """The situation of `venv/bin/python job.py` when PATH has the system's python3."""
     other = tmp_path / "bin" / "python3"

@@ -90,8 +90,6 @@ LOCAL_SETTINGS: dict[str, str] = {
     # Executors of a cluster reach the driver by its host's name, or by SPARK_LOCAL_IP; a local one needs neither.
     "spark.driver.bindAddress": "127.0.0.1",
     "spark.driver.host": "127.0.0.1",
-    # Executors of a cluster start their daemon before they have our code.
-    "spark.python.daemon.module": "tidemill.spark.session.worker_daemon",
 }
 
 QUICK_JVM = ("-XX:TieredStopAtLevel=1", "-XX:+UseSerialGC", "-Xshare:auto", "-XX:-UsePerfData")
@@ -199,14 +197,12 @@ def build_session(
 
 @contextmanager
 def _planner_python_path(python: str) -> Iterator[None]:
-    """Make tidemill, and for another Python the packages of the driver's, importable for planners and for the daemon of
-    workers. Spark plans Python sources on this machine with the executors' Python; only the JVM that is started inside
-    the block gets this PYTHONPATH."""
+    """Make the packages of the driver's Python importable for planners. Spark plans Python sources on this machine with
+    the executors' Python; only the JVM that is started inside the block gets this PYTHONPATH."""
     before = os.environ.get("PYTHONPATH", "")
-    package = str(Path(tidemill.__file__).parents[1])
-    installed = [sysconfig.get_path("purelib"), sysconfig.get_path("platlib")]
-    ours = [package] if python == sys.executable else [*dict.fromkeys([package, *installed])]
-    if python != sys.executable or package not in installed:
+    if python != sys.executable:
+        package = str(Path(tidemill.__file__).parents[1])
+        ours = dict.fromkeys([package, *map(sysconfig.get_path, ("purelib", "platlib"))])
         os.environ["PYTHONPATH"] = os.pathsep.join([*ours, before])
     try:
         yield
