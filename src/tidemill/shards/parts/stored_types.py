@@ -4,7 +4,7 @@
     `_hash` uint64   stored as int64, less 2^63: some engines refuse unsigned integers, also in columns that are not
                      read. The difference keeps the order, so the file stays sorted and its statistics compare
 
-Parts of earlier versions store both types as they are. Every function here reads either form.
+Parts of earlier versions store the types in memory. Every function here reads either form.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def restored_rows(rows: pa.Table, target: pa.Schema) -> pa.Table:
 
 
 def restored_column(name: str, column: pa.ChunkedArray, wanted: pa.DataType) -> pa.ChunkedArray:
-    """Return a column of a file in the type that it has in memory; other columns as they are.
+    """Return a column of a file in its type in memory, and other columns unchanged.
 
     Raises pa.ArrowInvalid for a number that `wanted` cannot hold.
     """
