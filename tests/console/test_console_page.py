@@ -64,7 +64,7 @@ RUNNING = {
     "tables/stock/live": "Following.",
     "tables/stock/schema": "int32",
     "tables/stock/latency": "Programs write this table",
-    "tables/stock/use": "PySpark",
+    "tables/stock/use": 'load_table(("tidemill", "stock"))',
     "tables/orders": "Not created yet",
     "tables/public.item": 'p.table("item", p.capture(',
     "tables/public.item/schema": "key 1",

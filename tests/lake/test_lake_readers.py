@@ -158,9 +158,12 @@ async def test_all_types_have_their_values(reader: ForeignReader, tmp_path: Path
     assert (part.object_key == "") == inline
     await shard.compare_and_append(0, 2, [part], "")
     await world.publish(await world.publisher())
-    found = reader.read(await world.location())
-    assert rows_of(found) == await contents(shard, 1)
-    assert found.schema.types == plain_types(await shard.snapshot(1)).schema.types
+    location = await world.location()
+    # Iceberg's row-wise Java reader, which other engines use too, refuses files with unsigned columns.
+    for options in ({}, {"vectorized": False}) if reader.name == "spark" else ({},):
+        found = reader.read(location, **options)
+        assert rows_of(found) == await contents(shard, 1)
+        assert found.schema.types == plain_types(await shard.snapshot(1)).schema.types
 
 
 async def test_copies_of_rows_and_rows_inline_in_the_log_are_present(reader: ForeignReader, tmp_path: Path) -> None:

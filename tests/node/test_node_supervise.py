@@ -87,7 +87,7 @@ async def test_a_node_that_refuses_its_configuration_at_once_ends_everything_wit
 async def test_a_node_that_refuses_only_after_long_ends_everything_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a busy machine the imports alone take longer than a steady run."""
+    """The imports of a node alone may take longer than a steady run on a busy machine."""
     monkeypatch.setattr("tidemill.node.supervise.supervisor.STABLE_AFTER_S", 0.05)
     failures: list[BaseException] = []
     supervisor = Supervisor(tmp_path, SystemClock(), failures.append)
@@ -113,6 +113,7 @@ async def test_only_a_node_that_never_served_refuses_its_configuration(
         raise InvalidError("something is wrong.")
 
     monkeypatch.setattr(Node, "run", fails)
+    monkeypatch.setattr(asyncio.get_running_loop(), "add_signal_handler", lambda *_: None)
     assert await _serve(parse({}, origin="")) == code
 
 

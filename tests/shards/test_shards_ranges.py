@@ -19,6 +19,7 @@ from tidemill.shards.api import Batch, Column, Part, SchemaEvolvedError, ShardSc
 from tidemill.shards.parts import parts
 from tidemill.shards.parts.parts import encode_part
 from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.parts.schema_evolution import convert_to_schema
 from tidemill.shards.read import hash_ranges
 from tidemill.shards.read.hash_ranges import HASH_MAX, HashRange, cut_ranges, read_range, streamed_parts
 
@@ -132,7 +133,9 @@ def test_a_reader_for_one_key_decodes_one_row_group(monkeypatch: pytest.MonkeyPa
     part = part_of(SCHEMA, [(k, "v", 1, 1) for k in range(5_000)])
     decoded = []
     monkeypatch.setattr(
-        hash_ranges, "convert_to_schema", lambda schema, rows, target: decoded.append(rows.num_rows) or rows
+        hash_ranges,
+        "convert_to_schema",
+        lambda schema, rows, target: decoded.append(rows.num_rows) or convert_to_schema(schema, rows, target),
     )
     wanted = hash_rows(updates([(77, "", 0, 1)]), ["k"]).tolist()
     assert read(SCHEMA, [Batch(0, 10, (part,))], 9, wanted) == Counter({(77, "v"): 1})

@@ -105,6 +105,7 @@ class ClusterReader:
         return found | {
             "node": node.config.node.name,
             "rows_need_secret": bool(node.config.shapes.secret),
+            "lake": node.config.lake.enabled,
             "not_ready": node.not_ready_reason(),
             "notices": list(node.current_problems()),
         }

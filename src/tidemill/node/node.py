@@ -46,7 +46,7 @@ class Node:
 
     @property
     def has_served(self) -> bool:
-        """Whether all rooms of this node have started."""
+        """Return whether all rooms of this node have started."""
         return not self._context.waiting
 
     def not_ready_reason(self) -> str:

@@ -123,7 +123,7 @@ def _release_read(found: SyncContext[ReadSelection], table: Table) -> None:
 def _select_sql(plan: ReadPlan, key: tuple[str, ...], live: str, gone: str, paths: list[str]) -> str:
     if not paths:
         return f"SELECT * FROM {quote_identifier(live)}"
-    columns = ", ".join(f"s.{quote_identifier(column)}" for column in plan.live.column_names)
+    columns = ", ".join(_column_sql(field) for field in plan.live.schema)
     listed = ", ".join(f"'{path}'" for path in (each.replace("'", "''") for each in paths))
     said = f"SELECT {columns} FROM read_parquet([{listed}], hive_partitioning = false) s"
     if plan.gone.num_rows:
@@ -133,6 +133,14 @@ def _select_sql(plan: ReadPlan, key: tuple[str, ...], live: str, gone: str, path
         ]
         said += f" ANTI JOIN {quote_identifier(gone)} g ON ({' AND '.join([*same, f's.{TIME} < g.{UNTIL_COLUMN}'])})"
     return f"{said} UNION ALL SELECT * FROM {quote_identifier(live)}" if plan.live.num_rows else said
+
+
+def _column_sql(field: pa.Field) -> str:
+    """Return SQL for a column of a part's file in the table's type: `int16` is stored as int32."""
+    import pyarrow as pa
+
+    name = quote_identifier(field.name)
+    return f"s.{name}::SMALLINT AS {name}" if field.type == pa.int16() else f"s.{name}"
 
 
 def _key_equality_sql(left: str, right: str, of: pa.DataType) -> str:

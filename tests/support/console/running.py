@@ -18,7 +18,7 @@ from tidemill.metastore.catalogue import PipelineRow
 @contextmanager
 def shop_cluster(directory: Path, dsn: str) -> Iterator[Cluster]:
     name = capture_of(dsn)
-    toml = f'[capture.{name}]\ndsn = "{dsn}"\ntables = ["public.item"]\n'
+    toml = f'[capture.{name}]\ndsn = "{dsn}"\ntables = ["public.item"]\n[lake]\nenabled = true\n'
     with psycopg.connect(dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE item (id int PRIMARY KEY, note text)")
         connection.execute("INSERT INTO item SELECT n, 'before' FROM generate_series(1, 50) n")

@@ -20,6 +20,7 @@ from tidemill.lake.vectors.evaluation import Evaluation
 from tidemill.shards.api import HASH, Part, ShardSchema
 from tidemill.shards.parts.parts import decode_part
 from tidemill.shards.parts.schema import contents_schema
+from tidemill.shards.parts.stored_types import stored_field
 
 
 class SnapshotFiles(msgspec.Struct, frozen=True):
@@ -60,8 +61,8 @@ def loose_rows(schema: ShardSchema, found: Evaluation) -> pa.Table:
 
 
 def encode_loose_rows(rows: pa.Table) -> bytes:
-    """Return the rows as Parquet. Iceberg has no 16-bit integers, so these are wider here."""
-    fields = [f.with_type(pa.int32()) if f.type == pa.int16() else f for f in rows.schema]
+    """Return the rows as Parquet, with the types of parts."""
+    fields = [stored_field(field) for field in rows.schema]
     sink = pa.BufferOutputStream()
     with pq.ParquetWriter(sink, pa.schema(fields), compression="zstd", write_page_checksum=True) as writer:
         writer.write_table(rows.cast(pa.schema(fields)))

@@ -31,10 +31,12 @@ from tidemill.shards.parts.checksums import TAIL_BYTES, footer_bytes, open_part,
 from tidemill.shards.parts.parquet_pages import chunk_range
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.parts.schema_evolution import convert_to_schema
+from tidemill.shards.parts.stored_types import bounds_of_hashes, hashes_of
 from tidemill.shards.read.part_reader import WHOLE_FETCH_BYTES, read_part_bytes
 
 CACHE_BYTES = 128 * MIB
 """Limit for cached columns, 8 bytes a row and column: the hashes of 16 million rows."""
+ALL_HASHES = (0, (1 << 64) - 1)
 FILES_MAX = 1024
 """Limit for cached footers, and for small parts whose bytes are cached with them."""
 
@@ -126,8 +128,8 @@ class PartColumns:
         for name, places in missing.items():
             tables = await self._read(part, [groups[at] for at in places], [name])
             for at, table in zip(places, tables, strict=True):
-                kind = np.uint64 if name == HASH else np.int64
-                out[at][name] = values = np.asarray(table.column(name).to_numpy()).view(kind)
+                column = table.column(name)
+                out[at][name] = values = hashes_of(column) if name == HASH else np.asarray(column.to_numpy())
                 self._store((key, groups[at], name), values)
         return out
 
@@ -192,27 +194,24 @@ class PartColumns:
 def _open(part: Part, footer: Any, data: Any) -> _File:
     try:
         metadata = pq.read_metadata(pa.BufferReader(footer))
-        names = metadata.schema.to_arrow_schema().names
-        return _File(_summarize(metadata, names), names, metadata, data)
+        columns = metadata.schema.to_arrow_schema()
+        return _File(_summarize(metadata, columns), columns.names, metadata, data)
     except (pa.ArrowException, OSError) as error:
         raise CorruptError(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
 
 
-def _summarize(metadata: Any, names: list[str]) -> PartSummary:
+def _summarize(metadata: Any, columns: pa.Schema) -> PartSummary:
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
 
-    def bounds(name: str) -> list[tuple[int, int]] | None:
-        place = names.index(name)
-        found = [group.column(place).statistics for group in groups]
-        if any(each is None or not each.has_min_max for each in found):
-            return None
-        return [(each.min, each.max) for each in found]
-
     def overall(name: str) -> tuple[int, int] | None:
-        found = bounds(name)
-        return (min(low for low, _ in found), max(high for _, high in found)) if found else None
+        found = [group.column(columns.names.index(name)).statistics for group in groups]
+        if not found or any(each is None or not each.has_min_max for each in found):
+            return None
+        return min(each.min for each in found), max(each.max for each in found)
 
-    hashes = bounds(HASH) or [(0, (1 << 64) - 1)] * len(groups)
+    place = columns.get_field_index(HASH)
+    kind = columns.field(place).type
+    hashes = [bounds_of_hashes(group.column(place).statistics, kind) or ALL_HASHES for group in groups]
     starts = np.cumsum([0, *(group.num_rows for group in groups)])
     low, high = (np.array(each, dtype=np.uint64) for each in zip(*hashes, strict=True))
     return PartSummary(starts, low, high, overall(TIME), overall(DIFF))

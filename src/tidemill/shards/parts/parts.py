@@ -1,7 +1,8 @@
 """Parts: immutable Parquet runs of updates, sorted by (`_hash`, `_time`, `_diff`).
 
-Sorted by hash, so that readers that mirror a shard merge runs without sorting; by time and diff within one hash, so
-that a key's history reads in order and its retraction precedes its insertion. Fresh parts are lz4 (written once, read
+Types of the file are those of `stored_types`. Sorted by hash, so that readers that mirror a shard merge runs without
+sorting; by time and diff within one hash, so that a key's history reads in order and its retraction precedes its
+insertion. Fresh parts are lz4 (written once, read
 soon), merged ones zstd (half the bytes). A part of at most INLINE_PART_BYTES is stored inside the log record instead of
 an object.
 
@@ -30,6 +31,7 @@ from tidemill.shards.parts.checksums import checksums_of, open_part
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema import FLOATS, conform_rows, hash_columns, part_schema, update_schema
 from tidemill.shards.parts.schema_evolution import convert_to_schema
+from tidemill.shards.parts.stored_types import stored_rows
 
 Codec = Literal["lz4", "zstd"]
 
@@ -94,7 +96,7 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
     if order is not None:
         updates = rows_at(updates, order)
         hashes = hashes[order]
-    table = pa.Table.from_arrays([*updates.columns, pa.array(hashes, pa.uint64())], schema=part_schema(schema))
+    table = stored_rows(schema, updates, hashes)
     sink = pa.BufferOutputStream()
     cuts = cut_positions(row_sizes(table), ROW_GROUP_BYTES, ROW_GROUP_ROWS)
     # Float statistics exclude NaN, which most engines order as the greatest value when they skip row groups by them.

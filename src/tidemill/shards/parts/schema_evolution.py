@@ -31,6 +31,7 @@ from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.shards.api import Batch, Column, SchemaEvolvedError, ShardSchema
 from tidemill.shards.parts.pg_columns import parse_column
 from tidemill.shards.parts.schema import arrow_type, canonical_type, check_name, describe_difference
+from tidemill.shards.parts.stored_types import restored_column
 
 _WIDER = {("int16", "int32"), ("int16", "int64"), ("int32", "int64"), ("float32", "float64")}
 _BOOLS = {"true": "t", "false": "f"}
@@ -199,8 +200,15 @@ def convert_to_schema(schema: ShardSchema, rows: pa.Table, target: pa.Schema) ->
         elif index < 0:
             raise CorruptError(f"stored rows lack a column: column={field.name}.")
         else:
-            columns.append(_widen_column(rows.column(index), field))
+            columns.append(_widen_column(_restored(rows.column(index), field), field))
     return pa.Table.from_arrays(columns, schema=target)
+
+
+def _restored(column: Any, field: pa.Field) -> Any:
+    try:
+        return restored_column(field.name, column, field.type)
+    except pa.ArrowInvalid as error:
+        raise CorruptError(f"a stored number is too large: column={field.name} ({error}).") from error
 
 
 def _widen_column(column: Any, field: pa.Field) -> Any:

@@ -20,6 +20,7 @@ from tidemill.base.errors import CorruptError
 from tidemill.shards.api import HASH, TIME, Part, ShardSchema
 from tidemill.shards.parts.arrow_rows import Index, int64s, rows_equal
 from tidemill.shards.parts.checksums import open_part
+from tidemill.shards.parts.stored_types import hash_bounds, hashes_of
 from tidemill.shards.read.hash_ranges import FetchPart
 from tidemill.shards.read.read_plan import ReadPlan, column_bounds
 
@@ -73,7 +74,7 @@ def _part_candidates(plan: ReadPlan, part: Part, fetch: FetchPart) -> list[_Cand
             first_row, after = after, after + file.metadata.row_group(group).num_rows
             if not _may_hold_any(file, group, plan.gone_hashes[low:high]):
                 continue
-            hashes = file.read_row_group(group, columns=[HASH], use_threads=False).column(HASH).to_numpy()
+            hashes = hashes_of(file.read_row_group(group, columns=[HASH], use_threads=False).column(HASH))
             places, of = _equal_hashes(hashes, plan.gone_hashes[low:high])
             of += low
             if not older and len(places):
@@ -88,11 +89,10 @@ def _part_candidates(plan: ReadPlan, part: Part, fetch: FetchPart) -> list[_Cand
 
 def _may_hold_any(file: pq.ParquetFile, group: int, wanted: Any) -> bool:
     """Return whether one of the hashes is within the statistics of a row group's hashes."""
-    column = file.schema_arrow.get_field_index(HASH)
-    statistics = file.metadata.row_group(group).column(column).statistics
-    if statistics is None or not statistics.has_min_max:
+    bounds = hash_bounds(file, group)
+    if bounds is None:
         return True
-    low, high = np.array([statistics.min, statistics.max], dtype=np.uint64)
+    low, high = np.array(bounds, dtype=np.uint64)
     return bool(np.searchsorted(wanted, low, side="left") < np.searchsorted(wanted, high, side="right"))
 
 

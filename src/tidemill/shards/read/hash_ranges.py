@@ -27,6 +27,7 @@ from tidemill.shards.parts.consolidate import newest_contents, sum_contents
 from tidemill.shards.parts.parts import rows_within
 from tidemill.shards.parts.schema import contents_schema, part_schema
 from tidemill.shards.parts.schema_evolution import check_schema_known, convert_to_schema
+from tidemill.shards.parts.stored_types import hash_bounds
 
 RANGE_BYTES = 16 * MIB
 RANGE_ROWS = 500_000
@@ -243,9 +244,8 @@ class _RangeReader(msgspec.Struct, frozen=True):
         schema, target = self.schema, part_schema(self.schema)
         try:
             file = open_part(part, self.fetch(part))
-            column = file.schema_arrow.get_field_index(HASH)
             for group in range(file.metadata.num_row_groups):
-                if not _may_hold(file.metadata.row_group(group).column(column).statistics, self.chosen):
+                if not _may_hold(hash_bounds(file, group), self.chosen):
                     continue
                 rows = convert_to_schema(
                     schema, file.read_row_group(group, columns=target.names, use_threads=False), target
@@ -257,10 +257,10 @@ class _RangeReader(msgspec.Struct, frozen=True):
             raise CorruptError(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
 
 
-def _may_hold(statistics: Any, chosen: HashRange) -> bool:
-    if statistics is None or not statistics.has_min_max:
+def _may_hold(bounds: tuple[int, int] | None, chosen: HashRange) -> bool:
+    if bounds is None:
         return True
-    low, high = int(statistics.min), int(statistics.max)
+    low, high = bounds
     if high < chosen.low or chosen.high < low:
         return False
     return chosen.wanted is None or any(low <= hash_ <= high for hash_ in chosen.wanted)

@@ -17,6 +17,7 @@ from tidemill.base.errors import CorruptError
 from tidemill.shards.api import Part
 from tidemill.shards.parts.arrow_rows import Index
 from tidemill.shards.parts.checksums import open_part
+from tidemill.shards.parts.stored_types import restored_rows
 from tidemill.shards.read.deletion_vectors import DeletionVectors
 from tidemill.shards.read.hash_ranges import FetchPart
 from tidemill.shards.read.read_plan import ReadPlan
@@ -26,18 +27,19 @@ def read_planned(
     plan: ReadPlan, vectors: DeletionVectors, fetch: FetchPart, columns: Sequence[str]
 ) -> Iterator[pa.Table]:
     """Yield `columns` of all rows of the plan, one row group at a time. Raises as `fetch`, CorruptError."""
+    types = pa.schema([plan.live.schema.field(name) for name in columns])
     for part in plan.settled:
-        yield from _read_settled(part, vectors, fetch, list(columns))
+        yield from _read_settled(part, vectors, fetch, types)
     if plan.live.num_rows:
         yield plan.live.select(columns)
 
 
-def _read_settled(part: Part, vectors: DeletionVectors, fetch: FetchPart, columns: list[str]) -> Iterator[pa.Table]:
+def _read_settled(part: Part, vectors: DeletionVectors, fetch: FetchPart, types: pa.Schema) -> Iterator[pa.Table]:
     deleted, after = vectors.get(part.object_key), 0
     try:
         file = open_part(part, fetch(part))
         for group in range(file.metadata.num_row_groups):
-            rows = file.read_row_group(group, columns=columns, use_threads=False).select(columns)
+            rows = restored_rows(file.read_row_group(group, columns=types.names, use_threads=False), types)
             first_row, after = after, after + rows.num_rows
             if deleted is not None:
                 rows = _without_rows(rows, deleted, first_row)

@@ -33,8 +33,9 @@ from tidemill.shards.parts.arrow_rows import rows_at, rows_equal
 from tidemill.shards.parts.checksums import open_part
 from tidemill.shards.parts.consolidate import sum_contents
 from tidemill.shards.parts.parts import sort_updates
-from tidemill.shards.parts.schema import FLOATS, contents_schema, part_schema
+from tidemill.shards.parts.schema import FLOATS, contents_schema
 from tidemill.shards.parts.schema_evolution import check_schema_known
+from tidemill.shards.parts.stored_types import has_types_of
 from tidemill.shards.read.hash_ranges import FetchPart
 from tidemill.shards.read.part_reader import PartReader, fetch_through
 
@@ -63,7 +64,7 @@ class PlanNotPossibleError(Exception):
 class ReadPlan(NamedTuple):
     """Result of `plan_parts`.
 
-    settled  objects that are Parquet files of `part_schema`
+    settled  objects that are Parquet files of this version of the schema, with `stored_types`
     gone     the key columns in order, then until when; use positions, since a key column may be named `_until`, too.
              If it has no rows, it may lack columns
     live     the shard's columns
@@ -164,7 +165,7 @@ def _cached_insertion_times(part: Part, schema: ShardSchema, fetch: FetchPart) -
 def _read_insertion_times(part: Part, schema: ShardSchema, fetch: FetchPart) -> tuple[int, int] | None:
     try:
         file = open_part(part, fetch(part))
-        if not file.schema_arrow.equals(part_schema(schema)):
+        if not has_types_of(file.schema_arrow, schema):
             return None
         (first_ms, last_ms), diffs = (column_bounds(file, name) for name in (TIME, DIFF))
     except (OSError, pa.ArrowException) as error:

@@ -2,12 +2,13 @@
 import { Component } from "../vendor/preact.mjs";
 import { html } from "../parts.js";
 
-/** Without `table`, only a shape exists: a captured table, and the line of a pipeline that would maintain it. */
-export function Snippets({ table, shape, maintain }) {
+/** Without `table`, only a shape exists: a captured table, and the line of a pipeline that would maintain it. With
+ *  `lake`, tables are published as Iceberg tables. */
+export function Snippets({ table, shape, maintain, lake }) {
   const [curl, javaScript] = shapeSnippets(shape);
   const shown = [
     ...(maintain ? [["Pipeline", maintain, "In the build function of a pipeline: the table becomes an exact, versioned one."]] : []),
-    curl, ...(table ? tableSnippets(table) : []), javaScript,
+    curl, ...(table ? tableSnippets(table) : []), ...(table && lake ? [icebergSnippet(table)] : []), javaScript,
   ];
   return html`<div class="snippets">${shown.map(([title, text, note]) => html`<${Snippet} key=${title} title=${title} text=${text} note=${note} />`)}</div>`;
 }
@@ -40,6 +41,13 @@ with tidemill.connect("tidemill.toml") as cluster:
 ${variable}.show()`, "In any Spark session that has tidemill; append with df.write.format(\"tidemill\")."],
     ["SQL", `tidemill sql 'SELECT * FROM "${name}" ORDER BY "${first}" LIMIT 20'`, "DuckDB in a terminal, at one exact time (--as-of)."],
   ];
+}
+
+function icebergSnippet({ shard: name }) {
+  return ["Iceberg", `from pyiceberg.catalog.rest import RestCatalog
+
+catalog = RestCatalog("lake", uri="${location.origin}/iceberg")
+print(catalog.load_table(("tidemill", ${JSON.stringify(name)})).scan().to_arrow())`, "Any engine with an Iceberg REST catalogue, such as Spark, Trino or DuckDB: it reads the bucket itself."];
 }
 
 class Snippet extends Component {

@@ -32,7 +32,7 @@ export function Table({ name, tab, overview }) {
         live: () => html`<${Live} key=${table.shard_id} shape=${`shard:${table.shard}`} columns=${table.columns} />`,
         schema: () => html`<${Schema} table=${table} />`,
         latency: () => html`<${TableLatency} row=${place} overview=${overview} />`,
-        use: () => html`<${Snippets} table=${table} shape=${`tidemill.${table.shard}`} />`,
+        use: () => html`<${Snippets} table=${table} shape=${`tidemill.${table.shard}`} lake=${overview.lake} />`,
       }} />`
       : !place && captured?.copied && html`<${Tabs} name=${name} tab=${tab} names=${SHAPE_TABS} panels=${{
         live: () => html`<${Live} key=${captured.generation} shape=${captured.table} columns=${Object.fromEntries(captured.columns)} />`,
