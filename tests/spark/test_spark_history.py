@@ -184,6 +184,21 @@ def test_a_history_of_a_table_whose_past_is_merged_begins_with_what_is_there(har
     assert current == {key: (row["a"], row["b"]) for key, row in world.held.items()}
 
 
+def test_a_history_does_not_continue_another_table_of_the_same_name(harbour: Any, tmp_path: Path) -> None:
+    world, rand = World(harbour, tmp_path), random.Random(3)
+    world.write(rand, 9)
+    made = world.history()
+    while made.advance():
+        pass
+    made.close()
+    world.history("new").close()
+    harbour.drop_shard("orders")
+    again = World(harbour, tmp_path)
+    again.write(rand, 9)
+    with pytest.raises(InvalidError, match=r"was dropped and created again: table=h input=orders"):
+        again.history()
+
+
 def test_changes_that_are_gone_stop_the_history_rather_than_omit_a_version(harbour: Any, tmp_path: Path) -> None:
     world, rand = World(harbour, tmp_path), random.Random(3)
     world.write(rand, 3)

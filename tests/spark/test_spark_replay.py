@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 from support.spark.partial_shop import PartialShop
 from support.spark.sinks import clicks_sink, shop_sink
 from tidemill.base.errors import InvalidError
+from tidemill.cli.main import app
 from tidemill.console.dead_letter_read import read_letters
 from tidemill.shards.api import HistoryLostError
 from tidemill.spark.definition import Pipeline
@@ -261,3 +263,27 @@ def test_letters_wait_for_their_table_and_a_file_with_another_schema_is_refused(
     assert [(x.outcome, x.reason[:15]) for x in replay(harbour, moved)] == [("waiting", "topic other doe")]
     harbour.drop_shard("clicks")
     assert [x.outcome for x in replay(harbour, pipeline())] == ["waiting"]
+
+
+def test_the_command_prints_what_became_of_each_record(harbour: Any, tmp_path: Path) -> None:
+    clicks = Clicks(harbour, 1)
+    sink = clicks_sink(harbour, tmp_path / "s", expectations=STRICT)
+    for key, value in (("k0", 9), ("k1", 7), ("k1", 2), ("k2", 8)):
+        clicks.one(key, value)
+    clicks.bind()
+    sink.process(sink.latest())
+    (tmp_path / "p.py").write_text(
+        "def build(p):\n"
+        "    clicks = p.topic('clicks', key='click_id', schema='click_id string, product_id long')\n"
+        "    p.table('clicks', clicks, expect={'small': 'product_id < 9'})\n"
+    )
+    config = tmp_path / "tidemill.toml"
+    config.write_text(f'[node]\ndata = "{tmp_path}"\n[pipeline.p]\nfile = "{tmp_path}/p.py"\n')
+    arguments = ["dead-letters", "replay", "p", "--config", str(config)]
+    done = CliRunner().invoke(app, arguments)
+    assert done.exit_code == 1, "a letter stays"
+    assert done.stdout.splitlines()[0] == "1 applied, 1 superseded, 1 invalid"
+    assert "partition=0 offset=2 is newer" in done.stdout and "violates small: product_id < 9" in done.stdout
+    assert contents(harbour) == {"k1": 2, "k2": 8}
+    listed = CliRunner().invoke(app, ["dead-letters", "list", "--config", str(config), "--json"])
+    assert listed.exit_code == 0, listed.output

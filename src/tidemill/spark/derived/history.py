@@ -50,6 +50,8 @@ HOLD_MS = 7 * 86_400_000
 """Time for which the input's history is kept for a pipeline that does not run."""
 HOLD_STEP_MS = 30_000
 """Least distance by which the hold advances; each move is a write."""
+TOKEN = "history"
+"""First part of the tokens of a history's appends; the second one is the id of its input."""
 IDLE_MOVE_S = 1.0
 """Minimum interval at which a history without changes moves its upper."""
 STOP_CHECK_S = 1.0
@@ -89,6 +91,11 @@ class History:
     def writer(self) -> LogShard | None:
         """The input while the table is open."""
         return self._input
+
+    @property
+    def held_bytes(self) -> int:
+        """Memory of the mirror."""
+        return self._current.held_bytes if self._input is not None else 0
 
     @property
     def upper(self) -> int:
@@ -141,8 +148,29 @@ class History:
         except BaseException:
             call(found.aclose())
             raise
-        self._current = self._open_mirror(found)
+        try:
+            self._check_same_input(found)
+            self._current = self._open_mirror(found)
+        except BaseException:
+            call(found.aclose())
+            call(self._output.aclose())
+            raise
         self._input = found
+
+    def _check_same_input(self, found: LogShard) -> None:
+        """Raise InvalidError if the history is of an earlier table of this name, whose rows may have been others."""
+        for writer in reversed(self._output.state.writers):
+            kind, _, rest = writer.token.partition("/")
+            if kind != TOKEN:
+                continue
+            if rest.partition("/")[0] != found.shard_id:
+                raise InvalidError(
+                    f"the input of the history was dropped and created again: table={self.table.name}"
+                    f" input={self.table.of}.",
+                    fix=f"Keep the history under this name and declare another one, or let it begin again: tidemill"
+                    f" table drop {self.table.name}.",
+                )
+            return
 
     def close(self, *, save: bool = True) -> None:
         """Save the mirror and close the shards."""
@@ -233,7 +261,8 @@ class History:
 
     def _append(self, lower: int, upper: int, parts: tuple[Part, ...]) -> bool:
         try:
-            token = self._stores.rand.nonce()
+            assert self._input is not None
+            token = f"{TOKEN}/{self._input.shard_id}/{self._stores.rand.nonce()}"
             self._portal.call(self._output.compare_and_append(lower, upper, parts, token))
         except ConflictError:
             self.lost += 1

@@ -363,7 +363,11 @@ class StatusReporter:
         return {
             "resident": (resident_bytes(), 0),
             "steps": (sum(sink.steps.in_flight_bytes for sink in feeds), 3 * STEP_BYTES * max(1, len(feeds))),
-            "mirrors": (sum(table.operator.mirror.held_bytes for table in self._runner.tables()), 0),
+            "mirrors": (
+                sum(table.operator.mirror.held_bytes for table in self._runner.tables())
+                + sum(history.held_bytes for history in list(self._runner.histories.values())),
+                0,
+            ),
         }
 
     def _facts(self) -> dict[str, object]:
