@@ -96,6 +96,20 @@ def test_dlq_is_dead_letters(cluster: Cluster) -> None:
             cluster.run(command, "nope")
 
 
+def test_dead_letters_are_listed_unless_a_replay_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    cluster.create_pipeline(PipelineRow("p", {}))
+    assert cluster.run("dead-letters", "--json") == cluster.run("dead-letters", "list", "p", "--json")
+    with pytest.raises(InvalidError, match=r"the configuration has no such pipeline: key=pipeline\.p"):
+        cluster.run("dead-letters", "replay", "p")
+    file = tmp_path / "p.py"
+    file.write_text("def build(p):\n    p.table('t', p.topic('t', key='k', schema='k string'))\n")
+    cluster.config.write_text(f'{cluster.config.read_text()}\n[pipeline.p]\nfile = "{file}"\n')
+    answer = json.loads(cluster.run("dead-letters", "replay", "p", "--json"))
+    assert answer == {
+        "dry_run": False, "applied": 0, "superseded": 0, "invalid": 0, "waiting": 0, "unknown": 0, "records": []
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("command", ["resnapshot", "recopy"])
 def test_recopy_is_resnapshot(cluster: Cluster, command: str) -> None:
     with open_stores(cluster.config, create=True) as opened:

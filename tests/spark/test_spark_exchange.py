@@ -7,7 +7,6 @@ Spark.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from support.spark.local_tasks import LocalTasks, Rows
 from support.spark.sinks import clicks_sink, shop_sink
 from support.spark.upsert_world import SCHEMA
 from tidemill.shards.parts.row_hash import bucket_of, hash_rows
@@ -25,37 +25,6 @@ from tidemill.spark.ingest.steps import distributed_step, shuffle
 from tidemill.spark.merge import range_mirror
 from tidemill.spark.merge.range_mirror import HashRange, RangeMirrorCache, cut_by_hash
 from tidemill.topics.api import BatchRef
-
-
-class Here:
-    """The part of a SparkContext that ByTasks needs, computed immediately in this process."""
-
-    master = "local[4,4]"
-    defaultParallelism = 4
-
-    def parallelize(self, items: Iterable[Any], _: int) -> Rows:
-        return Rows([list(items)])
-
-
-class Rows:
-    def __init__(self, partitions: list[list[Any]]) -> None:
-        self.partitions = partitions
-
-    def flatMap(self, call: Callable[[Any], Iterable[Any]]) -> Rows:
-        return Rows([[out for item in items for out in call(item)] for items in self.partitions])
-
-    def partitionBy(self, count: int, place: Callable[[Any], int]) -> Rows:
-        out: list[list[Any]] = [[] for _ in range(count)]
-        for key, value in (pair for items in self.partitions for pair in items):
-            out[place(key)].append((key, value))
-        random.Random(len(out)).shuffle(out[0])  # messages arrive in any order
-        return Rows(out)
-
-    def mapPartitionsWithIndex(self, call: Callable[[int, Iterable[Any]], Iterable[Any]]) -> Rows:
-        return Rows([list(call(index, items)) for index, items in enumerate(self.partitions)])
-
-    def collect(self) -> list[Any]:
-        return [item for items in self.partitions for item in items]
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +44,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> RangeMirrorCache:
 def by_tasks(harbour: Any, scratch: Path, over: int = 0) -> Any:
     """Return a sink whose steps are all run by tasks; `over` of them may be run again inline."""
     found = clicks_sink(harbour, scratch)
-    found.steps.use_spark(Here(), inline_rows=0)
+    found.steps.use_spark(LocalTasks(), inline_rows=0)
     run = found.steps._by_tasks.run
     inline: list[str] = []
 
@@ -175,7 +144,7 @@ def test_what_an_executor_keeps_is_bounded(harbour: Any, tmp_path: Path, monkeyp
 def test_truncations_and_stops_are_done_over_inline(harbour: Any, tmp_path: Path) -> None:
     topic = harbour.capture("shop", {"public.t": [("id", "integer", 0), ("v", "text", -1)]})["public.t"]
     sink = shop_sink(harbour, tmp_path / "s", ["t"])
-    sink.steps.use_spark(Here(), inline_rows=0)
+    sink.steps.use_spark(LocalTasks(), inline_rows=0)
 
     def commit(time: int, *rows: tuple[Any, Any]) -> list[int]:
         harbour.produce(topic, rows)

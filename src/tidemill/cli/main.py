@@ -98,15 +98,15 @@ COMMANDS = {
     "schema": Entry(SOURCES, "List, show, register, delete and check schemas.", "schema", "app"),
     "dead-letters": Entry(
         SOURCES,
-        "List dead letters: records and rows that a pipeline could not decode or hold.",
+        "List and replay dead letters: records and rows that a pipeline could not decode or hold.",
         "pipeline.dead_letters",
-        "dead_letters",
+        "app",
     ),
     "dlq": Entry(
         SOURCES,
-        "List dead letters: records and rows that a pipeline could not decode or hold.",
+        "List and replay dead letters: records and rows that a pipeline could not decode or hold.",
         "pipeline.dead_letters",
-        "dead_letters",
+        "app",
         hidden=True,
     ),
     "group": Entry(CLIENTS, "List, describe, alter, reset and delete consumer groups.", "group", "app"),
@@ -114,6 +114,10 @@ COMMANDS = {
     "user": Entry(CLIENTS, "Add, list and delete users of the Kafka endpoint.", "security.user", "app"),
     "acl": Entry(CLIENTS, "Add, list and delete access control rules (Kafka ACLs).", "security.acl", "app"),
 }
+
+
+DEFAULT_COMMANDS = {"dead-letters": "list", "dlq": "list"}
+"""Group → its command that runs if none is named."""
 
 
 class OutputClosedError(Exception):
@@ -176,6 +180,9 @@ def with_global_options(command: Any, args: list[str], given: Mapping[str, Any])
 
     They come first, so that the same option after the command overrides them.
     """
+    default = DEFAULT_COMMANDS.get(command.name)
+    if default is not None and (not args or args[0] not in (*command.commands, "--help")):
+        args = [default, *args]
     path = 0
     while isinstance(command, TyperGroup) and args[path:] and args[path] in command.commands:
         command = command.commands[args[path]]

@@ -7,12 +7,14 @@
               each failure that does not make the node unusable (one write of a store, a captured database)
 /freshz       200 while no stage is stuck or blind, else 503 with the reasons. ?table=NAME (or ?mark=NAME) checks one
               table, and reports the worst stage between it and its source
-/metrics      Prometheus text: counters and gauges of this process, and one gauge for the lag of each stage
+/metrics      Prometheus text: counters and gauges of this process, one gauge for the lag of each stage, and the
+              violations of each expectation by driver
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
@@ -21,10 +23,11 @@ from starlette.routing import BaseRoute, Route
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.base.status.freshness import resolve_status_name, verdict_of
-from tidemill.base.status.status import StageState, derive_statuses, lag_of
+from tidemill.base.status.status import StageState, StatusReport, derive_statuses, lag_of
 from tidemill.console.api import api_routes
 from tidemill.console.cluster_reader import ConsoleNode
 from tidemill.console.pages import configured_pages, page_routes
+from tidemill.console.views.pipelines import violation_metrics
 from tidemill.console.views.stages import status_answer
 
 Answer = Callable[[Request], Awaitable[Response]]
@@ -71,10 +74,10 @@ def console_routes(node: ConsoleNode) -> list[BaseRoute]:
     async def metrics(_: Request) -> Response:
         from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
-        try:
-            marks = derive_statuses(await reports(), clock.now_ms())
-        except TidemillError:
-            marks = {}  # this process's own counters matter most while consensus is unavailable
+        found: Sequence[StatusReport] = ()
+        with contextlib.suppress(TidemillError):  # this process's own counters matter most without consensus
+            found = await reports()
+        marks = derive_statuses(found, clock.now_ms())
         if pace.is_used_up:
             await pace.wait_for_turn()
         lines = ["# HELP tidemill_mark_behind distance of a stage from its input, in the stage's own unit"]
@@ -83,6 +86,12 @@ def console_routes(node: ConsoleNode) -> list[BaseRoute]:
             far = lag_of(derived.mark)
             value = "NaN" if far is None else far
             lines.append(f'tidemill_mark_behind{{mark="{_escape_label(name)}",state="{derived.state}"}} {value}')
+        lines.append("# HELP tidemill_violations records that violate an expectation, in the appends of a driver")
+        lines.append("# TYPE tidemill_violations counter")
+        for process, table, expectation, count in violation_metrics(found):
+            labels = {"process": process, "table": table, "expectation": expectation}
+            shown = ",".join(f'{name}="{_escape_label(value)}"' for name, value in labels.items())
+            lines.append(f"tidemill_violations{{{shown}}} {count}")
         return Response(generate_latest() + ("\n".join(lines) + "\n").encode(), media_type=CONTENT_TYPE_LATEST)
 
     def with_error_responses(answer: Answer) -> Answer:

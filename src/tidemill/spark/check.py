@@ -24,9 +24,11 @@ from tidemill.shards.parts.schema import describe_difference
 from tidemill.shards.parts.schema_evolution import evolve_schema, schema_changes
 from tidemill.shards.registry import check_shard_name, read_shard
 from tidemill.spark.definition import (
+    AnyTable,
     CapturedTable,
     DerivedFunction,
     DerivedTable,
+    HistoryTable,
     Input,
     Inputs,
     Pipeline,
@@ -34,8 +36,10 @@ from tidemill.spark.definition import (
     Table,
     load_pipeline,
 )
+from tidemill.spark.derived.version_changes import history_schema, tracked_columns
 from tidemill.spark.ingest.sources import SourceNotReadyError, captured_feed
 from tidemill.spark.ingest.table_ownership import find_refused
+from tidemill.spark.predicates.expectations import DEAD_LETTER, Expectations, expectation_check
 
 if TYPE_CHECKING:
     from pyspark.sql.types import StructType
@@ -82,10 +86,19 @@ class CheckedPipeline(Pipeline):
             self.report(error, self._line())
             return StreamTopic(name, UNKNOWN)
 
-    def table(self, name: str, source: Input) -> Table:
+    def table(
+        self,
+        name: str,
+        source: Input,
+        *,
+        expect: Mapping[str, str] | None = None,
+        on_violation: str = DEAD_LETTER,
+    ) -> Table:
         self._declare(name)
         try:
-            return super().table(name, source)
+            if isinstance(source, StreamTopic) and source.schema is UNKNOWN:
+                expect = None  # its columns are unknown
+            return super().table(name, source, expect=expect, on_violation=on_violation)
         except InvalidError as error:
             self.report(error, self._line())
             self._broken.add(name)
@@ -116,6 +129,15 @@ class CheckedPipeline(Pipeline):
 
         return declare
 
+    def history(self, name: str, *, of: str | AnyTable, track: Names = ()) -> HistoryTable:
+        self._declare(name)
+        try:
+            return super().history(name, of=of, track=track)
+        except InvalidError as error:
+            self.report(error, self._line())
+            self._broken.add(name)
+            return HistoryTable(name, "")
+
     def check(self) -> None:
         try:
             if not self._broken:
@@ -125,7 +147,16 @@ class CheckedPipeline(Pipeline):
 
     def check_inputs(self, reads: Collection[str]) -> None:
         """Check what derived tables read; `reads`: tables that exist elsewhere."""
-        known = {*self.tables, *self.derived_tables, *self._broken, self.dead_letters, *reads}
+        known = {*self.all_tables, *self._broken, self.dead_letters, *reads}
+        for history in self.histories.values():
+            if history.of not in known:
+                error = InvalidError(
+                    f"the pipeline has no such table: table={history.name} input={history.of}.",
+                    fix=f"{unknown_name_fix(history.of, sorted(known))} If another pipeline maintains it, add --reads"
+                    f" {history.of}, or --cluster.",
+                )
+                self.report(error, self.lines[history.name])
+            self._check_tracked_columns(history)
         for table in self.derived_tables.values():
             line = self.lines[table.name]
             for one in table.inputs:
@@ -147,6 +178,16 @@ class CheckedPipeline(Pipeline):
                 self.report(error, line)
             for one, columns in table.by.items():
                 self._check_group_columns(table, one, columns)
+
+    def _check_tracked_columns(self, table: HistoryTable) -> None:
+        source = self.tables.get(table.of)
+        if not isinstance(source, StreamTopic) or source.schema is UNKNOWN:
+            return  # its columns are not in the file
+        try:
+            history_schema(table.of, source.schema)
+            tracked_columns(table.of, source.schema, table.track)
+        except InvalidError as error:
+            self.report(error, self.lines[table.name])
 
     def _check_group_columns(self, table: DerivedTable, name: str, columns: tuple[str, ...]) -> None:
         source = self.tables.get(name)
@@ -202,11 +243,12 @@ async def check_cluster(
     Raises UnavailableError."""
     rows = await catalogue.list(PipelineRow)
     others = {table for row in rows for table in (*row.tables, row.dead_letters)}
-    wanted = {one for table in found.derived_tables.values() for one in table.inputs} - others
+    derived_tables = (found.derived_tables | found.histories).values()
+    wanted = {one for table in derived_tables for one in table.inputs} - others
     stored = {one for one in sorted(wanted) if await read_shard(consensus, one) is not None}
     found.check_inputs({*reads, *others, *stored})
     for name, source in found.tables.items():
-        error = await _source_problem(name, source, catalogue, captures)
+        error = await _source_problem(name, source, found.expectations.get(name), catalogue, captures)
         error = error or await _schema_problem(name, source, consensus)
         if error is not None:
             found.report(error, found.lines.get(name, 0))
@@ -225,7 +267,11 @@ async def check_cluster(
 
 
 async def _source_problem(
-    name: str, source: Input, catalogue: Catalogue, captures: Collection[str]
+    name: str,
+    source: Input,
+    expectations: Expectations | None,
+    catalogue: Catalogue,
+    captures: Collection[str],
 ) -> InvalidError | None:
     if isinstance(source, StreamTopic):
         if await catalogue.get(TopicRow, source.topic) is not None:
@@ -243,7 +289,8 @@ async def _source_problem(
             fix=f"Use one of: {', '.join(sorted(known))}." if known else f"Configure it: [capture.{source.capture}]",
         )
     try:
-        await captured_feed(catalogue, source.capture, source.table)
+        feed = await captured_feed(catalogue, source.capture, source.table)
+        expectation_check(feed.schema, expectations)
     except SourceNotReadyError:  # the pipeline waits for it
         row = await catalogue.table(source.capture, source.table)
         if row is None or row.state not in NOT_CAPTURED:

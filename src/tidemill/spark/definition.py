@@ -28,6 +28,12 @@ import msgspec
 from tidemill.base.errors import InvalidError
 from tidemill.base.libraries import missing_extra
 from tidemill.shards.api import ShardSchema
+from tidemill.spark.predicates.expectations import (
+    DEAD_LETTER,
+    Expectations,
+    declared_expectations,
+    expectation_check,
+)
 from tidemill.spark.types import Names, split_names, stream_schema
 
 if TYPE_CHECKING:
@@ -113,7 +119,22 @@ class DerivedTable(msgspec.Struct, frozen=True):
         return self.function(spark, *inputs)
 
 
-Inputs = str | Table | DerivedTable | Sequence[str | Table | DerivedTable]
+class HistoryTable(msgspec.Struct, frozen=True):
+    """A declared history of the table `of`. Pass it, or its name, as an input of a derived table."""
+
+    name: str
+    of: str
+    track: tuple[str, ...] = ()
+    """Columns whose changes begin a version; none: all but the key."""
+    every_s: float = 1.0
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        return (self.of,)
+
+
+AnyTable = Table | DerivedTable | HistoryTable
+Inputs = str | AnyTable | Sequence[str | AnyTable]
 
 
 class Pipeline:
@@ -122,7 +143,10 @@ class Pipeline:
     def __init__(self, name: str) -> None:
         self.name = name
         self.tables: dict[str, Input] = {}
+        self.expectations: dict[str, Expectations] = {}
+        """Table → its expectations, if it has any."""
         self.derived_tables: dict[str, DerivedTable] = {}
+        self.histories: dict[str, HistoryTable] = {}
 
     def capture(self, name: str) -> Capture:
         """Return a captured database: `p.capture("shop").table("public.orders")` is a source for `table`."""
@@ -135,11 +159,28 @@ class Pipeline:
         """
         return StreamTopic(name, stream_schema(schema, key))
 
-    def table(self, name: str, source: Input) -> Table:
-        """Keep table `name` equal to the source: one live row per key, exact at every time."""
+    def table(
+        self,
+        name: str,
+        source: Input,
+        *,
+        expect: Mapping[str, str] | None = None,
+        on_violation: str = DEAD_LETTER,
+    ) -> Table:
+        """Keep table `name` equal to the source: one live row per key, exact at every time.
+
+        `expect`: names of conditions → SQL over the table's columns, such as `{"positive": "total >= 0"}`. A record
+        whose row makes one false does not reach the table: it is a dead letter, dropped and counted, or the table stops
+        before it (`on_violation`: "dead_letter", "drop" or "fail").
+        """
         self._check_name_unused(name)
         if not isinstance(source, CapturedTable | StreamTopic):
             raise InvalidError(f"not a source: table={name}.", fix="Use capture(…).table(…) or topic(…).")
+        expectations = declared_expectations(name, expect or {}, on_violation)
+        if isinstance(source, StreamTopic):
+            expectation_check(source.schema, expectations)
+        if expectations is not None:
+            self.expectations[name] = expectations
         self.tables[name] = source
         return Table(name, source)
 
@@ -183,13 +224,29 @@ class Pipeline:
 
         return declare
 
+    def history(self, name: str, *, of: str | AnyTable, track: Names = ()) -> HistoryTable:
+        """Keep table `name` equal to the versions of the table `of`: a slowly changing dimension of type 2.
+
+        It has the columns of `of`, `valid_from`, `valid_to` (null: current) and `is_current`; its key is that of `of`
+        with `valid_from`. `track`: columns whose changes begin a version, all by default; changes of other columns
+        change the current version in place.
+        """
+        self._check_name_unused(name)
+        (source,) = found if len(found := _input_names(of)) == 1 else ("",)
+        tracked = split_names(track) if track else ()
+        if not source or source == name or (track and not all(tracked)):
+            raise InvalidError(f"a history needs one other table: table={name} of={of}.", fix="Name it: of=orders.")
+        self.histories[name] = HistoryTable(name, source, tuple(tracked))
+        return self.histories[name]
+
     def check(self) -> None:
         """Check the declarations once all are made. Inputs of derived tables may be shards of other pipelines: not
         checked."""
-        if not self.tables and not self.derived_tables:
+        if not self.all_tables:
             raise InvalidError(f"pipeline has no tables: pipeline={self.name}.", fix="Call p.table(…) in build.")
         try:
-            TopologicalSorter({name: table.inputs for name, table in self.derived_tables.items()}).prepare()
+            found = self.derived_tables | self.histories
+            TopologicalSorter({name: table.inputs for name, table in found.items()}).prepare()
         except CycleError as error:
             circle = " ← ".join(error.args[1])
             raise InvalidError(
@@ -202,13 +259,21 @@ class Pipeline:
         """Name of the shard of dead letters, or "" if no table reads a topic."""
         return f"{self.name}.dead_letters" if self.tables else ""
 
+    @property
+    def all_tables(self) -> set[str]:
+        """Names of all tables that the pipeline maintains, but for its dead letters."""
+        return {*self.tables, *self.derived_tables, *self.histories}
+
     def fed_by(self) -> dict[str, str]:
         """Return shard → source, as the catalogue names it."""
-        return {n: s.fed_by for n, s in self.tables.items()} | dict.fromkeys(self.derived_tables, "derived")
+        return {n: s.fed_by for n, s in self.tables.items()} | dict.fromkeys(
+            self.derived_tables | self.histories, "derived"
+        )
 
     def inputs(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Return derived shard → input → the columns that group it, as the catalogue names them."""
-        return {n: {i: t.by.get(i, ()) for i in t.inputs} for n, t in self.derived_tables.items()}
+        found = {n: {i: t.by.get(i, ()) for i in t.inputs} for n, t in self.derived_tables.items()}
+        return found | {name: {table.of: ()} for name, table in self.histories.items()}
 
     def sources(self) -> dict[str, dict[str, Input]]:
         """Return remap name → the tables that it feeds: one feed each."""
@@ -218,14 +283,14 @@ class Pipeline:
         return out
 
     def _check_name_unused(self, name: str) -> None:
-        if name in self.tables or name in self.derived_tables:
+        if name in self.all_tables:
             raise InvalidError(f"table is declared twice: table={name}.", fix="Use each table name once.")
 
 
 def _input_names(given: Inputs) -> tuple[str, ...]:
     if isinstance(given, str):
         return split_names(given)
-    many = (given,) if isinstance(given, Table | DerivedTable) else given
+    many = (given,) if isinstance(given, AnyTable) else given
     return tuple(one.strip() if isinstance(one, str) else one.name for one in many)
 
 

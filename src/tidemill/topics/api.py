@@ -352,6 +352,10 @@ class PartitionReader(Protocol):
         """Return the offset below which everything is finally committed or aborted."""
         ...
 
+    async def log_start(self, topic_id: str, partition: int) -> int:
+        """Return the first offset that retention has not deleted."""
+        ...
+
     async def plan(self, topic_id: str, partition: int, start: int, end: int) -> list[BatchRef]:
         """Return the batches that overlap offsets [start, end) and that retention has not deleted, in order.
 

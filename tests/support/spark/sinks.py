@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from msgspec.structs import replace
 
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.shards.registry import open_remap, open_shard
@@ -14,6 +16,7 @@ from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import captured_feed, stream_feed
 from tidemill.spark.ingest.table_schedule import TableSchedule
 from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.predicates.expectations import Expectations
 from tidemill.spark.types import stream_schema
 
 CLICKS = stream_schema("click_id string, product_id long", "click_id")
@@ -43,17 +46,20 @@ def sink_of(harbour: Any, source: str, tables: Sequence[TableWriter], *, idle_mo
     return FeedSink(harbour.portal, s, source, remap, seats, dead_letters(harbour))
 
 
-def clicks_sink(harbour: Any, scratch: Path, **more: Any) -> FeedSink:
+def clicks_sink(harbour: Any, scratch: Path, *, expectations: Expectations | None = None, **more: Any) -> FeedSink:
     s = harbour.stores
-    feed = harbour.portal.call(stream_feed(s.catalogue, "clicks", CLICKS))
+    feed = replace(harbour.portal.call(stream_feed(s.catalogue, "clicks", CLICKS)), expectations=expectations)
     table = writer(harbour, "clicks", CLICKS, scratch, feed)
     return sink_of(harbour, "topic/clicks", [table], **more)
 
 
-def shop_sink(harbour: Any, scratch: Path, tables: list[str]) -> FeedSink:
+def shop_sink(
+    harbour: Any, scratch: Path, tables: list[str], expectations: Mapping[str, Expectations] | None = None
+) -> FeedSink:
     s = harbour.stores
     writers = []
     for name in tables:
         feed = harbour.portal.call(captured_feed(s.catalogue, "shop", f"public.{name}"))
+        feed = replace(feed, expectations=(expectations or {}).get(name))
         writers.append(writer(harbour, name, feed.schema, scratch, feed))
     return sink_of(harbour, "capture/shop", writers)

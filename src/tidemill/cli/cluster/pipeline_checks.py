@@ -35,7 +35,7 @@ def _check_inputs(checked: dict[str, CheckedPipeline], config: Config, path: Pat
     from tidemill.objects.factory import local_directory
     from tidemill.spark.check import check_cluster
 
-    declared = {table for found in checked.values() for table in (*found.tables, *found.derived_tables)}
+    declared = {table for found in checked.values() for table in found.all_tables}
     directory = local_directory(config.objects_url)
     try:
         if directory is not None and not Path(directory).exists():
@@ -59,6 +59,6 @@ def _results(name: str, found: CheckedPipeline, remark: str) -> list[Result]:
     ]
     if problems:
         return [failed(key, problem) for problem in problems]
-    tables = ", ".join(sorted({*found.tables, *found.derived_tables})) or "no table"
+    tables = ", ".join(sorted(found.all_tables)) or "no table"
     unseen = f"; topics and captured tables were not looked up: {remark}" if remark else ""
     return [passed(key, f"valid: {tables}{unseen}")]

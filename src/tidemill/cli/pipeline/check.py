@@ -38,7 +38,7 @@ def check(
     if cluster:
         with open_stores(config) as opened:
             opened.portal.call(check_cluster(found, opened.catalogue, opened.consensus, reads))
-    tables = sorted({*found.tables, *found.derived_tables})
+    tables = sorted(found.all_tables)
     if out.is_text:
         for problem in found.problems:
             print(f"{file}: {problem}")

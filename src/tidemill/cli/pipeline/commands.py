@@ -106,6 +106,8 @@ def describe(name: Name, config: ConfigOption = None, out: Output = TABLE) -> No
         for table in view.tables:
             if "inputs" in table:
                 print(f"{table['table']} is maintained {format_derived_table(table)}")
+            for expectation, count in table.get("violations", {}).items():
+                print(f"{table['table']}: {count:,} records violate {expectation}, since its drivers started")
         for part in view.failing:
             print(f"{part['mark']} is {part['state']}: {part['reason']}")
         out.rows(view.instances, DRIVER_COLUMNS, empty="no driver is reporting")

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import pyarrow.compute as pc
+from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError, MissingError, unknown_name_fix
 from tidemill.cli.context import OpenStores
@@ -22,6 +23,7 @@ from tidemill.cli.verify.derived import RecomputedTable
 from tidemill.cli.verify.table import Progress, Verified, verify_captured, verify_expected
 from tidemill.cli.verify.topic_fold import TopicFold
 from tidemill.console.captured_names import maintain_line, tables_of_any_name
+from tidemill.console.dead_letter_read import NewestFirst
 from tidemill.console.views.captures import shown_state
 from tidemill.metastore.catalogue import PipelineRow, TopicRow
 from tidemill.shards.api import Remap, Shard, ShardSchema
@@ -31,6 +33,7 @@ from tidemill.spark.decode.records import Records
 from tidemill.spark.definition import Pipeline, load_pipeline
 from tidemill.spark.ingest.sources import TopicFeed, column_forms
 from tidemill.spark.merge.commands import ORDER
+from tidemill.spark.predicates.expectations import DROP, Expectations
 from tidemill.topics.batch.records import columns_from_fields
 from tidemill.topics.l1.reader import open_l1_reader
 from tidemill.topics.partition_reader import LogPartitionReader
@@ -65,9 +68,16 @@ class Verifier:
         for capture, pairs in plan.captured.items():
             found += await self._verify_captured(capture, pairs)
         for shard, topic in plan.topics.items():
-            found.append(await self._verify_stream(shard, topic))
+            found.append(await self._verify_stream(shard, topic, self._expectations_of(shard, plan.pipelines[shard])))
         for shard in plan.derived:
-            found.append(await self._verify_derived(shard, self._load_pipeline(plan.pipelines[shard])))
+            pipeline = self._load_pipeline(plan.pipelines[shard])
+            if shard not in pipeline.histories:
+                found.append(await self._verify_derived(shard, pipeline))
+            elif names:
+                raise InvalidError(
+                    f"the former versions of a history are in no other table: table={shard}.",
+                    fix=f"Verify its input: tidemill verify {pipeline.histories[shard].of}",
+                )
         return found
 
     async def _plan_verification(self, names: tuple[str, ...]) -> VerificationPlan:
@@ -139,7 +149,15 @@ class Verifier:
                     found |= await poisoned_keys(letters, table, shard.schema, dict(forms) if forms else None)
         return found
 
-    async def _verify_stream(self, name: str, topic: str) -> Verified:
+    def _expectations_of(self, table: str, pipeline: str) -> Expectations | None:
+        """Return the expectations in the pipeline's file. A pipeline that is not configured here has none."""
+        if pipeline not in self._config.pipeline:
+            return None
+        found = self._load_pipeline(pipeline).expectations.get(table)
+        # Violations do not stop this reader: the table has stopped before them, or has skipped them.
+        return replace(found, on_violation=DROP) if found is not None else None
+
+    async def _verify_stream(self, name: str, topic: str, expectations: Expectations | None) -> Verified:
         row = await self._catalogue.get(TopicRow, topic)
         if row is None:
             raise MissingError(f"the topic of this table is gone: table={name} topic={topic}.")
@@ -148,7 +166,7 @@ class Verifier:
         if latest is None:
             raise MissingError(f"the topic has no binding yet: topic={topic}.", fix="Start a node with: tidemill up")
         shard = await self._open_shard(name)
-        feed = TopicFeed(row.name, row.topic_id, row.partitions, False, shard.schema)
+        feed = TopicFeed(row.name, row.topic_id, row.partitions, False, shard.schema, expectations=expectations)
         stores = self._stores
         l1 = open_l1_reader(stores.metastore, stores.objects, stores.clock, stores.rand)
         fold = TopicFold(remap, LogPartitionReader(stores.consensus, stores.objects, l1), feed, latest.time_ms)
@@ -192,8 +210,9 @@ async def poisoned_keys(
     except MissingError:
         return {}
     found: list[tuple[Any, int, str, str]] = []
-    for batch in await letters.batches_until(upper - 1) if upper else ():
-        rows = await letters.read_batch(batch, 0, upper)
+    newest = NewestFirst()
+    for batch in reversed(await letters.batches_until(upper - 1) if upper else []):
+        rows = newest.live(await letters.read_batch(batch, 0, upper))
         of_table = rows.filter(pc.and_(pc.equal(rows.column("table"), table), pc.not_equal(rows.column("key"), "")))
         fields = (of_table.column(name).to_pylist() for name in ("at", "offset", "key", "reason"))
         found += zip(*fields, strict=True)

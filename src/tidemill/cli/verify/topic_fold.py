@@ -9,7 +9,7 @@ from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.spool import Spool
 from tidemill.shards.api import TIME, Binding, Remap
 from tidemill.spark.decode.records import cut_blocks, cut_slices
-from tidemill.spark.decode.stream import StreamDecoder
+from tidemill.spark.ingest.fetch_decode import decode_block
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION
 from tidemill.topics.api import PartitionReader
@@ -53,16 +53,15 @@ class TopicFold:
                 return
 
     async def _add_page(self, spool: Spool, base: Binding | None, page: list[Binding]) -> None:
-        decoder = StreamDecoder(self._feed.schema)
         for piece in cut_slices(base, page, self._feed.topic, self._feed.topic_id):
             refs = await self._reader.plan(piece.topic_id, piece.partition, piece.start, piece.end)
             for at in range(0, len(refs), REFS_AT_ONCE):
                 some = refs[at : at + REFS_AT_ONCE]
                 for records in cut_blocks([(piece, await self._reader.read(some), some)]):
-                    commands, dead = decoder.decode(records)
+                    found = decode_block(self._feed, records)
                     self.records += len(records)
-                    self.malformed += dead.num_rows
-                    rows = commands.rows
+                    self.malformed += found.dead.num_rows
+                    rows = found.commands.rows
                     await spool.add_commands(
                         rows, rows.column(LIVE), rows.column(TIME), rows.column(PARTITION), rows.column(ORDER)
                     )

@@ -5,7 +5,7 @@ Computed from the configuration, the catalogue's rows, the tables' states and th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -116,7 +116,28 @@ def table_row(
         "won": sum(int(fact.get("won", 0)) for fact in facts.values()),
         "lost": sum(int(fact.get("lost", 0)) for fact in facts.values()),
         "seats": sorted(facts),
+        **_violation_fields(facts.values()),
     }
+
+
+def _violation_fields(facts: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return `violations`, if the table has expectations: expectation → records, in the appends of these drivers since
+    they started."""
+    found: dict[str, int] = {}
+    for fact in facts:
+        for name, count in fact.get("violations", {}).items():
+            found[name] = found.get(name, 0) + int(count)
+    return {"violations": found} if found else {}
+
+
+def violation_metrics(reports: Sequence[StatusReport]) -> list[tuple[str, str, str, int]]:
+    """Return (process, table, expectation, records since it started) of all drivers."""
+    return [
+        (report.process, table, name, int(count))
+        for report in reports
+        for table, fact in sorted(_table_facts(report).items())
+        for name, count in sorted(fact.get("violations", {}).items())
+    ]
 
 
 def _derived_table_fields(

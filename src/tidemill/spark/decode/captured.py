@@ -345,10 +345,10 @@ class CapturedDecoder:
             place,
             value if value is not None else key,
             self.table,
-            self._key_as_json(records.columns, at),
+            self.key_as_json(records.columns, at),
         )
 
-    def _key_as_json(self, columns: RecordColumns, at: int) -> str:
+    def key_as_json(self, columns: RecordColumns, at: int) -> str:
         """Return the key as JSON, which keys of rows and of JSON events already are."""
         key = columns.key(at) or b""
         keys = self._generations[version_at(columns, at)].keys

@@ -16,7 +16,7 @@ A run of dead letters: the newest records of a table, which is at its target, ar
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -29,10 +29,14 @@ from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import TIME, Batch, HistoryLostError, SchemaEvolvedError
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.arrow_rows import int64s
+from tidemill.spark.decode.captured import Stop
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.merge.commands import ORDER, PARTITION, Commands
-from tidemill.spark.merge.toast_fill import LostCommand
+from tidemill.spark.merge.resolve import Resolved
+from tidemill.spark.merge.toast_fill import LostCommand, RejectedCommand
+from tidemill.spark.predicates.expectations import DEAD_LETTER, FAIL, Violations
+from tidemill.spark.violations import violation_stop
 
 RUN_RECORDS_MIN = 10
 """A run of this many dead letters without a good record is no accident; for a table that holds nothing, one
@@ -158,25 +162,44 @@ def _by_place(rows: pa.Table) -> list[tuple[_Place, npt.NDArray[np.int64], npt.N
     return [(place, offsets[at], at) for place, at in numbers.items()]
 
 
-def letters_of_lost(feed: TopicFeed, lost: Sequence[LostCommand]) -> pa.Table:
-    """Return them as updates of the dead-letter shard, without the record itself: it is at its position in the
-    topic."""
-    return dead_letter_table(
-        [
-            DeadLetter(
-                feed.topic,
-                each.partition,
-                each.order,
-                each.order,
-                each.time_ms,
-                f"table={feed.table} the previous row, which has the values of {', '.join(each.columns)}, is missing",
-                each.key,
-                feed.table,
-                each.key.decode("utf-8", "replace"),
-            )
-            for each in lost
-        ]
+def letters_of_resolved(feed: TopicFeed, found: Resolved) -> pa.Table:
+    """Return lost and rejected commands as updates of the dead-letter shard, without the record itself: it is at its
+    position in the topic."""
+    letters = [
+        _letter_of(
+            feed,
+            each,
+            f"table={feed.table} the previous row, which has the values of {', '.join(each.columns)}, is missing",
+        )
+        for each in found.lost
+    ]
+    expectations = feed.expectations
+    if expectations is not None and expectations.on_violation == DEAD_LETTER:
+        letters += [_letter_of(feed, each, expectations.reason(each.rules)) for each in found.rejected]
+    return dead_letter_table(letters)
+
+
+def _letter_of(feed: TopicFeed, each: LostCommand | RejectedCommand, reason: str) -> DeadLetter:
+    key = each.key.decode("utf-8", "replace")
+    return DeadLetter(
+        feed.topic, each.partition, each.order, each.order, each.time_ms, reason, each.key, feed.table, key
     )
+
+
+def stop_of_rejected(feed: TopicFeed, found: Resolved) -> Stop | None:
+    """Return where the table stops, if violations stop it."""
+    expectations = feed.expectations
+    if not found.rejected or expectations is None or expectations.on_violation != FAIL:
+        return None
+    first = min(found.rejected, key=lambda each: (each.time_ms, each.partition, each.order))
+    return violation_stop(
+        expectations, feed.topic, (first.time_ms, first.partition, first.order), np.array(first.rules, dtype=np.int64)
+    )
+
+
+def violations_of_rejected(found: Resolved) -> tuple[Violations, ...]:
+    """Return one entry for each expectation that a command violates."""
+    return tuple(Violations(each.time_ms, rule, 1) for each in found.rejected for rule in each.rules)
 
 
 class StepDeadLetters:

@@ -12,14 +12,16 @@ Pace: a step costs a table the same for one record and for a thousand, so the fe
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 
 import structlog
+from msgspec.structs import replace
 
 from tidemill.base.errors import ClosedError, TidemillError
 from tidemill.base.runtime.tasks import error_sentence, run_unit_thread
 from tidemill.base.status.histogram import StageHistograms
+from tidemill.metastore.catalogue import Catalogue
 from tidemill.spark.definition import CapturedTable, Input
 from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.ingest.feed_sink import FeedSink
@@ -28,6 +30,7 @@ from tidemill.spark.ingest.schema_growth import has_grown
 from tidemill.spark.ingest.sources import TopicFeed, captured_feed, stream_feed
 from tidemill.spark.ingest.table_schedule import TableSchedule
 from tidemill.spark.ingest.table_unit import TableUnit
+from tidemill.spark.predicates.expectations import Expectations
 
 WARM_ROUND_S = 0.15
 """Minimum interval between the starts of two rounds while the JVM starts, which needs the processor more."""
@@ -54,11 +57,23 @@ def round_interval_s(freshness_s: float, took_s: float, records: int) -> float:
     return max(freshness_s, min(took_s / SMALL_ROUND_SHARE, SMALL_ROUND_INTERVAL_S_MAX))
 
 
+async def feed_of(catalogue: Catalogue, table: Input) -> TopicFeed:
+    """Return the topic of a table. Raises SourceNotReadyError, InvalidError."""
+    if isinstance(table, CapturedTable):
+        return await captured_feed(catalogue, table.capture, table.table)
+    return await stream_feed(catalogue, table.topic, table.schema)
+
+
 class Feed:
     """One source: its sink, once it is open, and its table units."""
 
     def __init__(
-        self, source: str, tables: dict[str, Input], host: PipelineContext, dead_letters: DeadLetterWriter
+        self,
+        source: str,
+        tables: dict[str, Input],
+        host: PipelineContext,
+        dead_letters: DeadLetterWriter,
+        expectations: Mapping[str, Expectations] | None = None,
     ) -> None:
         self.source = source
         self.mark = feed_status_name(host.settings.name, source)
@@ -72,7 +87,7 @@ class Feed:
                 name,
                 source,
                 table.upstream,
-                self._feed_lookup(table),
+                self._feed_lookup(table, (expectations or {}).get(name)),
                 host,
                 lambda: self.sink,
                 self._growth_check(table),
@@ -80,16 +95,9 @@ class Feed:
             for name, table in sorted(tables.items())
         ]
 
-    def _feed_lookup(self, table: Input) -> Callable[[], TopicFeed]:
+    def _feed_lookup(self, table: Input, expectations: Expectations | None) -> Callable[[], TopicFeed]:
         host = self._host
-
-        def find_feed() -> TopicFeed:
-            catalogue = host.stores.catalogue
-            if isinstance(table, CapturedTable):
-                return host.portal.call(captured_feed(catalogue, table.capture, table.table))
-            return host.portal.call(stream_feed(catalogue, table.topic, table.schema))
-
-        return find_feed
+        return lambda: replace(host.portal.call(feed_of(host.stores.catalogue, table)), expectations=expectations)
 
     def _growth_check(self, table: Input) -> Callable[[TopicFeed], bool]:
         host = self._host

@@ -39,7 +39,9 @@ from tidemill.spark.merge.commands import (
     no_commands,
     times_of,
 )
+from tidemill.spark.predicates.expectations import Violations, expectation_check
 from tidemill.spark.stores import Stores, shared_objects
+from tidemill.spark.violations import check_commands
 from tidemill.topics.batch_reads import read_batches
 
 T = TypeVar("T")
@@ -53,6 +55,8 @@ class Decoded(msgspec.Struct, frozen=True):
     commands: Commands
     dead: pa.Table
     stop: Stop | None = None
+    violations: tuple[Violations, ...] = ()
+    """Violations of the table's expectations; those of commands that leave columns unchanged are counted later."""
 
 
 @lru_cache(maxsize=256)
@@ -78,12 +82,14 @@ def decode(
     raised."""
     parts = list(decode_blocks(feed, descriptors, batches, helpers))
     stop = min((part.stop for part in parts if part.stop is not None), default=None)
+    violations = tuple(each for part in parts for each in part.violations)
     commands = join_commands(feed.schema, [part.commands for part in parts])
     dead = pa.concat_tables([part.dead for part in parts]) if parts else no_dead_letters()
     if stop is not None:
         commands = filter_commands(commands, times_of(commands) < stop.time_ms)
         dead = dead.filter(pa.array(int64s(dead, TIME) < stop.time_ms))
-    return Decoded(commands, dead, stop)
+        violations = tuple(each for each in violations if each.time_ms < stop.time_ms)
+    return Decoded(commands, dead, stop, violations)
 
 
 def decode_blocks(
@@ -120,11 +126,24 @@ def _map_concurrently(helpers: Executor, call: Callable[[T], U], items: Iterator
 
 
 def decode_block(feed: TopicFeed, records: Records) -> Decoded:
-    decoder = _decoder_for(feed)
+    decoder, stop = _decoder_for(feed), None
+    key_of: Callable[[int], tuple[str, str]] | None = None
     if isinstance(decoder, CapturedDecoder):
         found = decoder.decode(records)
-        return Decoded(found.commands, found.dead, found.stop)
-    return Decoded(*decoder.decode(records))
+        commands, dead, stop = found.commands, found.dead, found.stop
+        key_of = partial(_table_and_key, decoder, records)
+    else:
+        commands, dead = decoder.decode(records)
+    check = expectation_check(feed.schema, feed.expectations)
+    if check is None or not commands.rows.num_rows:
+        return Decoded(commands, dead, stop)
+    checked = check_commands(check, records, commands, key_of)
+    stop = min((each for each in (stop, checked.stop) if each is not None), default=None)
+    return Decoded(checked.commands, pa.concat_tables([dead, checked.dead]), stop, checked.violations)
+
+
+def _table_and_key(decoder: CapturedDecoder, records: Records, at: int) -> tuple[str, str]:
+    return decoder.table, decoder.key_as_json(records.columns, at)
 
 
 Batches = Sequence[Sequence[Buffer]]

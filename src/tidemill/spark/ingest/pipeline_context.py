@@ -33,11 +33,12 @@ from tidemill.base.status.freshness import REFUSED_SEPARATOR
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.base.status.status import StatusTracker
 from tidemill.shards.api import ShardSchema
-from tidemill.spark.ingest.schema_growth import evolve_shard, keep_shard_types
+from tidemill.spark.ingest.schema_growth import evolve_shard, feed_for_shard, keep_shard_types
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.steps.distributed_step import sweep_pending
 from tidemill.spark.ingest.table_ownership import TableOwnership
 from tidemill.spark.ingest.table_writer import TableWriter
+from tidemill.spark.predicates.expectations import expectation_check
 from tidemill.spark.session.requirements import is_context_stopped
 from tidemill.spark.settings import DriverSettings
 from tidemill.spark.stores import Stores
@@ -105,8 +106,8 @@ class PipelineContext:
     def open_writer(self, name: str, schema: ShardSchema, feed: TopicFeed | None = None) -> TableWriter:
         """Open the shard, created if absent and evolved if `schema` has more, with a hydrated mirror.
 
-        The feed then decodes to the shard's columns. Raises InvalidError if the shard cannot evolve to `schema`, and as
-        storage.
+        The feed then decodes to the shard's columns. Raises InvalidError if the shard cannot evolve to `schema`, or
+        an expectation does not fit it, and as storage.
         """
         if feed is not None and feed.captured:
             asked, feed = feed, self.portal.call(keep_shard_types(self.stores, name, feed))
@@ -114,6 +115,7 @@ class PipelineContext:
                 self.portal.call(evolve_shard(self.stores, name, feed))
                 feed = self.portal.call(keep_shard_types(self.stores, name, asked))  # it may have been dropped
             schema = feed.schema
+        expectation_check(schema, feed.expectations if feed is not None else None)
         try:
             shard = self.portal.call(self.stores.shard(name, schema))
         except InvalidError as error:
@@ -128,9 +130,7 @@ class PipelineContext:
             )
             raise InvalidError(error.message, fix=fix) from error
         if feed is not None:
-            # Columns that the source has dropped are in no record, in any version.
-            gone = any(column.retired for column in shard.schema.columns)
-            feed = replace(feed, schema=shard.schema, known=feed.known or ((schema.columns,) if gone else ()))
+            feed = feed_for_shard(replace(feed, schema=schema), shard.schema)
         table = TableWriter(self.portal, self.stores, shard, self.mirror_dir(name), feed)
         table.hydrate()
         return table

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.metastore.catalogue import AcceptedSchemaChange, Catalogue
-from tidemill.shards.api import SchemaEvolvedError
+from tidemill.shards.api import SchemaEvolvedError, ShardSchema
 from tidemill.shards.parts.pg_columns import with_existing_timestamps
 from tidemill.shards.parts.schema_evolution import schema_changes
 from tidemill.shards.registry import drop_shard, read_registration
@@ -51,6 +51,13 @@ async def keep_shard_types(stores: Stores, name: str, feed: TopicFeed) -> TopicF
     log.warning("timestamps without a zone are read as UTC, as in the table", shard=name, columns=kept)
     known = tuple(with_existing_timestamps(version, have) for version in feed.known)
     return replace(feed, schema=replace(feed.schema, columns=columns), known=known)
+
+
+def feed_for_shard(feed: TopicFeed, have: ShardSchema) -> TopicFeed:
+    """Return the feed, decoded to the columns of its shard, which has evolved to the feed's."""
+    # Columns that the source has dropped are in no record, in any version.
+    gone = any(column.retired for column in have.columns)
+    return replace(feed, schema=have, known=feed.known or ((feed.schema.columns,) if gone else ()))
 
 
 async def evolve_shard(stores: Stores, name: str, feed: TopicFeed) -> None:

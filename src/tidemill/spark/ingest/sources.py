@@ -24,6 +24,7 @@ from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.pg_columns import column_for
 from tidemill.shards.parts.schema import check_schema
 from tidemill.spark.decode.avro import AvroVersion
+from tidemill.spark.predicates.expectations import Expectations
 
 
 class SourceNotReadyError(Exception):
@@ -61,6 +62,7 @@ class TopicFeed(msgspec.Struct, frozen=True):
     """Avro schemas of each version of the description, if events are Avro."""
     gone: str = ""
     """Reason why the table is no longer captured; "" = it is captured."""
+    expectations: Expectations | None = None
 
 
 async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> TopicFeed:

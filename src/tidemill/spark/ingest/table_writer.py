@@ -7,7 +7,7 @@ that a merge never delays status updates and consensus.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import pyarrow as pa
@@ -25,6 +25,7 @@ from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.merge.mirror import Mirror, build_mirror
 from tidemill.spark.merge.operator import UpsertOperator
 from tidemill.spark.merge.resolve import KeyChanges, Resolved
+from tidemill.spark.predicates.expectations import Violations, expectation_check
 from tidemill.spark.stores import Stores
 
 SAVE_EVERY = 500
@@ -96,7 +97,12 @@ class TableWriter:
         self.dead_run = DeadLetterRun()
         self._tokens = 0
         self._prefix = stores.rand.nonce()
-        self.operator = UpsertOperator(shard.schema, Mirror(shard.schema, directory=mirror_dir))
+        self.check = expectation_check(shard.schema, feed.expectations if feed is not None else None)
+        self.violations: dict[str, int] = {}
+        """Expectation → records that violate it, in the appends that this process won."""
+        if self.check is not None:
+            self.violations = {rule.name: 0 for rule in self.check.expectations.rules}
+        self.operator = self._operator(Mirror(shard.schema, directory=mirror_dir))
 
     @property
     def name(self) -> str:
@@ -111,6 +117,17 @@ class TableWriter:
         """Upper of this writer's mirror: at most the shard's."""
         return self.operator.upper
 
+    def _operator(self, mirror: Mirror) -> UpsertOperator:
+        return UpsertOperator(self.schema, mirror, check=self.check)
+
+    def count_violations(self, found: Iterable[Violations], upper: int) -> None:
+        """Count violations of an append up to `upper` that this writer won."""
+        if self.check is not None:
+            rules = self.check.expectations.rules
+            for each in found:
+                if each.time_ms < upper:
+                    self.violations[rules[each.rule].name] += each.count
+
     # following --------------------------------------------------------------------------------------
     def hydrate(self) -> None:
         """Bring the mirror to the shard's upper, from the cache on disk if it can be trusted, else from the shard.
@@ -122,7 +139,7 @@ class TableWriter:
             self.mirror_dir, self.schema, self.shard.shard_id, mirror_identity(self.stores.consensus_life)
         )
         if saved is not None:
-            self.operator = UpsertOperator(self.schema, saved)
+            self.operator = self._operator(saved)
         self.operator.mirror.sweep()  # files of an earlier process: it may have been killed again and again
         self.follow()
         key, mirror = self.schema.key, self.operator.mirror
@@ -184,7 +201,7 @@ class TableWriter:
         else:
             raise UnavailableError(f"the table's history expires while it is read: table={self.name}.")
         kept = self.operator
-        self.operator = UpsertOperator(self.schema, mirror)
+        self.operator = self._operator(mirror)
         self.operator.adopt_stash(kept)
         mirror.sweep()
 

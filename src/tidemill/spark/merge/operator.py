@@ -33,6 +33,7 @@ from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.merge.commands import Commands, filter_commands, join_commands, no_commands, times_of
 from tidemill.spark.merge.mirror import Mirror
 from tidemill.spark.merge.resolve import HashRows, Resolved, resolve
+from tidemill.spark.predicates.expectations import ExpectationCheck
 
 BELOW = np.int8(-1)
 AT = np.int8(0)
@@ -48,7 +49,14 @@ def classify(times: npt.NDArray[np.int64], upper: int, through: int) -> npt.NDAr
 
 
 class UpsertOperator:
-    def __init__(self, schema: ShardSchema, mirror: Mirror, *, hasher: HashRows = hash_rows) -> None:
+    def __init__(
+        self,
+        schema: ShardSchema,
+        mirror: Mirror,
+        *,
+        hasher: HashRows = hash_rows,
+        check: ExpectationCheck | None = None,
+    ) -> None:
         if not schema.key:
             raise InvalidError("an upsert needs a key.", fix="Name the key columns of the table.")
         self.schema = schema
@@ -58,6 +66,7 @@ class UpsertOperator:
         """Number of commands that were found below the upper because a peer moved it."""
         self._stash = no_commands(schema)
         self._hasher = hasher
+        self._check = check
 
     @property
     def upper(self) -> int:
@@ -108,7 +117,7 @@ class UpsertOperator:
         self._stash = self._drop_below(self._stash)
         times = times_of(self._stash)
         ready = filter_commands(self._stash, classify(times, self.upper, self.source_frontier) == AT)
-        return resolve(self.schema, ready, self.mirror, self.upper, self.output_frontier, self._hasher)
+        return resolve(self.schema, ready, self.mirror, self.upper, self.output_frontier, self._hasher, self._check)
 
     def committed(self, pending: Resolved) -> None:
         """Apply `pending`, whose compare-and-append landed."""

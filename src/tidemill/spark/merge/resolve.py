@@ -38,7 +38,8 @@ from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import contents_schema, update_schema
 from tidemill.spark.merge.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema, concat_commands
 from tidemill.spark.merge.key_grouping import exact_keys, group_by_key
-from tidemill.spark.merge.toast_fill import LostCommand, fill_unchanged, has_unchanged
+from tidemill.spark.merge.toast_fill import LostCommand, RejectedCommand, fill_unchanged, has_unchanged
+from tidemill.spark.predicates.expectations import ExpectationCheck
 
 HashRows = Callable[[pa.Table, tuple[str, ...]], U64]
 
@@ -74,7 +75,8 @@ class Resolved(msgspec.Struct, frozen=True):
     """Result of a step.
 
     updates: the shard's columns, _time, _diff, for times in [lower, upper); changes: the mirror's next run;
-    lost: commands whose values are not all known; each becomes a dead letter before the updates are appended.
+    lost: commands whose values are not all known; each becomes a dead letter before the updates are appended;
+    rejected: commands whose row, known only now, violates an expectation.
     """
 
     lower: int
@@ -82,6 +84,7 @@ class Resolved(msgspec.Struct, frozen=True):
     updates: pa.Table
     changes: KeyChanges
     lost: tuple[LostCommand, ...] = ()
+    rejected: tuple[RejectedCommand, ...] = ()
 
 
 def no_changes(schema: ShardSchema) -> KeyChanges:
@@ -89,15 +92,24 @@ def no_changes(schema: ShardSchema) -> KeyChanges:
 
 
 def resolve(
-    schema: ShardSchema, commands: Commands, mirror: MirrorLookup, lower: int, upper: int, hasher: HashRows = hash_rows
+    schema: ShardSchema,
+    commands: Commands,
+    mirror: MirrorLookup,
+    lower: int,
+    upper: int,
+    hasher: HashRows = hash_rows,
+    check: ExpectationCheck | None = None,
 ) -> Resolved:
-    """Resolve commands. All must be AT for (lower, upper): the caller classifies."""
+    """Resolve commands. All must be AT for (lower, upper): the caller classifies. `check`: of commands that leave
+    columns unchanged; all others were checked when they were decoded."""
     rows = commands.rows
     if commands.truncates and not (mirror.empty and all(t.order == BEFORE_ALL for t in commands.truncates)):
         rows = _expand_truncations(schema, commands, mirror)
     lost: tuple[LostCommand, ...] = ()
+    rejected: tuple[RejectedCommand, ...] = ()
     if has_unchanged(rows):
-        rows, lost = fill_unchanged(schema, rows, mirror, hasher)
+        filled = fill_unchanged(schema, rows, mirror, hasher, check)
+        rows, lost, rejected = filled.rows, filled.lost, filled.rejected
     if rows.num_rows == 0:
         return Resolved(lower, upper, update_schema(schema).empty_table(), no_changes(schema))
     key = schema.key
@@ -146,7 +158,7 @@ def resolve(
     updates = updates.append_column(DIFF, pa.array(np.where(inserts, np.int64(1), np.int64(-1))))
     keep = _changed_keys(pool, values, live, changed, first, found)
     changes = KeyChanges(rows_at(contents, keep), hashes[keep], live[keep])
-    return Resolved(lower, upper, updates.cast(update_schema(schema)), changes, lost)
+    return Resolved(lower, upper, updates.cast(update_schema(schema)), changes, lost, rejected)
 
 
 def _changed_keys(pool: pa.Table, values: list[str], live: Mask, changed: Mask, first: Mask, found: Index) -> Index:

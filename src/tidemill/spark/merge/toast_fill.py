@@ -4,6 +4,8 @@
     absent   there is no previous row, or it is deleted, or it is itself absent: then this row is absent too. Its key
              is absent from here on, as after a deletion, until a command has every value; and the command is
              `LostCommand`
+    check    a row that violates an expectation once it is filled is absent from here on, too; the command is
+             `RejectedCommand`
 
 Invariant (all commands in order): every command is processed in order, even one that a later command of the same time
 beats, because it may hold the values that the later one left unchanged.
@@ -24,6 +26,7 @@ from tidemill.shards.api import TIME, ShardSchema
 from tidemill.shards.parts.arrow_rows import Index, Mask, combine_columns, int64s, rows_at, to_mask, values_at
 from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION, RECORD_KEY, UNCHANGED, command_schema
 from tidemill.spark.merge.key_grouping import group_by_key
+from tidemill.spark.predicates.expectations import ExpectationCheck
 
 if TYPE_CHECKING:
     from tidemill.spark.merge.resolve import HashRows, MirrorLookup
@@ -39,17 +42,81 @@ class LostCommand(msgspec.Struct, frozen=True):
     columns: tuple[str, ...]
 
 
+class RejectedCommand(msgspec.Struct, frozen=True):
+    """Command that leaves columns unchanged, and whose filled row violates the expectations `rules`."""
+
+    time_ms: int
+    partition: int
+    order: int
+    key: bytes
+    rules: tuple[int, ...]
+
+
+class Filled(msgspec.Struct, frozen=True):
+    """Commands with all values; the lost and the rejected ones are among them as deletions of their keys."""
+
+    rows: pa.Table
+    lost: tuple[LostCommand, ...]
+    rejected: tuple[RejectedCommand, ...] = ()
+
+
 def has_unchanged(rows: pa.Table) -> bool:
     """Return whether any command leaves a column unchanged."""
     return UNCHANGED in rows.column_names and rows.column(UNCHANGED).null_count < rows.num_rows
 
 
 def fill_unchanged(
-    schema: ShardSchema, rows: pa.Table, mirror: MirrorLookup, hasher: HashRows
-) -> tuple[pa.Table, tuple[LostCommand, ...]]:
-    """Return the commands with all values, and the lost ones, which the first result contains as deletions of their
-    keys."""
+    schema: ShardSchema,
+    rows: pa.Table,
+    mirror: MirrorLookup,
+    hasher: HashRows,
+    check: ExpectationCheck | None = None,
+) -> Filled:
+    """Fill in all values; with `check`, reject the partial commands whose rows violate an expectation.
+
+    The first such command of a chain, which a command with every value begins, makes its key absent: the partial ones
+    after it are lost. So two passes suffice for a chain of any length.
+    """
     rows = combine_columns(rows)
+    out, lost, chains = _fill(schema, rows, mirror, hasher)
+    if check is None:
+        return Filled(out, lost)
+    partial = to_mask(rows.column(UNCHANGED).is_valid()) & to_mask(out.column(LIVE))
+    (at,) = np.nonzero(partial)
+    violated = check.violated(rows_at(out, at))
+    bad = np.zeros(rows.num_rows, dtype=bool)
+    bad[at[violated.any(axis=0)]] = True
+    if not bad.any():
+        return Filled(out, lost)
+    places, chain = chains
+    mine = bad[places]
+    _, first = np.unique(chain[mine], return_index=True)
+    rejected = np.sort(places[mine][first])
+    some = rows_at(rows.select([TIME, PARTITION, ORDER, RECORD_KEY]), rejected).to_pylist()
+    rules = check.violated(rows_at(out, rejected))
+    commands = tuple(
+        RejectedCommand(
+            row[TIME], row[PARTITION], row[ORDER], row[RECORD_KEY] or b"", tuple(np.flatnonzero(rules[:, n]).tolist())
+        )
+        for n, row in enumerate(some)
+    )
+    out, lost, _ = _fill(schema, _as_deletions(rows, rejected), mirror, hasher)
+    return Filled(out, lost, commands)
+
+
+def _as_deletions(rows: pa.Table, at: Index) -> pa.Table:
+    dead = np.zeros(rows.num_rows, dtype=bool)
+    dead[at] = True
+    live = to_mask(rows.column(LIVE)) & ~dead
+    left = pc.if_else(pa.array(dead), pa.scalar(None, pa.binary()), rows.column(UNCHANGED))
+    rows = rows.set_column(rows.column_names.index(LIVE), LIVE, pa.array(live))
+    return combine_columns(rows.set_column(rows.column_names.index(UNCHANGED), UNCHANGED, left))
+
+
+def _fill(
+    schema: ShardSchema, rows: pa.Table, mirror: MirrorLookup, hasher: HashRows
+) -> tuple[pa.Table, tuple[LostCommand, ...], tuple[Index, Index]]:
+    """Return the filled commands, the lost ones, and (commands of keys with partial ones, in order; chain of each)."""
     key = list(schema.key)
     hashes = hasher(rows, schema.key)
     leaves = to_mask(rows.column(UNCHANGED).is_valid())
@@ -92,7 +159,8 @@ def fill_unchanged(
     arrays[LIVE] = pa.array(gone)
     target = command_schema(schema)
     out = pa.Table.from_arrays([arrays.get(f.name, rows.column(f.name)) for f in target], schema=target)
-    return combine_columns(out), _lost_commands(rows, at[lost], [names[code] for code in codes[lost].tolist()])
+    commands = _lost_commands(rows, at[lost], [names[code] for code in codes[lost].tolist()])
+    return combine_columns(out), commands, (at, np.maximum(begins, whole))
 
 
 def unchanged_columns(blob: bytes) -> tuple[str, ...]:

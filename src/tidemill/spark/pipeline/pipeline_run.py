@@ -98,7 +98,7 @@ class PipelineRun:
         error = error_sentence(self._failure) if self._failure is not None else ""
         if failing := runner.tracker.failures(f"pipeline:{self.name}:spark"):
             error = error or failing[0][1]
-        names = sorted({*runner.pipeline.tables, *runner.pipeline.derived_tables})
+        names = sorted(runner.pipeline.all_tables)
         return RunStatus(self.name, self.instance, state, error, {name: self._table_status(name) for name in names})
 
     def _table_status(self, name: str) -> TableStatus:

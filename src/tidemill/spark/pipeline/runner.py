@@ -28,8 +28,9 @@ from tidemill.base.runtime.tasks import error_sentence, run_unit, run_unit_threa
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.handle import LogShard
 from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS
-from tidemill.spark.definition import DerivedTable, Pipeline, load_pipeline
+from tidemill.spark.definition import DerivedTable, HistoryTable, Pipeline, load_pipeline
 from tidemill.spark.derived.derivation import Derivation
+from tidemill.spark.derived.history import History
 from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.ingest.feed import Feed
 from tidemill.spark.ingest.feed_sink import FeedSink
@@ -85,6 +86,7 @@ class PipelineRunner(PipelineContext):
         self.feeds: list[Feed] = []
         self.query: StreamingQuery | None = None
         self.derivations: dict[str, Derivation] = {}
+        self.histories: dict[str, History] = {}
         self.dead_letters: DeadLetterWriter
         self._opening = opening or SessionOpener(settings)
         if pipeline.tables and not self._opening.of_caller:  # whose checkpoints and workers a query would depend on
@@ -99,7 +101,10 @@ class PipelineRunner(PipelineContext):
     def run(self) -> None:
         try:
             with lock_scratch_directory(self.settings.scratch):
-                sweep_scratch(self.settings.scratch, {*self.pipeline.tables, *self.pipeline.derived_tables})
+                sweep_scratch(
+                    self.settings.scratch,
+                    self.pipeline.all_tables,
+                )
                 self._run()
         finally:
             self.portal.close()  # for a run that failed to start
@@ -124,7 +129,9 @@ class PipelineRunner(PipelineContext):
     def _start(self) -> None:
         self.dead_letters = DeadLetterWriter(self.portal, self._dead_letter_shard, self.stores.rand)
         sources = self.pipeline.sources().items()
-        self.feeds = [Feed(source, tables, self, self.dead_letters) for source, tables in sources]
+        self.feeds = [
+            Feed(source, tables, self, self.dead_letters, self.pipeline.expectations) for source, tables in sources
+        ]
         reporter = StatusReporter(self)
         self.retry_until_available(reporter.adopt)
         proving = run_unit(
@@ -147,6 +154,9 @@ class PipelineRunner(PipelineContext):
         for table in self.pipeline.derived_tables.values():
             body = partial(self._run_derived, table)
             self._start_unit(f"derived-{table.name}", body, mark=f"shard:{table.name}")
+        for history in self.pipeline.histories.values():
+            body = partial(self._run_history, history)
+            self._start_unit(f"history-{history.name}", body, mark=f"shard:{history.name}")
         self._start_thread("report", reporter.run)
 
     def _stop(self) -> None:
@@ -287,6 +297,13 @@ class PipelineRunner(PipelineContext):
         register(spark, urls.objects, urls.consensus)
         self.session_ready.set()
         log.info("session is ready", spark=spark.version, master=spark.sparkContext.master)
+
+    def _run_history(self, table: HistoryTable) -> None:
+        if not self.claims.wait_ownership(table.name, self.ending):
+            return
+        if table.name not in self.histories:
+            self.histories[table.name] = History(self.portal, self.stores, table, self.mirror_dir(table.name))
+        self.histories[table.name].run(self.ending, partial(self.tracker.clear_failure, f"shard:{table.name}"))
 
     def _run_derived(self, table: DerivedTable) -> None:
         while not self.session_ready.wait(0.2):

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import structlog
@@ -41,6 +41,7 @@ from tidemill.spark.ingest.table_unit import TableUnit
 
 if TYPE_CHECKING:
     from tidemill.spark.derived.derivation import Derivation
+    from tidemill.spark.derived.history import History
     from tidemill.spark.ingest.feed import Feed
     from tidemill.spark.pipeline.runner import PipelineRunner
 
@@ -148,6 +149,8 @@ class StatusReporter:
                     self._update_table(places, unit.name, partial(self._update_unit, unit, seen))
         for name in sorted(runner.pipeline.derived_tables.keys() - refused):
             self._update_table(places, name, partial(self._update_derived, name, runner.derivations.get(name)))
+        for name in sorted(runner.pipeline.histories.keys() - refused):
+            self._update_table(places, name, partial(self._update_history, name, runner.histories.get(name)))
         if not places:
             self._set_status(
                 f"pipeline:{runner.settings.name}",
@@ -268,6 +271,11 @@ class StatusReporter:
         failing = self._tracker.failure(catalogue) is not None
         return self._update_opening(name, catalogue if failing else "", "opening", failing)
 
+    def _update_history(self, name: str, found: History | None) -> TableProgress:
+        if found is None or (not found.recomputed and not found.error and found.writer is None):
+            return self._update_opening(name, found.waits_for if found is not None else "", "opening", False)
+        return self._update_from_inputs(name, found)
+
     def _update_derived(self, name: str, found: Derivation | None) -> TableProgress:
         if found is None:
             # Blocked by the session that cannot start, or by its executors, whose environment is checked.
@@ -276,6 +284,9 @@ class StatusReporter:
             return self._update_opening(name, failing, "Spark is starting", bool(failing))
         if not found.recomputed and not found.error and found.writer is None:
             return self._update_opening(name, found.waits_for, "opening", False)
+        return self._update_from_inputs(name, found)
+
+    def _update_from_inputs(self, name: str, found: Derivation | History) -> TableProgress:
         upper, target = found.upper, max(found.target, 1)
         inputs = found.table.inputs
         # A slow function may run as long as it takes; its first round includes Spark's first plan.
@@ -342,7 +353,8 @@ class StatusReporter:
     def _work_count(self) -> int:
         """Return the records read and the rounds of derived tables; a table that is opened again restarts its count."""
         read = sum(table.progress.read for table in self._runner.tables())
-        return read + sum(found.recomputed for found in list(self._runner.derivations.values()))
+        made = sum(found.recomputed for found in list(self._runner.derivations.values()))
+        return read + made + sum(found.recomputed for found in list(self._runner.histories.values()))
 
     def _memory_usage(self) -> dict[str, tuple[int, int]]:
         """Return {share: (bytes, limit; 0 = none)}, as nodes report. A decoded step takes several times its stored
@@ -351,7 +363,11 @@ class StatusReporter:
         return {
             "resident": (resident_bytes(), 0),
             "steps": (sum(sink.steps.in_flight_bytes for sink in feeds), 3 * STEP_BYTES * max(1, len(feeds))),
-            "mirrors": (sum(table.operator.mirror.held_bytes for table in self._runner.tables()), 0),
+            "mirrors": (
+                sum(table.operator.mirror.held_bytes for table in self._runner.tables())
+                + sum(history.held_bytes for history in list(self._runner.histories.values())),
+                0,
+            ),
         }
 
     def _facts(self) -> dict[str, object]:
@@ -366,14 +382,15 @@ class StatusReporter:
 
         memory: {share: (bytes, limit)}; commit_to_shard_ms, bound_to_shard_ms: {count, p50, p95, p99, max} of all
         sources; latency: {source: {stage: histogram}}, as `status --latency` shows them; tables: {name: {won, lost,
-        rows, dropped, merges, read, to_go, eta_s?, recomputed?, groups?, whole_because?}}; groups: the number of groups
-        of the last recomputation, −1 = all, with the reason in whole_because.
+        rows, dropped, merges, read, to_go, violations?, eta_s?, recomputed?, groups?, whole_because?}}; violations:
+        {expectation: records}; groups: the number of groups of the last recomputation, −1 = all, with the reason in
+        whole_because.
         """
         runner = self._runner
-        tables: dict[str, dict[str, int | str]] = {}
+        tables: dict[str, dict[str, Any]] = {}
         for table in runner.tables():
             progress = table.progress
-            found: dict[str, int | str] = {
+            found: dict[str, Any] = {
                 "won": table.won,
                 "lost": table.lost,
                 "rows": table.rows,
@@ -382,9 +399,13 @@ class StatusReporter:
                 "read": progress.read,
                 "to_go": progress.to_go,
             }
+            if table.violations:
+                found["violations"] = dict(table.violations)
             if progress.eta_s is not None:
                 found["eta_s"] = int(progress.eta_s)
             tables[table.name] = found
+        for name, history in runner.histories.items():
+            tables[name] = {"won": history.won, "lost": history.lost, "rows": history.rows}
         for name, derivation in runner.derivations.items():
             if name in tables:
                 tables[name]["recomputed"] = derivation.recomputed

@@ -30,6 +30,7 @@ from tidemill.spark.ingest.table_writer import TableWriter
 from tidemill.spark.merge.commands import BEFORE_ALL
 from tidemill.spark.merge.resolve import KeyChanges, no_changes
 from tidemill.spark.merge.sorted_runs import SortedRun, open_run
+from tidemill.spark.predicates.expectations import Violations
 from tidemill.spark.stores import Stores
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ class DistributedResult(msgspec.Struct):
     rows: int
     dead: pa.Table
     inline: bool
+    violations: tuple[Violations, ...] = ()
 
 
 class DistributedStep:
@@ -107,6 +109,8 @@ class DistributedStep:
 
     def append(self, table: TableWriter, step: Step, found: DistributedResult) -> None:
         won = table.portal.call(table.append(step.lower, step.upper, found.parts))
+        if won:
+            table.count_violations(found.violations, step.upper)
         try:
             if won and len(found.runs) == len(found.parts):
                 opened = [open_run(table.schema, path) for path in found.runs]
@@ -149,12 +153,14 @@ def _join_results(table: TableWriter, found: Sequence[RangeResult]) -> Distribut
     inline = any(
         aside.stop is not None or any(t.order != BEFORE_ALL or not empty for t in aside.truncates) for aside in asides
     )
+    inline |= any(r.stops for r in ordered)
     return DistributedResult(
         [r.part for r in ordered if r.part is not None],
         [Path(r.run) for r in ordered if r.run],
         sum(r.rows for r in ordered),
         pa.concat_tables([no_dead_letters(), *(from_ipc(each, no_dead_letters()) for each in dead)]),
         inline,
+        (*(v for aside in asides for v in aside.violations), *(v for r in ordered for v in r.violations)),
     )
 
 

@@ -23,7 +23,7 @@ from tidemill.shards.parts.arrow_rows import Index, int64s
 from tidemill.shards.parts.checksums import checksum
 from tidemill.shards.parts.row_hash import U64, bucket_of, hash_rows
 from tidemill.spark.decode.captured import Stop
-from tidemill.spark.ingest.dead_letters import letters_of_lost
+from tidemill.spark.ingest.dead_letters import letters_of_resolved, stop_of_rejected, violations_of_rejected
 from tidemill.spark.ingest.fetch_decode import decode_blocks, fetch_table
 from tidemill.spark.ingest.step_planner import STEP_BYTES, Step, split_descriptors
 from tidemill.spark.ingest.table_writer import TableWriter
@@ -40,6 +40,7 @@ from tidemill.spark.merge.mirror import Mirror
 from tidemill.spark.merge.range_mirror import cut_by_hash
 from tidemill.spark.merge.resolve import KeyChanges, no_changes, resolve
 from tidemill.spark.merge.sorted_runs import SortedRun
+from tidemill.spark.predicates.expectations import Violations
 from tidemill.spark.stores import Stores
 
 RANGE_RECORDS = 250_000
@@ -70,6 +71,7 @@ class OversizedStep:
         self.parts: list[Part] = []
         self.changes: KeyChanges = no_changes(table.schema)
         self.rows = 0
+        self.violations: list[Violations] = []
 
     def run(self, bury: Callable[[pa.Table], None], stopping: Callable[[], bool]) -> bool:
         """Compute the step; False if it was stopped on the way. `bury` stores dead letters, always before the
@@ -80,6 +82,9 @@ class OversizedStep:
             if not self._spill(bury, stopping):
                 return False
             self._resolve_ranges(bury)
+            if self.stop is not None and self.stop.time_ms < self.upper:  # by a command that a range rejected
+                self.upper = self.stop.time_ms
+                self.parts, self.changes, self.rows = [], no_changes(self._table.schema), 0
             return True
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -99,6 +104,7 @@ class OversizedStep:
                         self.upper = min(self.upper, self.stop.time_ms)
                     bury(block.dead.filter(pa.array(int64s(block.dead, TIME) < self.upper)))
                     self._truncates += block.commands.truncates
+                    self.violations += block.violations
                     self._write_by_range(block.commands.rows, writers)
                     self._progressed(block.commands.rows.num_rows + block.dead.num_rows)
         finally:
@@ -138,9 +144,14 @@ class OversizedStep:
                 commands = Commands(rows, tuple(self._truncates))
                 commands = filter_commands(commands, times_of(commands) < self.upper)
                 view = _RangeView(mirror, schema.key, number, self._ranges)
-                resolved = resolve(schema, commands, view, self._step.lower, self.upper)
+                check = self._table.check
+                resolved = resolve(schema, commands, view, self._step.lower, self.upper, check=check)
                 del rows, commands, data
-            bury(letters_of_lost(self._feed, resolved.lost))
+            stop = stop_of_rejected(self._feed, resolved)
+            if stop is not None:
+                self.stop = stop if self.stop is None else min(self.stop, stop)
+            self.violations += violations_of_rejected(resolved)
+            bury(letters_of_resolved(self._feed, resolved))
             self.parts += self._table.portal.call(self._table.write(resolved.updates))
             self.rows += resolved.updates.num_rows
             yield SortedRun(resolved.changes.rows, resolved.changes.hashes, resolved.changes.live)

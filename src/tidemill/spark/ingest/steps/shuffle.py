@@ -21,7 +21,7 @@ from tidemill.shards.parts.arrow_rows import combine_columns
 from tidemill.shards.parts.parts import PartTarget, store_part
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.decode.records import SliceDescriptor
-from tidemill.spark.ingest.dead_letters import letters_of_lost
+from tidemill.spark.ingest.dead_letters import letters_of_resolved, stop_of_rejected, violations_of_rejected
 from tidemill.spark.ingest.fetch_decode import fetch_and_decode, from_ipc, to_ipc
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.merge.commands import Commands, Truncate, command_schema, concat_commands
@@ -29,6 +29,7 @@ from tidemill.spark.merge.mirror import Mirror
 from tidemill.spark.merge.range_mirror import HashRange, cut_by_hash, open_range_mirror
 from tidemill.spark.merge.resolve import Resolved, resolve
 from tidemill.spark.merge.sorted_runs import SortedRun, write_run
+from tidemill.spark.predicates.expectations import Violations, expectation_check
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import shared_objects
 
@@ -70,6 +71,7 @@ class SideOutput(msgspec.Struct, frozen=True):
     dead: bytes = b""
     stop: Stop | None = None
     truncates: tuple[Truncate, ...] = ()
+    violations: tuple[Violations, ...] = ()
 
 
 class RangeResult(msgspec.Struct, frozen=True):
@@ -83,7 +85,10 @@ class RangeResult(msgspec.Struct, frozen=True):
     run: str
     asides: tuple[SideOutput, ...]
     dead: bytes = b""
-    """Dead letters of commands that were lost in this range."""
+    """Dead letters of commands that were lost or rejected in this range."""
+    violations: tuple[Violations, ...] = ()
+    stops: bool = False
+    """True if a rejected command stops the table."""
 
 
 _PLANS = msgspec.msgpack.Decoder(list[StepPlan])
@@ -99,7 +104,7 @@ def decode_piece(plans: bytes, payload: bytes) -> Iterator[Message]:
     for number, rows in enumerate(cut_by_hash(decoded.commands.rows, plan.schema.key, plan.ranges)):
         if rows.num_rows:
             yield plan.first + number, (to_ipc(rows), b"")
-    aside = SideOutput(to_ipc(decoded.dead), decoded.stop, decoded.commands.truncates)
+    aside = SideOutput(to_ipc(decoded.dead), decoded.stop, decoded.commands.truncates, decoded.violations)
     if aside != SideOutput():
         yield plan.first, (b"", msgspec.msgpack.encode(aside))
 
@@ -124,11 +129,23 @@ def resolve_range(plans: bytes, index: int, messages: Iterable[Message]) -> Iter
         return
     saved = Mirror.load(Path(plan.mirror), plan.schema, plan.shard_id, plan.boot)
     mirror = open_range_mirror(plan.urls, plan.table, plan.shard_id, plan.schema, part, plan.lower, saved)
-    resolved = resolve(plan.schema, commands, mirror, plan.lower, plan.upper)
+    check = expectation_check(plan.schema, plan.feed.expectations)
+    resolved = resolve(plan.schema, commands, mirror, plan.lower, plan.upper, check=check)
     rand = Rand()
     stored, run = _store_range(plan, part, resolved, rand) if resolved.updates.num_rows else (None, "")
-    dead = to_ipc(letters_of_lost(plan.feed, resolved.lost))
-    result = RangeResult(plan.table, part.number, stored, resolved.updates.num_rows, run, tuple(asides), dead)
+    dead = to_ipc(letters_of_resolved(plan.feed, resolved))
+    rejected, stop = violations_of_rejected(resolved), stop_of_rejected(plan.feed, resolved)
+    result = RangeResult(
+        plan.table,
+        part.number,
+        stored,
+        resolved.updates.num_rows,
+        run,
+        tuple(asides),
+        dead,
+        rejected,
+        stop is not None,
+    )
     yield msgspec.msgpack.encode(result)
 
 

@@ -26,7 +26,13 @@ from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import Remap
 from tidemill.spark.decode.captured import Stop
-from tidemill.spark.ingest.dead_letters import DeadLetterWriter, StepDeadLetters, letters_of_lost
+from tidemill.spark.ingest.dead_letters import (
+    DeadLetterWriter,
+    StepDeadLetters,
+    letters_of_resolved,
+    stop_of_rejected,
+    violations_of_rejected,
+)
 from tidemill.spark.ingest.fetch_decode import Batches, Decoded, Prefetcher, decode, fetch_batches
 from tidemill.spark.ingest.schema_growth import SourceSchemaGrewError
 from tidemill.spark.ingest.step_planner import STEP_BYTES, STEP_RECORDS, Step, StepPlanner
@@ -34,7 +40,8 @@ from tidemill.spark.ingest.steps.distributed_step import DistributedStep
 from tidemill.spark.ingest.steps.oversized_step import OversizedStep
 from tidemill.spark.ingest.table_schedule import ScheduledTable, TableSchedule
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.merge.commands import Commands
+from tidemill.spark.merge.commands import Commands, filter_commands, times_of
+from tidemill.spark.predicates.expectations import Violations
 from tidemill.spark.stores import Stores
 
 if TYPE_CHECKING:
@@ -61,6 +68,7 @@ class _StepWork(msgspec.Struct):
     commands: Commands | None = None
     dead: Any = None
     """Decoded records and dead letters, until the step is in the table."""
+    violations: tuple[Violations, ...] = ()
 
     @property
     def table(self) -> TableWriter:
@@ -196,7 +204,15 @@ class StepExecutor:
         table.operator.replace_stash(decoded.commands)
         table.operator.advance(item.upper)
         item.pending = table.operator.drain()
-        self._put_dead_letters(letters_of_lost(_feed_of(item.seat), item.pending.lost))
+        stop = stop_of_rejected(_feed_of(item.seat), item.pending)
+        if stop is not None:
+            item.upper = _stop_time(stop, item.step.lower)
+            item.commands = filter_commands(decoded.commands, times_of(decoded.commands) < item.upper)
+            table.operator.replace_stash(item.commands)
+            table.operator.advance(item.upper)
+            item.pending = table.operator.drain()
+        item.violations = decoded.violations + violations_of_rejected(item.pending)
+        self._put_dead_letters(letters_of_resolved(_feed_of(item.seat), item.pending))
 
     async def _append(self, item: _StepWork) -> bool:
         found = item.pending
@@ -209,6 +225,7 @@ class StepExecutor:
     def _settle(self, item: _StepWork, won: bool) -> None:
         if won and item.pending.upper > item.pending.lower:
             item.table.committed(item.pending)
+            item.table.count_violations(item.violations, item.pending.upper)
         elif not won:
             item.table.follow()
         item.table.dead_run.add_step(item.commands, item.dead)
@@ -271,6 +288,7 @@ class StepExecutor:
             large.upper = _stop_time(large.stop, step.lower)
         if self._portal.call(table.append(step.lower, large.upper, large.parts)):
             table.apply_external(large.changes, step.lower, large.upper, large.rows)
+            table.count_violations(large.violations, large.upper)
         else:
             table.follow()
         self._seats.record_progress(seat, step, 0)

@@ -1,0 +1,299 @@
+"""Replay of the dead letters of one table.
+
+    records of the letters → commands, with the pipeline's file of today → without keys that have a newer record
+    → the operator of the pipeline, against the table's rows of these keys → one append → outcomes
+
+The append is like that of any other writer next to a pipeline (write/commit.py): at the table's upper, a time to which
+its source binds nothing, so that no record of the source is skipped. After a lost race everything is computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+from msgspec.structs import replace
+
+from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError
+from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.metastore.catalogue import TopicRow
+from tidemill.shards.api import TIME, HistoryLostError, Remap, SchemaEvolvedError
+from tidemill.shards.handle import LogShard
+from tidemill.shards.parts.arrow_rows import Index, int64s, rows_at
+from tidemill.shards.parts.row_hash import hash_rows
+from tidemill.shards.parts.schema import contents_schema
+from tidemill.shards.read.hash_ranges import HASH_MAX, range_between, read_range
+from tidemill.shards.read.part_reader import fetch_through
+from tidemill.spark.decode.records import Slice, SliceDescriptor
+from tidemill.spark.ingest.dead_letters import letters_of_resolved
+from tidemill.spark.ingest.fetch_decode import Decoded, decode, fetch_table
+from tidemill.spark.ingest.schema_growth import feed_for_shard, keep_shard_types
+from tidemill.spark.ingest.sources import TopicFeed
+from tidemill.spark.merge.commands import ORDER, PARTITION, Commands
+from tidemill.spark.merge.key_grouping import exact_keys
+from tidemill.spark.merge.mirror import Mirror
+from tidemill.spark.merge.resolve import resolve
+from tidemill.spark.predicates.expectations import DEAD_LETTER, expectation_check
+from tidemill.spark.replay.newer_records import Key, NewerRecords, Rank, code_of
+from tidemill.spark.replay.stored_letters import Place, StoredLetter
+from tidemill.spark.stores import Stores
+from tidemill.spark.write import WRITES
+from tidemill.spark.write.commit import ATTEMPTS, PAUSE_S, is_quiet_at
+from tidemill.spark.write.write_lease import WriteLease
+
+APPLIED, SUPERSEDED, INVALID, WAITING, UNKNOWN = "applied", "superseded", "invalid", "waiting", "unknown"
+FINAL = (APPLIED, SUPERSEDED)
+"""Outcomes after which a letter is removed."""
+TOMBSTONES_MS = 86_400_000
+"""Default of delete.retention.ms: a compacted topic may lack a deletion that is older."""
+
+
+class Outcome(msgspec.Struct, frozen=True):
+    """Result of the replay of a letter in one table.
+
+    applied      its row is in the table, or, for a deletion, its key is not
+    superseded   the key has a newer record, or the topic was created again: the table is right without it
+    invalid      it is still a dead letter, for `reason`
+    waiting      the table has not read the record yet
+    unknown      the record, or those after it, are no longer stored
+    """
+
+    table: str
+    place: Place
+    outcome: str
+    reason: str = ""
+
+
+class _Prepared(NamedTuple):
+    """Commands of the letters, with the keys and places of each, and the outcomes of letters without a command."""
+
+    feed: TopicFeed
+    rows: pa.Table
+    keys: Sequence[Key]
+    ranks: Sequence[Rank]
+    newer: NewerRecords
+    outcomes: dict[Place, Outcome]
+
+
+class TableReplay:
+    """Replay of one table. `feed` as of the pipeline's file and the catalogue of today."""
+
+    def __init__(
+        self,
+        portal: BlockingPortal,
+        stores: Stores,
+        name: str,
+        source: str,
+        feed: TopicFeed,
+        *,
+        dry: bool = False,
+    ) -> None:
+        self._portal = portal
+        self._stores = stores
+        self._name = name
+        self._source = source
+        self._asked = feed
+        self._dry = dry
+        self._remap: Remap = portal.call(stores.remap(source))
+        self._outcomes: dict[Place, Outcome] = {}
+        self._prepared: _Prepared | None = None
+
+    def run(self, letters: Sequence[StoredLetter], every: Sequence[StoredLetter]) -> list[Outcome]:
+        """Replay these letters. `every`: all letters of the topic. Raises InvalidError (the file's schema differs from
+        the table's), UnavailableError, UnknownOutcomeError: run again."""
+        codes = [code_of(o, x.place.partition) for x in every for o in range(x.place.offset, x.last_offset + 1)]
+        for _ in range(ATTEMPTS):
+            try:
+                shard = self._portal.call(self._stores.shard(self._name))
+            except MissingError:
+                return [Outcome(self._name, x.place, WAITING, "the table does not exist yet") for x in letters]
+            turn = WriteLease(self._stores, f"{WRITES}/{shard.shard_id}")
+            try:
+                self._portal.call(turn.acquire())
+                self._attempt(shard, letters, np.array(codes, dtype=np.int64))
+                return [self._outcomes[letter.place] for letter in letters]
+            except ConflictError:
+                continue  # another writer was first: what was read of the topic stays valid
+            except (SchemaEvolvedError, HistoryLostError):
+                self._prepared = None
+            finally:
+                self._portal.call(turn.release())
+                self._portal.call(shard.aclose())
+        raise UnavailableError(
+            f"the pipeline was first each time: table={self._name} attempts={ATTEMPTS}.",
+            fix="Run it again, when the source of the table is less busy.",
+        )
+
+    def _set(self, place: Place, outcome: str, reason: str = "") -> None:
+        self._outcomes.setdefault(place, Outcome(self._name, place, outcome, reason))
+
+    def _feed_of(self, shard: LogShard) -> TopicFeed:
+        feed = self._portal.call(keep_shard_types(self._stores, self._name, self._asked))
+        wanted = {(c.name, c.type) for c in feed.schema.columns}
+        if feed.schema.key != shard.schema.key or wanted - {(c.name, c.type) for c in shard.schema.columns}:
+            raise InvalidError(
+                f"the pipeline maintains the table under another schema: table={self._name}.",
+                fix="Restart the pipeline with its present file, then replay.",
+            )
+        found = feed_for_shard(feed, shard.schema)
+        expectations = feed.expectations
+        if expectations is not None:
+            found = replace(found, expectations=replace(expectations, on_violation=DEAD_LETTER))
+        return found
+
+    def _attempt(self, shard: LogShard, letters: Sequence[StoredLetter], codes: Index) -> None:
+        lower = self._portal.call(shard.frontiers())[1]
+        if self._prepared is None:
+            self._prepared = self._prepare(self._feed_of(shard), letters, codes, lower)
+        mine = self._prepared
+        self._outcomes = dict(mine.outcomes)
+        mine.newer.advance(self._remap, lower, self._heads(mine.feed, lower))
+        stored = self._contents(shard, mine.rows, lower)
+        kept = self._keep(mine, stored)
+        if kept:
+            self._apply(shard, mine.feed, rows_at(mine.rows, np.array(kept, dtype=np.int64)), stored, lower)
+        winners: dict[Key, Rank] = {}
+        for at in kept:
+            winners[mine.keys[at]] = max(winners.get(mine.keys[at], mine.ranks[at]), mine.ranks[at])
+        for at in kept:
+            place, winner = _place(mine.feed, mine.ranks[at]), winners[mine.keys[at]]
+            if winner == mine.ranks[at]:
+                self._set(place, APPLIED)
+            else:
+                self._set(place, SUPERSEDED, f"partition={winner.partition} offset={winner.offset} is newer")
+        for letter in letters:
+            self._set(letter.place, APPLIED)  # its record has no row: it was read and changes nothing
+
+    def _heads(self, feed: TopicFeed, lower: int) -> Sequence[int]:
+        """Return the next offset of each partition that the table has not read."""
+        bound = self._portal.call(self._remap.at(lower - 1)) if lower else None
+        return bound.offsets.get(feed.topic_id, ()) if bound is not None else ()
+
+    def _prepare(self, feed: TopicFeed, letters: Sequence[StoredLetter], codes: Index, lower: int) -> _Prepared:
+        """Read and decode the records of the letters; those that cannot be replayed get their outcome."""
+        self._outcomes = {}
+        rows = self._decode(feed, self._choose(feed, letters, lower)).commands.rows
+        columns = (int64s(rows, name).tolist() for name in (TIME, ORDER, PARTITION))
+        ranks = [Rank(*each) for each in zip(*columns, strict=True)]
+        keys = exact_keys(rows, np.arange(rows.num_rows, dtype=np.int64), feed.schema.key)
+        oldest: dict[Key, Rank] = {}
+        for key, rank in zip(keys, ranks, strict=True):
+            oldest[key] = min(oldest.get(key, rank), rank)
+        plain, hashes = replace(feed, expectations=None), np.unique(hash_rows(rows, feed.schema.key))
+        newer = NewerRecords(self._portal, self._stores, plain, oldest, hashes, codes)
+        return _Prepared(feed, rows, keys, ranks, newer, dict(self._outcomes))
+
+    def _choose(self, feed: TopicFeed, letters: Sequence[StoredLetter], lower: int) -> list[StoredLetter]:
+        """Return the letters whose records are in the part of the topic that the table has read."""
+        heads = self._heads(feed, lower)
+        out = []
+        for letter in letters:
+            partition, offset = letter.place.partition, letter.place.offset
+            if letter.time_ms >= lower:
+                self._set(letter.place, WAITING, "the table has not read the record yet")
+            elif not self._covers(feed, letter) or partition >= len(heads) or letter.last_offset >= heads[partition]:
+                self._set(letter.place, SUPERSEDED, "the topic was created again since")
+            elif self._portal.call(self._stores.topics.log_start(feed.topic_id, partition)) > offset:
+                self._set(letter.place, UNKNOWN, "retention deleted the record")
+            else:
+                out.append(letter)
+        return out
+
+    def _covers(self, feed: TopicFeed, letter: StoredLetter) -> bool:
+        """Return whether the letter's time binds its offset in this topic; True if that is no longer known."""
+        try:
+            bound = self._portal.call(self._remap.at(letter.time_ms))
+        except HistoryLostError:
+            return True
+        offsets = bound.offsets.get(feed.topic_id, ()) if bound is not None else ()
+        return letter.place.partition < len(offsets) and offsets[letter.place.partition] > letter.place.offset
+
+    def _decode(self, feed: TopicFeed, letters: Sequence[StoredLetter]) -> Decoded:
+        """Decode the records of letters; those that are still invalid get their outcome."""
+        descriptors = []
+        for letter in letters:
+            topic, partition, start = letter.place
+            end = letter.last_offset + 1
+            refs = self._portal.call(self._stores.topics.plan(feed.topic_id, partition, start, end))
+            piece = Slice(topic, feed.topic_id, partition, start, end, (end,), (letter.time_ms,))
+            descriptors.append(SliceDescriptor(piece, tuple(refs)))
+        found = decode(feed, descriptors, fetch_table(self._portal, self._stores.objects, descriptors))
+        dead = found.dead.select(["topic", "partition", "offset", "reason"]).to_pylist()
+        for row in dead:
+            self._set(Place(row["topic"], row["partition"], row["offset"]), INVALID, row["reason"])
+        for letter, descriptor in zip(letters, descriptors, strict=True):
+            if not descriptor.refs:
+                self._set(letter.place, UNKNOWN, "compaction or retention deleted the record")
+            elif found.stop is not None and letter.time_ms >= found.stop.time_ms:
+                self._set(letter.place, INVALID, found.stop.reason)
+        return found
+
+    def _contents(self, shard: LogShard, rows: pa.Table, lower: int) -> Mirror:
+        """Return the table's rows of these keys."""
+        wanted = sorted(set(hash_rows(rows, shard.schema.key).tolist()))
+        batches = self._portal.call(shard.batches_until(lower - 1)) if lower and wanted else []
+        fetch = fetch_through(self._portal, self._stores.objects, whole=False)
+        found = read_range(shard.schema, range_between(batches, 0, HASH_MAX, wanted), lower - 1, fetch)
+        return Mirror.hydrate(
+            shard.schema, pa.concat_tables([contents_schema(shard.schema).empty_table(), *found]), lower
+        )
+
+    def _keep(self, mine: _Prepared, stored: Mirror) -> list[int]:
+        """Return the commands whose key has no newer record; the letters of the others get their outcome."""
+        deletions_from_ms = self._deletions_from_ms(mine.feed)
+        live = stored.live_rows()
+        held = set(exact_keys(live, np.arange(live.num_rows, dtype=np.int64), mine.feed.schema.key))
+        kept = []
+        for at, (key, rank) in enumerate(zip(mine.keys, mine.ranks, strict=True)):
+            place, newest = _place(mine.feed, rank), mine.newer.newest.get(key)
+            if newest is not None and (newer := newest.supersedes(rank)):
+                self._set(place, SUPERSEDED, f"{newer} is newer")
+            elif mine.newer.is_uncertain(key):
+                self._set(place, UNKNOWN, "newer records of its key may be gone, or in another partition")
+            elif key not in held and rank.time_ms < deletions_from_ms:
+                self._set(place, UNKNOWN, "compaction may have removed a newer deletion of its key")
+            else:
+                kept.append(at)
+        return kept
+
+    def _deletions_from_ms(self, feed: TopicFeed) -> int:
+        """Return the time from which on the topic has all deletions; 0 = always."""
+        row = self._portal.call(self._stores.catalogue.get(TopicRow, feed.topic))
+        if row is None or "compact" not in row.config.get("cleanup.policy", ""):
+            return 0
+        return self._stores.clock.now_ms() - int(row.config.get("delete.retention.ms", TOMBSTONES_MS))
+
+    def _apply(self, shard: LogShard, feed: TopicFeed, rows: pa.Table, stored: Mirror, lower: int) -> None:
+        """Resolve the commands in their order, at one time, and append the result."""
+        times, offsets, partitions = (int64s(rows, name) for name in (TIME, ORDER, PARTITION))
+        order = np.lexsort((partitions, offsets, times))
+        numbers = np.empty(len(order), dtype=np.int64)
+        numbers[order] = np.arange(len(order))
+        for name, values in ((TIME, np.full(len(order), lower, dtype=np.int64)), (ORDER, numbers)):
+            rows = rows.set_column(rows.schema.get_field_index(name), name, pa.array(values))
+        check = expectation_check(feed.schema, feed.expectations)
+        found = resolve(shard.schema, Commands(rows), stored, lower, lower + 1, check=check)
+        ordered = [Rank(int(times[at]), int(offsets[at]), int(partitions[at])) for at in order]
+        for row in letters_of_resolved(feed, found).select(["offset", "reason"]).to_pylist():
+            self._set(_place(feed, ordered[row["offset"]]), INVALID, row["reason"])
+        if found.updates.num_rows and not self._dry:
+            self._append(shard, found.updates, lower)
+
+    def _append(self, shard: LogShard, updates: pa.Table, lower: int) -> None:
+        """Append at `lower`. Raises ConflictError if a time of the source, or another writer, was first."""
+        if not self._portal.call(is_quiet_at(self._stores.remap, (self._source,), lower)):
+            self._portal.call(shard.wait_upper(lower, PAUSE_S))
+            raise ConflictError(f"the pipeline writes at this time: table={self._name} time={lower}.")
+
+        async def run() -> None:
+            part = await shard.write_part(updates)
+            await shard.compare_and_append(lower, lower + 1, (part,), f"{WRITES}-{self._stores.rand.nonce()}")
+
+        self._portal.call(run())
+
+
+def _place(feed: TopicFeed, rank: Rank) -> Place:
+    return Place(feed.topic, rank.partition, rank.offset)
