@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -12,7 +13,7 @@ from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.spark.definition import Pipeline
 from tidemill.spark.ingest.feed import feed_of
 from tidemill.spark.ingest.sources import SourceNotReadyError, TopicFeed
-from tidemill.spark.replay.stored_letters import Place, StoredLetter, StoredLetters
+from tidemill.spark.replay.stored_letters import Place, StoredLetters
 from tidemill.spark.replay.table_replay import FINAL, UNKNOWN, WAITING, Outcome, TableReplay
 from tidemill.spark.stores import Stores
 
@@ -54,15 +55,16 @@ def replay_pipeline(
                     for outcome in TableReplay(portal, stores, name, source, feed, dry=dry).run(some, every)
                 ]
                 if not dry:
-                    letters.remove(_done(some, outcomes))
+                    letters.remove(_done(outcomes, len(feeds[topic])))
                 yield outcomes
     finally:
         portal.call(shard.aclose())
 
 
-def _done(letters: Sequence[StoredLetter], outcomes: Sequence[Outcome]) -> set[Place]:
-    open_ = {outcome.place for outcome in outcomes if outcome.outcome not in FINAL}
-    return {letter.place for letter in letters} - open_
+def _done(outcomes: Sequence[Outcome], tables: int) -> set[Place]:
+    """Return the places of letters that are done in each of the `tables`."""
+    final = Counter(outcome.place for outcome in outcomes if outcome.outcome in FINAL)
+    return {place for place, count in final.items() if count == tables}
 
 
 def _feeds_by_topic(portal: BlockingPortal, stores: Stores, pipeline: Pipeline) -> tuple[dict[str, list[_Reader]], str]:
