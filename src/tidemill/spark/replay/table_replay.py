@@ -28,6 +28,7 @@ from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.read.hash_ranges import HASH_MAX, range_between, read_range
 from tidemill.shards.read.part_reader import fetch_through
 from tidemill.spark.decode.records import Slice, SliceDescriptor
+from tidemill.spark.formats.schemas.lookup import writer_schemas
 from tidemill.spark.ingest.dead_letters import letters_of_resolved
 from tidemill.spark.ingest.fetch_decode import Decoded, decode, fetch_table
 from tidemill.spark.ingest.schema_growth import feed_for_shard, keep_shard_types
@@ -220,7 +221,9 @@ class TableReplay:
             refs = self._portal.call(self._stores.topics.plan(feed.topic_id, partition, start, end))
             piece = Slice(topic, feed.topic_id, partition, start, end, (end,), (letter.time_ms,))
             descriptors.append(SliceDescriptor(piece, tuple(refs)))
-        found = decode(feed, descriptors, fetch_table(self._portal, self._stores.objects, descriptors))
+        schemas = writer_schemas(self._portal, self._stores, feed.record_format)
+        batches = fetch_table(self._portal, self._stores.objects, descriptors)
+        found = decode(feed, descriptors, batches, schemas=schemas)
         dead = found.dead.select(["topic", "partition", "offset", "reason"]).to_pylist()
         for row in dead:
             self._set(Place(row["topic"], row["partition"], row["offset"]), INVALID, row["reason"])
