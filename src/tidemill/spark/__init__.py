@@ -1,6 +1,6 @@
 """spark: pipelines that keep exact keyed tables in shards, on PySpark.
 
-    topics ─► ingest (sources, steps) ─► decode ─► merge ─► shard
+    topics ─► ingest (sources, steps) ─► formats, decode ─► merge ─► shard
     shards ─► derived (user functions) ─► shard;  shards ─► read, source ─► DataFrames ─► write
     session: Java and Spark;  pipeline: the driver process
 

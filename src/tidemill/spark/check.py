@@ -13,7 +13,7 @@ import inspect
 import sys
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Unpack
 
 import msgspec
 
@@ -37,8 +37,9 @@ from tidemill.spark.definition import (
     load_pipeline,
 )
 from tidemill.spark.derived.version_changes import history_schema, tracked_columns
+from tidemill.spark.formats.record_format import TopicOptions
 from tidemill.spark.ingest.sources import SourceNotReadyError, captured_feed
-from tidemill.spark.ingest.table_ownership import find_refused
+from tidemill.spark.ingest.table_ownership import changed_tables, find_refused
 from tidemill.spark.predicates.expectations import DEAD_LETTER, Expectations, expectation_check
 
 if TYPE_CHECKING:
@@ -78,10 +79,10 @@ class CheckedPipeline(Pipeline):
     def report(self, error: InvalidError, line: int) -> None:
         self.problems.append(Problem(error.message, error.fix, line))
 
-    def topic(self, name: str, *, key: Names, schema: str | StructType) -> StreamTopic:
+    def topic(self, name: str, *, key: Names, schema: str | StructType, **options: Unpack[TopicOptions]) -> StreamTopic:
         try:
             check_topic_name(name)
-            return super().topic(name, key=key, schema=schema)
+            return super().topic(name, key=key, schema=schema, **options)
         except InvalidError as error:
             self.report(error, self._line())
             return StreamTopic(name, UNKNOWN)
@@ -258,10 +259,10 @@ async def check_cluster(
             wanted_schema = msgspec.structs.replace(state.schema, key=derived.key)
             error = _rebuild_error(derived.name, describe_difference(state.schema, wanted_schema))
             found.report(error, found.lines.get(derived.name, 0))
-    row = PipelineRow(found.name, found.fed_by(), found.dead_letters, found.inputs())
+    row = PipelineRow(found.name, found.fed_by(), found.dead_letters, found.inputs(), found.formats())
     own = next((r for r in rows if r.name == found.name), None)
-    changed = {t for t, fed_by in row.tables.items() if own is not None and own.tables.get(t, fed_by) != fed_by}
-    shards = {table for table in sorted(changed) if await read_shard(consensus, table) is not None}
+    changed = changed_tables(row, own) if own is not None else ()
+    shards = {table for table in changed if await read_shard(consensus, table) is not None}
     for table, why in find_refused(row, own, rows, shards).items():
         found.report(InvalidError(why), found.lines.get(table, 0))
 

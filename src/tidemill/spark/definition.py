@@ -21,20 +21,21 @@ from collections.abc import Callable, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import msgspec
 
 from tidemill.base.errors import InvalidError
 from tidemill.base.libraries import missing_extra
 from tidemill.shards.api import ShardSchema
+from tidemill.spark.formats.record_format import PLAIN, RecordFormat, TopicOptions, declare_topic
 from tidemill.spark.predicates.expectations import (
     DEAD_LETTER,
     Expectations,
     declared_expectations,
     expectation_check,
 )
-from tidemill.spark.types import Names, split_names, stream_schema
+from tidemill.spark.types import Names, split_names
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -78,6 +79,7 @@ class Capture:
 class StreamTopic(msgspec.Struct, frozen=True):
     topic: str
     schema: ShardSchema
+    record_format: RecordFormat = PLAIN
 
     @property
     def source(self) -> str:
@@ -152,12 +154,12 @@ class Pipeline:
         """Return a captured database: `p.capture("shop").table("public.orders")` is a source for `table`."""
         return Capture(name)
 
-    def topic(self, name: str, *, key: Names, schema: str | StructType) -> StreamTopic:
-        """Return a topic of JSON objects as a source for `table`.
+    def topic(self, name: str, *, key: Names, schema: str | StructType, **options: Unpack[TopicOptions]) -> StreamTopic:
+        """Return a topic as a source for `table`: of JSON objects, if the options do not name another format.
 
         `key`: one column or several ("a, b"). `schema`: a StructType or Spark's DDL ("id long, at timestamp").
         """
-        return StreamTopic(name, stream_schema(schema, key))
+        return StreamTopic(name, *declare_topic(name, key, schema, options))
 
     def table(
         self,
@@ -269,6 +271,11 @@ class Pipeline:
         return {n: s.fed_by for n, s in self.tables.items()} | dict.fromkeys(
             self.derived_tables | self.histories, "derived"
         )
+
+    def formats(self) -> dict[str, str]:
+        """Return shard → format of the topic's records, as the catalogue has it; none for plain JSON objects."""
+        found = {n: s.record_format.encode() for n, s in self.tables.items() if isinstance(s, StreamTopic)}
+        return {name: text for name, text in found.items() if text}
 
     def inputs(self) -> dict[str, dict[str, tuple[str, ...]]]:
         """Return derived shard → input → the columns that group it, as the catalogue names them."""

@@ -92,11 +92,22 @@ def _unsupported_type_error(field: StructField) -> InvalidError:
 def stream_schema(schema: str | StructType, key: Names) -> ShardSchema:
     """Return the shard schema of a stream topic: declared columns, as a StructType or in Spark's DDL, and the names of
     the key. Raises InvalidError."""
+    names = key_names(key)
+    return check_schema(ShardSchema(declared_columns(schema), names))
+
+
+def key_names(key: Names) -> tuple[str, ...]:
+    """Return the names of a key. Raises InvalidError if no column is named."""
     names = split_names(key)
     if not names or not all(names):
         raise InvalidError("a table needs a key.", fix='Name the key columns, e.g. key="click_id".')
+    return names
+
+
+def declared_columns(schema: str | StructType) -> tuple[Column, ...]:
+    """Return the columns of a StructType or of Spark's DDL. Raises InvalidError."""
     if isinstance(schema, str):
-        return check_schema(ShardSchema(parse_ddl(schema), names))
+        return parse_ddl(schema)
     if not hasattr(schema, "fields"):
         raise InvalidError(
             f"not a schema: schema={schema!r}.", fix='Give a StructType, or its text in Spark\'s DDL: "name type, …".'
@@ -104,7 +115,7 @@ def stream_schema(schema: str | StructType, key: Names) -> ShardSchema:
     for field in schema.fields:
         if "collate" in field.dataType.simpleString():
             raise _unsupported_type_error(field)
-    return check_schema(ShardSchema(columns_of(schema), names))
+    return columns_of(schema)
 
 
 def split_names(given: Names) -> tuple[str, ...]:

@@ -31,6 +31,7 @@ def read(request: dict[str, Any]) -> pa.Table:
         spark.conf.set("spark.sql.catalog.lake", "org.apache.iceberg.spark.SparkCatalog")
         spark.conf.set("spark.sql.catalog.lake.type", "rest")
         spark.conf.set("spark.sql.catalog.lake.uri", request["catalogue"])
+        spark.conf.set("spark.sql.catalog.lake.cache-enabled", "false")  # as in the guide
         if "token" in request:
             spark.conf.set("spark.sql.catalog.lake.token", request["token"])
         version = f" VERSION AS OF {request['snapshot']}" if "snapshot" in request else ""

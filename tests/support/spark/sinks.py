@@ -9,8 +9,11 @@ from typing import Any
 from msgspec.structs import replace
 
 from tidemill.base.status.histogram import StageHistograms
+from tidemill.registry.registry import Registry
+from tidemill.shards.api import run_inline
 from tidemill.shards.registry import open_remap, open_shard
 from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS
+from tidemill.spark.definition import Pipeline
 from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import captured_feed, stream_feed
@@ -51,6 +54,19 @@ def clicks_sink(harbour: Any, scratch: Path, *, expectations: Expectations | Non
     feed = replace(harbour.portal.call(stream_feed(s.catalogue, "clicks", CLICKS)), expectations=expectations)
     table = writer(harbour, "clicks", CLICKS, scratch, feed)
     return sink_of(harbour, "topic/clicks", [table], **more)
+
+
+def topic_sink(harbour: Any, scratch: Path, topic: str, **declared: Any) -> FeedSink:
+    """A sink of one table with the name of its topic, declared as by `p.topic`."""
+    s = harbour.stores
+    source = Pipeline("p").topic(topic, **declared)
+    feed = harbour.portal.call(stream_feed(s.catalogue, topic, source.schema, source.record_format))
+    return sink_of(harbour, source.source, [writer(harbour, topic, source.schema, scratch, feed)])
+
+
+def registry_of(harbour: Any) -> Registry:
+    """The registry of the harbour's cluster, as a node has it."""
+    return Registry(harbour.stores.metastore, harbour.stores.clock, harbour.stores.rand, run_inline)
 
 
 def shop_sink(

@@ -31,6 +31,8 @@ from tidemill.shards.registry import open_remap, open_shard
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
 from tidemill.spark.definition import Pipeline, load_pipeline
+from tidemill.spark.formats.record_format import PLAIN, RecordFormat, decode_format
+from tidemill.spark.formats.schemas.lookup import SchemaCache, schema_source
 from tidemill.spark.ingest.sources import TopicFeed, column_forms
 from tidemill.spark.merge.commands import ORDER
 from tidemill.spark.predicates.expectations import DROP, Expectations
@@ -46,6 +48,8 @@ class VerificationPlan(msgspec.Struct):
     """Captured tables: capture → [(schema.table, shard)]."""
     topics: dict[str, str] = {}
     """Tables of topics: shard → topic."""
+    formats: dict[str, RecordFormat] = {}
+    """Formats of topics, except plain JSON: shard → format."""
     derived: list[str] = []
     pipelines: dict[str, str] = {}
     """Maintaining pipelines: shard → pipeline."""
@@ -68,7 +72,8 @@ class Verifier:
         for capture, pairs in plan.captured.items():
             found += await self._verify_captured(capture, pairs)
         for shard, topic in plan.topics.items():
-            found.append(await self._verify_stream(shard, topic, self._expectations_of(shard, plan.pipelines[shard])))
+            expectations = self._expectations_of(shard, plan.pipelines[shard])
+            found.append(await self._verify_stream(shard, topic, expectations, plan.formats.get(shard, PLAIN)))
         for shard in plan.derived:
             pipeline = self._load_pipeline(plan.pipelines[shard])
             if shard not in pipeline.histories:
@@ -85,6 +90,7 @@ class Verifier:
         plan = VerificationPlan()
         for row in await self._catalogue.list(PipelineRow):
             fed_by |= row.tables
+            plan.formats |= {table: decode_format(text) for table, text in row.formats.items()}
             plan.pipelines |= dict.fromkeys(row.tables, row.name)
         for name in names or tuple(fed_by):
             if name not in fed_by:
@@ -157,7 +163,9 @@ class Verifier:
         # Violations do not stop this reader: the table has stopped before them, or has skipped them.
         return replace(found, on_violation=DROP) if found is not None else None
 
-    async def _verify_stream(self, name: str, topic: str, expectations: Expectations | None) -> Verified:
+    async def _verify_stream(
+        self, name: str, topic: str, expectations: Expectations | None, record_format: RecordFormat
+    ) -> Verified:
         row = await self._catalogue.get(TopicRow, topic)
         if row is None:
             raise MissingError(f"the topic of this table is gone: table={name} topic={topic}.")
@@ -166,10 +174,14 @@ class Verifier:
         if latest is None:
             raise MissingError(f"the topic has no binding yet: topic={topic}.", fix="Start a node with: tidemill up")
         shard = await self._open_shard(name)
-        feed = TopicFeed(row.name, row.topic_id, row.partitions, False, shard.schema, expectations=expectations)
+        feed = TopicFeed(
+            row.name, row.topic_id, row.partitions, False, shard.schema, record_format=record_format,
+            expectations=expectations,
+        )  # fmt: skip
         stores = self._stores
+        schemas = SchemaCache(schema_source(stores.metastore, record_format))
         l1 = open_l1_reader(stores.metastore, stores.objects, stores.clock, stores.rand)
-        fold = TopicFold(remap, LogPartitionReader(stores.consensus, stores.objects, l1), feed, latest.time_ms)
+        fold = TopicFold(remap, LogPartitionReader(stores.consensus, stores.objects, l1), feed, latest.time_ms, schemas)
         return await verify_expected(shard, latest.time_ms, fold.rows, progress=self._progress)
 
     async def _verify_derived(self, name: str, pipeline: Pipeline) -> Verified:

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+from tidemill.base.errors import InvalidError
 from tidemill.cli.verify.compare import Row
 from tidemill.cli.verify.spool import Spool
 from tidemill.shards.api import TIME, Binding, Remap
-from tidemill.spark.decode.records import cut_blocks, cut_slices
-from tidemill.spark.ingest.fetch_decode import decode_block
+from tidemill.spark.decode.records import Records, cut_blocks, cut_slices
+from tidemill.spark.formats.schemas.lookup import SchemaCache
+from tidemill.spark.formats.schemas.writer_schema import KnownSchemas, MissingSchemasError, WriterSchema
+from tidemill.spark.ingest.fetch_decode import Decoded, decode_block
 from tidemill.spark.ingest.sources import TopicFeed
-from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION
+from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION, UNCHANGED
 from tidemill.topics.api import PartitionReader
 
 BINDINGS_AT_ONCE = 2_000
@@ -21,11 +24,15 @@ REFS_AT_ONCE = 32
 class TopicFold:
     """Fold of a topic. `malformed` counts the records that no table can hold; it is known once `rows` has yielded."""
 
-    def __init__(self, remap: Remap, reader: PartitionReader, feed: TopicFeed, time_ms: int) -> None:
+    def __init__(
+        self, remap: Remap, reader: PartitionReader, feed: TopicFeed, time_ms: int, schemas: SchemaCache | None = None
+    ) -> None:
+        """Create the fold. `schemas`: of the topic's writers, if its format needs them."""
         self._remap = remap
         self._reader = reader
         self._feed = feed
         self._time_ms = time_ms
+        self._schemas = schemas
         self.malformed = 0
         self.records = 0
 
@@ -58,10 +65,30 @@ class TopicFold:
             for at in range(0, len(refs), REFS_AT_ONCE):
                 some = refs[at : at + REFS_AT_ONCE]
                 for records in cut_blocks([(piece, await self._reader.read(some), some)]):
-                    found = decode_block(self._feed, records)
+                    found = await self._decode(records)
+                    self._check_foldable(found)
                     self.records += len(records)
                     self.malformed += found.dead.num_rows
                     rows = found.commands.rows
                     await spool.add_commands(
                         rows, rows.column(LIVE), rows.column(TIME), rows.column(PARTITION), rows.column(ORDER)
                     )
+
+    async def _decode(self, records: Records) -> Decoded:
+        schemas: dict[int, WriterSchema] = {}
+        while True:
+            try:
+                return decode_block(self._feed, records, KnownSchemas(schemas.values()))
+            except MissingSchemasError as missing:
+                if self._schemas is None:
+                    raise
+                schemas |= await self._schemas.load({*schemas, *missing.ids})
+
+    def _check_foldable(self, found: Decoded) -> None:
+        """Raise InvalidError for commands that depend on more than their own key's records."""
+        if found.commands.truncates or found.stop is not None or UNCHANGED in found.commands.rows.column_names:
+            raise InvalidError(
+                "a topic with truncations, or with values that were not sent, cannot be verified:"
+                f" topic={self._feed.topic}.",
+                fix="Compare the table with the source database.",
+            )

@@ -51,12 +51,14 @@ TOPIC_IDS = Family(0x02, "topic id", TopicIdRow, Column("topic_id", Kind.TEXT), 
 class PipelineRow(msgspec.Struct, frozen=True):
     """A pipeline. tables: shard name → its source, for `status` and `verify`. Sources: `capture:<name>:<schema.table>`,
     `topic:<name>`, `derived`. derived: derived shard → its inputs in order → the columns that group the input (none:
-    the whole input); a row of an older version names none."""
+    the whole input); a row of an older version names none. formats: shard of a topic → the format of its records
+    (spark/formats/record_format.py); none: plain JSON objects."""
 
     name: str
     tables: dict[str, str] = {}
     dead_letters: str = ""
     derived: dict[str, dict[str, tuple[str, ...]]] = {}
+    formats: dict[str, str] = {}
 
 
 PIPELINES = Family(0x04, "pipeline", PipelineRow, Column("name", Kind.TEXT), own_entity=False)

@@ -8,7 +8,7 @@ rows that the column cannot represent: the others are decoded as if those did no
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import msgspec
@@ -113,21 +113,31 @@ def rows_to_columns(
     columns: Sequence[Column], rows: list[Any], places: list[int], dead: list[tuple[int, str]], to_arrow: ToArrow
 ) -> tuple[dict[str, pa.Array], list[int]]:
     """Return (columns of the valid rows, their places); the others are added to `dead` with the reason."""
+    values = ([getattr(row, f"c{i}") for row in rows] for i in range(len(columns)))
+    return values_to_columns(columns, values, places, dead, to_arrow)
+
+
+def values_to_columns(
+    columns: Sequence[Column],
+    values: Iterable[Sequence[Any]],
+    places: list[int],
+    dead: list[tuple[int, str]],
+    to_arrow: ToArrow,
+) -> tuple[dict[str, pa.Array], list[int]]:
+    """Convert the values of each column, as `rows_to_columns`; they may be Arrow arrays, too."""
     bad: dict[int, str] = {}
     out: dict[str, pa.Array] = {}
-    for i, column in enumerate(columns):
-        field = f"c{i}"
-        values = [getattr(row, field) for row in rows]
+    for column, found in zip(columns, values, strict=True):
         try:
-            out[column.name] = to_arrow(values, column)
+            out[column.name] = to_arrow(found, column)
         except BaseException as error:
             if not is_fault(error):
                 raise
-            out[column.name] = _convert_by_bisection(values, column, to_arrow, bad)
+            out[column.name] = _convert_by_bisection(found, column, to_arrow, bad)
     if not bad:
         return out, places
     dead += [(places[at], reason) for at, reason in sorted(bad.items())]
-    good = [at for at in range(len(rows)) if at not in bad]
+    good = [at for at in range(len(places)) if at not in bad]
     taken = pa.array(good, pa.int64())
     return {name: array.take(taken) for name, array in out.items()}, [places[at] for at in good]
 

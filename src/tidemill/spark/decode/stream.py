@@ -16,7 +16,7 @@ from __future__ import annotations
 import datetime
 from collections.abc import Sequence
 from decimal import Decimal
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from tidemill.spark.decode.block_decoder import Block, ObjectReader, join_blocks
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
 from tidemill.spark.decode.json_dialect import DeclaredDialect
 from tidemill.spark.decode.newline_text import Places
+from tidemill.spark.decode.partial_rows import OmittedColumns
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.row_decoder import build_command_table, check_nesting, row_decoder, rows_to_columns
 from tidemill.spark.merge.commands import Commands
@@ -62,10 +63,23 @@ _FIELDS: dict[str, Any] = {
     "binary": bytes | None,
 }
 _NULLS = (None, msgspec.Raw(b"null"))
+NULL_KEY = "a key column is null or absent"
+
+
+class DecodedRows(NamedTuple):
+    """Rows of records with a value, keys of records without one, and the places and reasons of dead letters.
+    `truncated`: places of records that delete every row; `partial`: rows that lack values."""
+
+    live: Block
+    absent: Block
+    dead: list[tuple[int, str]]
+    truncated: Sequence[int] = ()
+    partial: Sequence[OmittedColumns] = ()
 
 
 class StreamDecoder:
-    def __init__(self, schema: ShardSchema) -> None:
+    def __init__(self, schema: ShardSchema, *, text_keys: bool = True) -> None:
+        """Create the decoder. `text_keys`: the key of a deletion is plain text if it is a single string column."""
         self.schema = schema
         self._columns = schema.columns
         self._key_at = [i for i, c in enumerate(schema.columns) if c.name in schema.key]
@@ -73,18 +87,25 @@ class StreamDecoder:
         self._value = row_decoder(schema.columns, _FIELDS, Decimal | None)
         self._key = row_decoder(self._key_columns, _FIELDS, Decimal | None)
         self._one_key = len(self._key_columns) == 1
+        self._text_key = text_keys and self._one_key and self._key_columns[0].type == "string"
         dialect = DeclaredDialect(schema.key, (FIRST_US, LAST_US))
         self._objects = ObjectReader(schema.columns, dialect) if DeclaredDialect.supports(schema.columns) else None
         self._keys = ObjectReader(self._key_columns, dialect) if DeclaredDialect.supports(self._key_columns) else None
 
     def decode(self, records: Records) -> tuple[Commands, pa.Table]:
         """Return (commands, dead letters as updates of DEAD_LETTERS)."""
-        columns = records.columns
+        live, absent, dead, *_ = self.decode_rows(records.columns)
+        table = build_command_table(self.schema, live.arrays, live.places, absent.arrays, absent.places, records)
+        return Commands(table), dead_letter_table([*records.unread, *letters_of(records, dead)])
+
+    def decode_rows(self, columns: RecordColumns) -> DecodedRows:
+        """Decode the values, and the keys of records without a value."""
         valued = columns.value_bytes >= 0
-        keyed = np.flatnonzero(~valued & (columns.key_bytes >= 0))
+        by_key = ~valued if self._key_columns else np.zeros(len(valued), dtype=bool)
+        keyed = np.flatnonzero(by_key & (columns.key_bytes >= 0))
         blocks, slow = self._values_by_blocks(columns, np.flatnonzero(valued))
         gone, slow_keys = self._keys_by_blocks(columns, keyed)
-        keyless = np.flatnonzero(~valued & (columns.key_bytes < 0))
+        keyless = np.flatnonzero(by_key & (columns.key_bytes < 0))
         rows: list[Any] = []
         live_at: list[int] = []
         keys: list[Any] = []
@@ -98,7 +119,7 @@ class StreamDecoder:
                     check_nesting(value)
                     row = self._value.decode(value)
                     if any(getattr(row, name) in _NULLS for name in key_fields):
-                        raise _UnreadableError("a key column is null or absent")
+                        raise UnreadableError(NULL_KEY)
                     rows.append(row)
                     live_at.append(at)
                 else:
@@ -107,13 +128,14 @@ class StreamDecoder:
             except BaseException as error:
                 if not is_fault(error):
                     raise
-                dead.append((at, _error_text(error)))
+                dead.append((at, reason_of(error)))
         alone, live_at = rows_to_columns(self._columns, rows, live_at, dead, _values_to_array)
         alone_gone, absent_at = rows_to_columns(self._key_columns, keys, absent_at, dead, _values_to_array)
+        if not self._key_columns:  # the key is not in the records: each without a value deletes
+            absent_at = np.flatnonzero(~valued).tolist()
         live = join_blocks([*blocks, Block(np.array(live_at, dtype=np.int64), alone)])
         absent = join_blocks([*gone, Block(np.array(absent_at, dtype=np.int64), alone_gone)])
-        table = build_command_table(self.schema, *live, *absent, records)
-        return Commands(table), dead_letter_table([*records.unread, *_letters(records, dead)])
+        return DecodedRows(Block(live[1], live[0]), Block(absent[1], absent[0]), dead)
 
     def _values_by_blocks(self, columns: RecordColumns, live: Places) -> tuple[list[Block], Places]:
         if self._objects is None:
@@ -122,35 +144,36 @@ class StreamDecoder:
 
     def _keys_by_blocks(self, columns: RecordColumns, keyed: Places) -> tuple[list[Block], Places]:
         at, sizes = columns.key_at[keyed], columns.key_bytes[keyed]
-        if self._one_key and self._key_columns[0].type == "string":
+        if self._text_key:
             return read_plain_texts(self._key_columns[0], columns.body, at, sizes, keyed)
         return self._keys.read(columns.body, at, sizes, keyed) if self._keys is not None else ([], keyed)
 
     def _decode_key(self, key: bytes | None) -> Any:
         """Return a row with fields c0… of the key columns."""
         if key is None:
-            raise _UnreadableError("a deletion without a key")
+            raise UnreadableError("a deletion without a key")
         name = self._key_columns[0].name
-        if self._one_key and self._key_columns[0].type == "string":
+        if self._text_key:
             try:
                 key = msgspec.json.encode({name: key.decode()})
             except UnicodeDecodeError as error:
-                raise _UnreadableError("the key of a deletion is not UTF-8") from error
+                raise UnreadableError("the key of a deletion is not UTF-8") from error
         elif self._one_key and not key.lstrip().startswith(b"{"):
             key = b"{" + msgspec.json.encode(name) + b":" + key + b"}"
         check_nesting(key)
         found = self._key.decode(key)
         if any(getattr(found, f"c{i}") in _NULLS for i in range(len(self._key_columns))):
-            raise _UnreadableError("a key column of a deletion is null or absent")
+            raise UnreadableError("a key column of a deletion is null or absent")
         return found
 
 
-class _UnreadableError(ValueError):
-    """Error of this module, reported without the name of its type."""
+class UnreadableError(ValueError):
+    """Error of a decoder of topics, reported without the name of its type."""
 
 
-def _error_text(error: BaseException) -> str:
-    return str(error) if isinstance(error, _UnreadableError | msgspec.MsgspecError) else error_sentence(error)
+def reason_of(error: BaseException) -> str:
+    """Return the reason of a dead letter."""
+    return str(error) if isinstance(error, UnreadableError | msgspec.MsgspecError) else error_sentence(error)
 
 
 def _values_to_array(values: Sequence[Any], column: Column) -> pa.Array:
@@ -170,6 +193,12 @@ def _values_to_array(values: Sequence[Any], column: Column) -> pa.Array:
     return pa.array(values, kind)
 
 
+def convert_plain_values(values: Sequence[Any], column: Column) -> pa.Array:
+    """Convert texts and numbers that are not in JSON by the same rules. Raises exceptions of any type for a value that
+    the column cannot hold."""
+    return _values_to_array(msgspec.convert(values, list[_FIELDS.get(column.type, Decimal | None)]), column)  # type: ignore[misc]
+
+
 def _timestamp_us(value: datetime.datetime | int) -> int:
     """Convert integer milliseconds or a datetime, which is UTC without a zone. Raises ValueError outside
     FIRST_US..LAST_US."""
@@ -183,7 +212,7 @@ def _timestamp_us(value: datetime.datetime | int) -> int:
     return us
 
 
-def _letters(records: Records, dead: list[tuple[int, str]]) -> list[DeadLetter]:
+def letters_of(records: Records, dead: list[tuple[int, str]]) -> list[DeadLetter]:
     """Return one letter for each record at these places."""
     out = []
     for at, reason in dead:

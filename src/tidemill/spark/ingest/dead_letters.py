@@ -169,7 +169,8 @@ def letters_of_resolved(feed: TopicFeed, found: Resolved) -> pa.Table:
         _letter_of(
             feed,
             each,
-            f"table={feed.table} the previous row, which has the values of {', '.join(each.columns)}, is missing",
+            f"{f'table={feed.table} ' if feed.table else ''}the previous row, which has the values of"
+            f" {', '.join(each.columns)}, is missing",
         )
         for each in found.lost
     ]

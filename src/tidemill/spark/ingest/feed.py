@@ -61,7 +61,7 @@ async def feed_of(catalogue: Catalogue, table: Input) -> TopicFeed:
     """Return the topic of a table. Raises SourceNotReadyError, InvalidError."""
     if isinstance(table, CapturedTable):
         return await captured_feed(catalogue, table.capture, table.table)
-    return await stream_feed(catalogue, table.topic, table.schema)
+    return await stream_feed(catalogue, table.topic, table.schema, table.record_format)
 
 
 class Feed:

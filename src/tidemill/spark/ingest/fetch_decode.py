@@ -28,6 +28,15 @@ from tidemill.spark.decode.captured import CapturedDecoder, Stop
 from tidemill.spark.decode.dead_letter_rows import no_dead_letters
 from tidemill.spark.decode.records import Records, SliceDescriptor, cut_blocks, record_count
 from tidemill.spark.decode.stream import StreamDecoder
+from tidemill.spark.formats.record_format import PLAIN
+from tidemill.spark.formats.schemas.writer_schema import (
+    NO_SCHEMAS,
+    KnownSchemas,
+    MissingSchemasError,
+    SchemaLookup,
+    WriterSchema,
+)
+from tidemill.spark.formats.topic_decoder import TopicDecoder
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.step_planner import Step, StepPlanner
 from tidemill.spark.merge.commands import (
@@ -57,12 +66,15 @@ class Decoded(msgspec.Struct, frozen=True):
     stop: Stop | None = None
     violations: tuple[Violations, ...] = ()
     """Violations of the table's expectations; those of commands that leave columns unchanged are counted later."""
+    incomplete: bool = False
+    """True if a schema of a writer is not known here: then there is no result."""
 
 
 @lru_cache(maxsize=256)
-def _decoder_for(feed: TopicFeed) -> CapturedDecoder | StreamDecoder:
+def _decoder_for(feed: TopicFeed) -> CapturedDecoder | StreamDecoder | TopicDecoder:
     if not feed.captured:
-        return StreamDecoder(feed.schema)
+        plain = feed.record_format == PLAIN
+        return StreamDecoder(feed.schema) if plain else TopicDecoder(feed.schema, feed.record_format, feed.partitions)
     forms = None if feed.forms is None else dict(feed.forms)
     return CapturedDecoder(feed.schema, feed.table, feed.known, forms, feed.avro)
 
@@ -76,11 +88,15 @@ MIN_PARALLEL_RECORDS = 5_000
 
 
 def decode(
-    feed: TopicFeed, descriptors: Sequence[SliceDescriptor], batches: Batches, helpers: Executor | None = None
+    feed: TopicFeed,
+    descriptors: Sequence[SliceDescriptor],
+    batches: Batches,
+    helpers: Executor | None = None,
+    schemas: SchemaLookup = NO_SCHEMAS,
 ) -> Decoded:
     """Decode `batches[i]`, the record batches of `descriptors[i]`. Undecodable records are in the result, never
-    raised."""
-    parts = list(decode_blocks(feed, descriptors, batches, helpers))
+    raised. Raises MissingSchemasError, and as `schemas`."""
+    parts = list(decode_blocks(feed, descriptors, batches, helpers, schemas))
     stop = min((part.stop for part in parts if part.stop is not None), default=None)
     violations = tuple(each for part in parts for each in part.violations)
     commands = join_commands(feed.schema, [part.commands for part in parts])
@@ -93,14 +109,18 @@ def decode(
 
 
 def decode_blocks(
-    feed: TopicFeed, descriptors: Sequence[SliceDescriptor], batches: Batches, helpers: Executor | None = None
+    feed: TopicFeed,
+    descriptors: Sequence[SliceDescriptor],
+    batches: Batches,
+    helpers: Executor | None = None,
+    schemas: SchemaLookup = NO_SCHEMAS,
 ) -> Iterator[Decoded]:
     """Decode block by block, in order, as `decode`. The input of a block is released when the next block is taken, or
     with helpers `BLOCKS_IN_FLIGHT` blocks later.
 
     This thread cuts records out of their batches; `helpers` read them.
     """
-    read = partial(decode_block, feed)
+    read = partial(decode_block, feed, schemas=schemas)
     blocks = cut_blocks((d.slice, data, d.refs) for d, data in zip(descriptors, batches, strict=True))
     few = record_count([d.slice for d in descriptors]) < MIN_PARALLEL_RECORDS
     yield from map(read, blocks) if helpers is None or few else _map_concurrently(helpers, read, blocks)
@@ -125,13 +145,16 @@ def _map_concurrently(helpers: Executor, call: Callable[[T], U], items: Iterator
         yield under_way.popleft().result()
 
 
-def decode_block(feed: TopicFeed, records: Records) -> Decoded:
+def decode_block(feed: TopicFeed, records: Records, schemas: SchemaLookup = NO_SCHEMAS) -> Decoded:
+    """Decode a block. Raises MissingSchemasError, and as `schemas`."""
     decoder, stop = _decoder_for(feed), None
     key_of: Callable[[int], tuple[str, str]] | None = None
     if isinstance(decoder, CapturedDecoder):
         found = decoder.decode(records)
         commands, dead, stop = found.commands, found.dead, found.stop
         key_of = partial(_table_and_key, decoder, records)
+    elif isinstance(decoder, TopicDecoder):
+        commands, dead, stop = decoder.decode(records, schemas)
     else:
         commands, dead = decoder.decode(records)
     check = expectation_check(feed.schema, feed.expectations)
@@ -174,10 +197,16 @@ def fetch_table(portal: BlockingPortal, objects: ObjectStore, descriptors: Seque
     return found
 
 
-def fetch_and_decode(objects_url: str, feed: TopicFeed, descriptors: Sequence[SliceDescriptor]) -> Decoded:
-    """Fetch and decode in a worker process."""
+def fetch_and_decode(
+    objects_url: str, feed: TopicFeed, descriptors: Sequence[SliceDescriptor], schemas: Sequence[WriterSchema] = ()
+) -> Decoded:
+    """Fetch and decode in a worker process, with the schemas of writers that are given."""
     portal, objects = shared_objects(objects_url)
-    return decode(feed, descriptors, fetch_table(portal, objects, descriptors))
+    batches = fetch_table(portal, objects, descriptors)
+    try:
+        return decode(feed, descriptors, batches, schemas=KnownSchemas(schemas))
+    except MissingSchemasError:
+        return Decoded(no_commands(feed.schema), no_dead_letters(), incomplete=True)
 
 
 def to_ipc(table: pa.Table) -> bytes:
@@ -226,7 +255,9 @@ class Prefetcher:
         self.bytes = 0
         """Stored bytes of the prefetched step."""
 
-    def start(self, table: str, feed: TopicFeed, lower: int, end: int, most_records: int) -> None:
+    def start(
+        self, table: str, feed: TopicFeed, schemas: SchemaLookup, lower: int, end: int, most_records: int
+    ) -> None:
         """Start to read the table's step from `lower`, at most to `end`; a step of more than `most_records` is not
         read."""
         self.discard()
@@ -237,7 +268,7 @@ class Prefetcher:
 
         def run() -> None:
             try:
-                under_way.set_result(self._read(table, feed, lower, end, most_records))
+                under_way.set_result(self._read(table, feed, schemas, lower, end, most_records))
             except BaseException as error:  # of any type: `wait_result` handles it
                 under_way.set_exception(error)
 
@@ -262,11 +293,13 @@ class Prefetcher:
             self._under_way = None
             self.bytes = 0
 
-    def _read(self, table: str, feed: TopicFeed, lower: int, end: int, most_records: int) -> PrefetchedStep | None:
+    def _read(
+        self, table: str, feed: TopicFeed, schemas: SchemaLookup, lower: int, end: int, most_records: int
+    ) -> PrefetchedStep | None:
         self._planner.start_round()
         step = self._portal.call(self._planner.next(table, feed, lower, end))
         if step.large or step.records > most_records or not step.slices:
             return None
         self.bytes = step.bytes
         batches = fetch_table(self._portal, self._stores.objects, step.descriptors)
-        return PrefetchedStep(step, decode(feed, step.descriptors, batches, self._helpers))
+        return PrefetchedStep(step, decode(feed, step.descriptors, batches, self._helpers, schemas))

@@ -24,6 +24,7 @@ from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.pg_columns import column_for
 from tidemill.shards.parts.schema import check_schema
 from tidemill.spark.decode.avro import AvroVersion
+from tidemill.spark.formats.record_format import PLAIN, RecordFormat
 from tidemill.spark.predicates.expectations import Expectations
 
 
@@ -43,7 +44,7 @@ class SourceNotReadyError(Exception):
 class TopicFeed(msgspec.Struct, frozen=True):
     """One topic as a table's input.
 
-    `captured`: written by capture, else JSON from other producers. `table`: schema.table. `known`: the columns of each
+    `captured`: written by capture, else by other producers. `table`: schema.table. `known`: the columns of each
     version of a captured table's description; empty = one version, the schema's. `forms`: of its columns, if its
     records are events; None = they are rows.
     """
@@ -60,6 +61,8 @@ class TopicFeed(msgspec.Struct, frozen=True):
     forms: tuple[tuple[str, str], ...] | None = None
     avro: tuple[AvroVersion, ...] = ()
     """Avro schemas of each version of the description, if events are Avro."""
+    record_format: RecordFormat = PLAIN
+    """Format of the records, if they are not captured."""
     gone: str = ""
     """Reason why the table is no longer captured; "" = it is captured."""
     expectations: Expectations | None = None
@@ -92,7 +95,7 @@ async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> Topic
     schema, known = captured_schema(found), known_versions(found)
     return TopicFeed(
         topic.name, topic.topic_id, topic.partitions, True, schema, table, known, found.accepted, column_forms(found),
-        avro_versions(found), found.reason if found.state == "dropped" else "",
+        avro_versions(found), gone=found.reason if found.state == "dropped" else "",
     )  # fmt: skip
 
 
@@ -147,10 +150,12 @@ def captured_schema(row: CaptureTableRow) -> ShardSchema:
     return check_schema(ShardSchema(columns, tuple(c.name for c in key)))
 
 
-async def stream_feed(catalogue: Catalogue, topic: str, schema: ShardSchema) -> TopicFeed:
+async def stream_feed(
+    catalogue: Catalogue, topic: str, schema: ShardSchema, record_format: RecordFormat = PLAIN
+) -> TopicFeed:
     """Return a stream topic. Raises SourceNotReadyError."""
     row = await catalogue.get(TopicRow, topic)
     if row is None:
         reason = f"topic {topic} does not exist yet: produce to it, or run `tidemill topic create {topic}`"
         raise SourceNotReadyError(f"topic:{topic}", reason, absent=True)
-    return TopicFeed(row.name, row.topic_id, row.partitions, False, schema)
+    return TopicFeed(row.name, row.topic_id, row.partitions, False, schema, record_format=record_format)

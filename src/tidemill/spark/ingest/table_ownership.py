@@ -7,6 +7,8 @@ sources feed them, each skips what the other has written. So a table is refused,
     another pipeline's row in the catalogue maintains the shard from another source, or
     this pipeline's own row names another source for the shard, which exists: the file was changed.
 
+So it is if the source is the same topic, whose records are read in another format.
+
 Refused tables are checked again: a table is free when the other pipeline's row is deleted or changed, or the shard is
 dropped.
 
@@ -26,6 +28,7 @@ from msgspec.structs import replace
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.registry import shard_exists
+from tidemill.spark.formats.record_format import format_difference
 from tidemill.spark.stores import Stores
 
 DERIVED = "derived"
@@ -57,8 +60,8 @@ class TableOwnership:
         begun = self.wanted.tables.keys() - self.refused.keys() if self.looked.is_set() else set[str]()
         rows = portal.call(catalogue.list(PipelineRow))
         own = next((row for row in rows if row.name == self.wanted.name), None)
-        changed = sorted(self.wanted.tables.items() - own.tables.items()) if own is not None else []
-        shards = {table for table, _ in changed if portal.call(shard_exists(stores.consensus, table))}
+        changed = changed_tables(self.wanted, own) if own is not None else ()
+        shards = {table for table in changed if portal.call(shard_exists(stores.consensus, table))}
         found = find_refused(self.wanted, own, rows, shards, begun)
         portal.call(
             catalogue.put(row_without_refused(self.wanted, own, found, shards))
@@ -72,6 +75,19 @@ class TableOwnership:
         self.looked.set()
 
 
+def changed_tables(wanted: PipelineRow, own: PipelineRow) -> list[str]:
+    """Return the tables for which the pipeline's former row has another source, or another format of its records."""
+    return [
+        table
+        for table, fed_by in sorted(wanted.tables.items())
+        if own.tables.get(table) != fed_by or _format_change(own, wanted, table)
+    ]
+
+
+def _format_change(before: PipelineRow, now: PipelineRow, table: str) -> str:
+    return format_difference(before.formats.get(table, ""), now.formats.get(table, ""))
+
+
 def find_refused(
     wanted: PipelineRow,
     own: PipelineRow | None,
@@ -81,8 +97,8 @@ def find_refused(
 ) -> dict[str, str]:
     """Return {table: why it may not be maintained}.
 
-    `own`: the row that an earlier process of this pipeline put; `shards`: existing shards of tables for which that row
-    names another source; `begun`: tables that this process maintains already.
+    `own`: the row that an earlier process of this pipeline put; `shards`: existing shards of the tables that changed
+    since that row; `begun`: tables that this process maintains already.
     """
     out = {}
     for table in wanted.tables.keys() - begun:
@@ -95,10 +111,25 @@ def find_refused(
                 f" file of {other.name} and restart that pipeline: tidemill pipeline restart {other.name}; or, if it is"
                 f" no longer needed: tidemill pipeline delete {other.name}."
             )
+            if other.tables[table] == wanted.tables[table] and (change := _format_change(other, wanted, table)):
+                out[table] = (
+                    f"another pipeline reads the topic of this table in another format: table={table}"
+                    f" pipeline={other.name} difference=[{change}]. Declare the same format, or rename the table."
+                )
         elif before is not None and table in shards and wanted.tables[table] not in (before, DERIVED):
             out[table] = (
                 f"the table had another source before: table={table} before={before} now={wanted.tables[table]}."
                 f" Rename the table, or re-create it: tidemill table drop {table}."
+            )
+        elif (
+            own is not None
+            and before is not None
+            and table in shards
+            and (change := _format_change(own, wanted, table))
+        ):
+            out[table] = (
+                f"the records of the table were read in another format before: table={table} difference=[{change}]."
+                f" Rename the table, or re-create it from the whole topic: tidemill table drop {table}."
             )
     return out
 
@@ -107,15 +138,20 @@ def row_without_refused(
     wanted: PipelineRow, own: PipelineRow | None, refused: Mapping[str, str], shards: Collection[str]
 ) -> PipelineRow:
     """Return the row of a pipeline without the refused tables, which keep at most their former source."""
-    tables = {}
+    tables, formats = {}, {}
     for table, fed_by in wanted.tables.items():
-        before = own.tables.get(table, fed_by) if own is not None and table in shards else fed_by
-        if table not in refused:
-            tables[table] = fed_by
-        elif before != fed_by:
-            tables[table] = before
+        row = wanted
+        if table in refused:
+            if own is None or table not in shards or table not in own.tables:
+                continue
+            if own.tables[table] == fed_by and not _format_change(own, wanted, table):
+                continue
+            row = own
+        tables[table] = row.tables[table]
+        if table in row.formats:
+            formats[table] = row.formats[table]
     derived = {table: inputs for table, inputs in wanted.derived.items() if table not in refused}
-    return replace(wanted, tables=tables, derived=derived)
+    return replace(wanted, tables=tables, derived=derived, formats=formats)
 
 
 def _has_other_source(wanted: PipelineRow, other: PipelineRow, table: str) -> bool:
@@ -123,7 +159,7 @@ def _has_other_source(wanted: PipelineRow, other: PipelineRow, table: str) -> bo
     inputs."""
     if table not in other.tables:
         return False
-    if wanted.tables[table] != other.tables[table]:
+    if wanted.tables[table] != other.tables[table] or _format_change(other, wanted, table):
         return True
     here, there = wanted.derived.get(table), other.derived.get(table)
     return here is not None and there is not None and here != there

@@ -19,6 +19,8 @@ from tidemill.objects.store import Buffer
 from tidemill.shards.api import HistoryLostError, Part, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.key_hash import has_unnormalized_keys
+from tidemill.spark.formats.record_format import PLAIN
+from tidemill.spark.formats.schemas.lookup import writer_schemas
 from tidemill.spark.ingest.dead_letters import DeadLetterRun
 from tidemill.spark.ingest.fetch_decode import mirror_identity
 from tidemill.spark.ingest.sources import TopicFeed
@@ -87,6 +89,8 @@ class TableWriter:
         self.stores = stores
         self.shard = shard
         self.feed = feed
+        self.schemas = writer_schemas(portal, stores, feed.record_format if feed is not None else PLAIN)
+        """Schemas of the writers of its topic, by id."""
         self.outgrown = False
         """True if its input has a new description: it must be detached and opened again."""
         self.mirror_dir = mirror_dir

@@ -80,7 +80,9 @@ class PipelineRunner(PipelineContext):
         """Load the pipeline from its file, unless it is given; `opening`: opens a session that this pipeline must not
         stop."""
         pipeline = pipeline or load_pipeline(settings.file, settings.name)
-        row = PipelineRow(settings.name, pipeline.fed_by(), pipeline.dead_letters, pipeline.inputs())
+        row = PipelineRow(
+            settings.name, pipeline.fed_by(), pipeline.dead_letters, pipeline.inputs(), pipeline.formats()
+        )
         super().__init__(settings, TableOwnership(row))
         self.pipeline: Pipeline = pipeline
         self.feeds: list[Feed] = []

@@ -22,6 +22,7 @@ from tidemill.shards.api import TIME, HistoryLostError, Remap
 from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.decode.records import Slice, cut_blocks
+from tidemill.spark.formats.schemas.lookup import writer_schemas
 from tidemill.spark.ingest.fetch_decode import Decoded, decode_block, fetch_table
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.step_planner import STEP_BYTES, locate_batches, plan_interval, split_descriptors
@@ -87,6 +88,7 @@ class NewerRecords:
         self._portal = portal
         self._stores = stores
         self._feed = feed
+        self._schemas = writer_schemas(portal, stores, feed.record_format)
         self._keys = keys
         self._hashes = hashes
         self._letters = letters
@@ -120,7 +122,7 @@ class NewerRecords:
         for piece in (piece for each in descriptors for piece in split_descriptors([each], STEP_BYTES)):
             batches = fetch_table(self._portal, self._stores.objects, [piece])
             for records in cut_blocks([(piece.slice, batches[0], piece.refs)]):
-                self._add(decode_block(self._feed, records), timed)
+                self._add(decode_block(self._feed, records, self._schemas), timed)
         self._lower = upper
 
     def _add(self, block: Decoded, timed: bool) -> None:

@@ -30,6 +30,7 @@ from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.read.hash_ranges import HASH_MAX, range_between, read_range
 from tidemill.shards.read.part_reader import fetch_through
 from tidemill.spark.decode.records import Slice
+from tidemill.spark.formats.schemas.lookup import writer_schemas
 from tidemill.spark.ingest.dead_letters import letters_of_resolved
 from tidemill.spark.ingest.fetch_decode import decode, fetch_table
 from tidemill.spark.ingest.schema_growth import feed_for_shard, keep_shard_types
@@ -251,10 +252,11 @@ class TableReplay:
         descriptors = self._portal.call(locate_batches(self._stores.topics, slices))
         sizes = np.cumsum([sum(ref.size_bytes for ref in each.refs) for each in descriptors])
         found = [no_commands(feed.schema)]
+        schemas = writer_schemas(self._portal, self._stores, feed.record_format)
         for _, group in groupby(range(len(letters)), key=lambda at: int(sizes[at]) // STEP_BYTES):
             mine = list(group)
             some = [descriptors[at] for at in mine]
-            decoded = decode(feed, some, fetch_table(self._portal, self._stores.objects, some))
+            decoded = decode(feed, some, fetch_table(self._portal, self._stores.objects, some), schemas=schemas)
             found.append(decoded.commands)
             for row in decoded.dead.select(["topic", "partition", "offset", "reason"]).to_pylist():
                 self._set(Place(row["topic"], row["partition"], row["offset"]), INVALID, row["reason"])

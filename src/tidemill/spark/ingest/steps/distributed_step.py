@@ -105,6 +105,7 @@ class DistributedStep:
             self._stores.urls,
             str(table.mirror_dir),
             mirror_identity(self._stores.consensus_life),
+            table.schemas.known,
         )
 
     def append(self, table: TableWriter, step: Step, found: DistributedResult) -> None:
@@ -148,10 +149,12 @@ def _join_results(table: TableWriter, found: Sequence[RangeResult]) -> Distribut
     ordered = sorted(found, key=lambda r: r.number)
     asides = [aside for r in ordered for aside in r.asides]
     dead = [aside.dead for aside in asides] + [r.dead for r in ordered]
-    # A truncation needs every live key at the same time, and a stop shortens the interval.
+    # A truncation needs every live key at the same time, a stop shortens the interval, and only the driver asks a
+    # registry.
     empty = table.operator.mirror.empty
     inline = any(
-        aside.stop is not None or any(t.order != BEFORE_ALL or not empty for t in aside.truncates) for aside in asides
+        aside.incomplete or aside.stop is not None or any(t.order != BEFORE_ALL or not empty for t in aside.truncates)
+        for aside in asides
     )
     inline |= any(r.stops for r in ordered)
     return DistributedResult(

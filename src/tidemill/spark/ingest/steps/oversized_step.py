@@ -96,7 +96,7 @@ class OversizedStep:
         try:
             for piece in split_descriptors(self._step.descriptors, STEP_BYTES):
                 batches = fetch_table(self._table.portal, self._stores.objects, [piece])
-                for block in decode_blocks(self._feed, [piece], batches):
+                for block in decode_blocks(self._feed, [piece], batches, schemas=self._table.schemas):
                     if stopping():
                         return False
                     if block.stop is not None:

@@ -21,6 +21,7 @@ from tidemill.shards.parts.arrow_rows import combine_columns
 from tidemill.shards.parts.parts import PartTarget, store_part
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.decode.records import SliceDescriptor
+from tidemill.spark.formats.schemas.writer_schema import WriterSchema
 from tidemill.spark.ingest.dead_letters import letters_of_resolved, stop_of_rejected, violations_of_rejected
 from tidemill.spark.ingest.fetch_decode import fetch_and_decode, from_ipc, to_ipc
 from tidemill.spark.ingest.sources import TopicFeed
@@ -56,6 +57,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     mirror: str
     """Directory of the driver's saved mirror, used if it is on this machine too."""
     boot: str
+    schemas: tuple[WriterSchema, ...] = ()
+    """Schemas of the topic's writers that the driver has met."""
 
 
 class StepPiece(msgspec.Struct, frozen=True):
@@ -72,6 +75,8 @@ class SideOutput(msgspec.Struct, frozen=True):
     stop: Stop | None = None
     truncates: tuple[Truncate, ...] = ()
     violations: tuple[Violations, ...] = ()
+    incomplete: bool = False
+    """True if the piece has a record whose schema only the driver can look up."""
 
 
 class RangeResult(msgspec.Struct, frozen=True):
@@ -100,11 +105,13 @@ def decode_piece(plans: bytes, payload: bytes) -> Iterator[Message]:
     """Task: yield the commands of a piece by range, and its side output."""
     piece = _PIECE.decode(payload)
     plan = _PLANS.decode(plans)[piece.plan]
-    decoded = fetch_and_decode(plan.urls.objects, plan.feed, piece.descriptors)
+    decoded = fetch_and_decode(plan.urls.objects, plan.feed, piece.descriptors, plan.schemas)
     for number, rows in enumerate(cut_by_hash(decoded.commands.rows, plan.schema.key, plan.ranges)):
         if rows.num_rows:
             yield plan.first + number, (to_ipc(rows), b"")
-    aside = SideOutput(to_ipc(decoded.dead), decoded.stop, decoded.commands.truncates, decoded.violations)
+    aside = SideOutput(
+        to_ipc(decoded.dead), decoded.stop, decoded.commands.truncates, decoded.violations, decoded.incomplete
+    )
     if aside != SideOutput():
         yield plan.first, (b"", msgspec.msgpack.encode(aside))
 

@@ -153,7 +153,7 @@ class StepExecutor:
         after = [((w.upper if w in work else w.step.lower), w.seat.name, w.seat) for w in small]
         lower, _, seat = min(after, key=lambda one: one[:2], default=(end, "", None))
         if lower < end and seat is not None:
-            self._ahead.start(seat.name, _feed_of(seat), lower, end, self._most_inline)
+            self._ahead.start(seat.name, _feed_of(seat), seat.table.schemas, lower, end, self._most_inline)
 
     def _gather(self, calls: Sequence[tuple[ScheduledTable, Any]]) -> list[tuple[ScheduledTable, Any]]:
         """Await all calls concurrently on the portal's loop. Failures are reported to their tables, results
@@ -191,7 +191,8 @@ class StepExecutor:
                 self._seats.run_isolated(item.seat, partial(self._decode, item, batches))
 
     def _decode(self, item: _StepWork, batches: Batches) -> None:
-        item.decoded = decode(_feed_of(item.seat), item.step.descriptors, batches, self._decoders)
+        feed, schemas = _feed_of(item.seat), item.table.schemas
+        item.decoded = decode(feed, item.step.descriptors, batches, self._decoders, schemas)
 
     def _drain(self, item: _StepWork) -> None:
         table, decoded = item.table, item.decoded

@@ -1,0 +1,4 @@
+"""avro: data of a writer's schema → rows.
+
+schema ─► reader ─► columns (many records together) | values (one by one)
+"""

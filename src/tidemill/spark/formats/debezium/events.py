@@ -1,0 +1,171 @@
+"""Change events of Debezium, once their format is read → rows and deleted keys.
+
+    c r u   the row in `after`; also a deletion of the key in `before`, if the update changed it
+    d       deletion of the key in `before`, or else of the record's key
+    t       every row is deleted
+    null    a tombstone: deletion of the record's key
+
+A value that the connector could not know, because PostgreSQL does not send a large value that an update left unchanged,
+keeps its previous value (merge/toast_fill.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from tidemill.shards.api import Column
+from tidemill.spark.decode.block_decoder import Block, join_blocks, to_bool_mask
+from tidemill.spark.decode.newline_text import Mask, Places
+from tidemill.spark.decode.partial_rows import OmittedColumns
+from tidemill.spark.decode.row_decoder import values_to_columns
+from tidemill.spark.formats.avro.reader import Dead
+from tidemill.spark.formats.conversion import SourceType, no_columns
+from tidemill.spark.formats.debezium.encodings import ToArrow, find_event_conversion, is_unavailable
+
+UPSERTS, DELETE, TRUNCATE = frozenset({"c", "r", "u"}), "d", "t"
+NO_EVENT = "not a change event of a row: it has no op"
+Values = Mapping[str, Sequence[Any]]
+
+
+class Events(NamedTuple):
+    """Events of one schema. `after` and `before`: values by column where the event has that row; `before` only of the
+    key. `unavailable`: place → columns whose value is not known."""
+
+    places: Places
+    ops: Sequence[str]
+    after: Values
+    has_after: Mask
+    before: Values
+    has_before: Mask
+    unavailable: Mapping[int, tuple[str, ...]] = {}
+
+
+class EventPlan:
+    """Conversions of the rows in events of one schema. `problem`: why they can never be rows."""
+
+    def __init__(
+        self, columns: Sequence[Column], key: Sequence[str], sources: Mapping[str, SourceType] | None, schema: str
+    ) -> None:
+        """Find the conversions. `sources`: types by field; None if records do not carry their schema."""
+        self.columns = columns
+        self.key_columns = [column for column in columns if column.name in key]
+        self.problem = ""
+        self._conversions: dict[str, ToArrow] = {}
+        for column in columns:
+            source = None if sources is None else sources.get(column.name, SourceType("null"))
+            found = find_event_conversion(source, column)
+            if found is None:
+                assert source is not None
+                self.problem = (
+                    self.problem or f"column={column.name}: {schema} has {source.kind}, which is never {column.type}"
+                )
+            else:
+                self._conversions[column.name] = found
+
+    def convert(self, columns: Sequence[Column], values: Values, at: Places, places: Places, dead: Dead) -> Block:
+        """Convert the values at these positions; their records are `places`."""
+        found = (_take(values[column.name], at) for column in columns)
+        arrays, kept = values_to_columns(columns, found, places.tolist(), dead, self._to_arrow)
+        return Block(np.array(kept, dtype=np.int64), arrays)
+
+    def _to_arrow(self, values: Sequence[Any], column: Column) -> pa.Array:
+        return self._conversions[column.name](values)
+
+
+class EventRows:
+    """Rows, keys and truncations of events, group by group."""
+
+    def __init__(self, columns: Sequence[Column], key_columns: Sequence[Column]) -> None:
+        self.dead: Dead = []
+        self.live = [no_columns(columns)]
+        self.gone = [no_columns(key_columns)]
+        self.by_record_key: list[int] = []
+        """Places of deletions whose key is that of the record."""
+        self.truncated: list[int] = []
+        self._unavailable: dict[int, tuple[str, ...]] = {}
+
+    def add(self, events: Events, plan: EventPlan) -> None:
+        ops = np.array(events.ops, dtype=object)
+        upserts = np.array([op in UPSERTS for op in events.ops], dtype=bool)
+        deletes = ops == DELETE
+        self.truncated += events.places[ops == TRUNCATE].tolist()
+        for at in np.flatnonzero(~upserts & ~deletes & (ops != TRUNCATE)).tolist():
+            self.dead.append((int(events.places[at]), f"an event with the unknown op {events.ops[at]!r}"[:200]))
+        for place in events.places[upserts & ~events.has_after].tolist():
+            self.dead.append((place, "an event of a row without the row: after is null"))
+        upserts &= events.has_after
+        if plan.problem:
+            self.dead += [(place, plan.problem) for place in events.places[upserts].tolist()]
+            upserts[:] = False
+        self._add_rows(events, plan, np.flatnonzero(upserts))
+        self._add_deletions(events, plan, np.flatnonzero(deletes))
+
+    def _add_rows(self, events: Events, plan: EventPlan, at: Places) -> None:
+        if not len(at):
+            return
+        block = plan.convert(plan.columns, events.after, at, events.places[at], self.dead)
+        self.live.append(block)
+        self._unavailable |= events.unavailable
+        at = np.flatnonzero(events.has_before & np.isin(events.places, block.places))
+        if not len(at):
+            return
+        before = self._known_keys(events, plan, at)
+        now = np.searchsorted(block.places, before.places)
+        changed = np.zeros(len(before.places), dtype=bool)
+        for name, keys in before.arrays.items():
+            differs = pc.not_equal(keys, block.arrays[name].take(pa.array(now)))
+            changed |= to_bool_mask(pc.fill_null(differs, False))
+        if changed.any():
+            kept = pa.array(changed)
+            self.gone.append(Block(before.places[changed], {n: a.filter(kept) for n, a in before.arrays.items()}))
+
+    def _add_deletions(self, events: Events, plan: EventPlan, at: Places) -> None:
+        found = self._known_keys(events, plan, at[events.has_before[at]])
+        self.gone.append(found)
+        self.by_record_key += np.setdiff1d(events.places[at], found.places).tolist()
+
+    def _known_keys(self, events: Events, plan: EventPlan, at: Places) -> Block:
+        """Return the keys in `before`, of those that have the whole key."""
+        if plan.problem or not plan.key_columns or not len(at):
+            return no_columns(plan.key_columns)
+        found = plan.convert(plan.key_columns, events.before, at, events.places[at], [])
+        whole = np.ones(len(found.places), dtype=bool)
+        for array in found.arrays.values():
+            whole &= to_bool_mask(array.is_valid())
+        kept = pa.array(whole)
+        return Block(found.places[whole], {name: array.filter(kept) for name, array in found.arrays.items()})
+
+    def live_block(self) -> Block:
+        arrays, places = join_blocks(self.live)
+        return Block(places, arrays)
+
+    def gone_block(self, by_record_key: Block) -> Block:
+        arrays, places = join_blocks([*self.gone, by_record_key])
+        return Block(places, arrays)
+
+    def partial_rows(self) -> list[OmittedColumns]:
+        """Return the rows that lack values, grouped by the columns."""
+        groups: dict[tuple[str, ...], list[int]] = {}
+        for place, names in sorted(self._unavailable.items()):
+            groups.setdefault(names, []).append(place)
+        return [
+            OmittedColumns(msgspec.json.encode(names), False, np.array(places, dtype=np.int64))
+            for names, places in groups.items()
+        ]
+
+
+def unavailable_columns(row: Mapping[str, Any], key: Sequence[str]) -> tuple[str, ...]:
+    """Return the columns of a row whose value is the placeholder."""
+    return tuple(sorted(name for name, value in row.items() if name not in key and is_unavailable(value)))
+
+
+def _take(values: Any, at: Places) -> Any:
+    if isinstance(values, pa.Array):
+        return values.take(pa.array(at))
+    return [values[i] for i in at.tolist()]

@@ -1,0 +1,220 @@
+"""Format of a topic's records: the checked options of `p.topic`.
+
+    schema=            columns of the records
+      columns=, except_columns=    which of them the table has
+      include=                     more columns of the table, with metadata of Kafka
+    delete_when=       may use all of them
+
+The format belongs to a table's identity: records that were read in one format are not read again in another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, TypedDict
+from urllib.parse import urlsplit, urlunsplit
+
+import msgspec
+from msgspec.structs import replace
+
+from tidemill.base.errors import InvalidError, unknown_name_fix
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.parts.schema import check_schema
+from tidemill.spark.formats.protobuf_reader import check_protobuf
+from tidemill.spark.predicates.predicate import compile_predicate
+from tidemill.spark.types import Names, declared_columns, key_names, split_names
+
+if TYPE_CHECKING:
+    from pyspark.sql.types import StructType
+
+FORMATS = ("json", "avro", "protobuf", "json_schema")
+ENVELOPES = ("none", "debezium")
+FRAMED = frozenset({"avro", "protobuf", "json_schema"})
+WITH_SCHEMAS = {"avro": "AVRO", "protobuf": "PROTOBUF"}
+"""Formats whose records cannot be read without the writer's schema, with the registry's name of the type."""
+
+METADATA: dict[str, tuple[str, ...]] = {
+    "timestamp": ("timestamp",),
+    "offset": ("int64",),
+    "partition": ("int32",),
+    "key": ("string", "binary"),
+    "headers": ("json",),
+}
+"""Metadata of a record, and the types that its column may have; the first is the default."""
+_TYPE_NAMES = {"string": "string", "binary": "binary", "timestamp": "timestamp", "json": "json"} | {
+    "bigint": "int64", "long": "int64", "int": "int32", "integer": "int32",
+}  # fmt: skip
+
+
+class TopicOptions(TypedDict, total=False):
+    """Options of `p.topic`.
+
+    format           "json", "avro", "protobuf" or "json_schema"; all but the first with Confluent's framing
+    envelope         "debezium": change events of Debezium
+    registry         URL of another registry than the cluster's
+    delete_when      condition on a record's columns under which it deletes its key
+    columns, except_columns    the columns of `schema` that the table has, or does not have
+    include          metadata of Kafka → name of its column: {"timestamp": "sent_at"}
+    """
+
+    format: str
+    envelope: str
+    registry: str
+    delete_when: str
+    columns: Names
+    except_columns: Names
+    include: Mapping[str, str]
+
+
+class RecordFormat(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Checked options. `include`: pairs of metadata and column; `hidden`: columns of the records that only
+    `delete_when` uses."""
+
+    format: str = "json"
+    envelope: str = "none"
+    registry: str = ""
+    delete_when: str = ""
+    include: tuple[tuple[str, str], ...] = ()
+    hidden: tuple[Column, ...] = ()
+
+    def value_schema(self, schema: ShardSchema) -> ShardSchema:
+        """Return the columns and keys that are in the records themselves; the key may be empty."""
+        included = {name for _, name in self.include}
+        columns = tuple(c for c in schema.columns if c.name not in included)
+        return ShardSchema((*columns, *self.hidden), tuple(name for name in schema.key if name not in included))
+
+    def encode(self) -> str:
+        """Return the format for the catalogue, without the password of a registry; "" for plain JSON objects."""
+        url = urlsplit(self.registry)
+        public = replace(self, registry=urlunsplit(url._replace(netloc=url.netloc.rpartition("@")[2])))
+        return "" if public == PLAIN else msgspec.json.encode(public).decode()
+
+
+PLAIN = RecordFormat()
+
+
+def decode_format(text: str) -> RecordFormat:
+    """Return a format from the catalogue."""
+    return msgspec.json.decode(text, type=RecordFormat) if text else PLAIN
+
+
+def format_difference(before: str, now: str) -> str:
+    """Return how the rows of a table would differ between two formats in the catalogue; "" if they do not: another
+    registry, and additional columns of metadata, change no row."""
+    old, new = decode_format(before), decode_format(now)
+    out = [
+        f"{name}: {getattr(old, name) or 'none'} became {getattr(new, name) or 'none'}"
+        for name in ("format", "envelope", "delete_when")
+        if getattr(old, name) != getattr(new, name)
+    ]
+    out += [
+        f"include: {meta} is no longer {column}" for meta, column in old.include if (meta, column) not in new.include
+    ]
+    return ", ".join(out)
+
+
+def declare_topic(
+    topic: str, key: Names, schema: str | StructType, options: TopicOptions
+) -> tuple[ShardSchema, RecordFormat]:
+    """Return the schema of the table, and the format of the records. Raises InvalidError."""
+    unknown = sorted(options.keys() - TopicOptions.__annotations__.keys())
+    if unknown:
+        raise InvalidError(
+            f"unknown option of a topic: topic={topic} option={unknown[0]}.",
+            fix=unknown_name_fix(unknown[0], sorted(TopicOptions.__annotations__)),
+        )
+    found = RecordFormat(
+        _one_of(topic, "format", options.get("format", "json"), FORMATS),
+        _one_of(topic, "envelope", options.get("envelope", "none"), ENVELOPES),
+        _registry(topic, options),
+    )
+    if found.format == "protobuf":
+        check_protobuf()
+        if found.envelope != "none":
+            raise InvalidError(
+                f"change events are not read in this format: topic={topic} format=protobuf envelope={found.envelope}.",
+                fix="Let the connector write JSON or Avro.",
+            )
+    declared = declared_columns(schema)
+    chosen = _chosen_columns(topic, declared, options)
+    included = _included_columns(topic, options.get("include", {}))
+    taken = next((c.name for _, c in included if c.name in {d.name for d in declared}), None)
+    if taken is not None:
+        raise InvalidError(
+            f"the schema has a column of this name already: topic={topic} column={taken}.",
+            fix="Give the column of include= another name.",
+        )
+    table = check_schema(ShardSchema((*chosen, *(c for _, c in included)), key_names(key)))
+    condition = options.get("delete_when", "")
+    hidden = _hidden_columns(topic, condition, declared, table) if condition else ()
+    return table, replace(
+        found, delete_when=condition, include=tuple((meta, c.name) for meta, c in included), hidden=hidden
+    )
+
+
+def _hidden_columns(topic: str, condition: str, declared: tuple[Column, ...], table: ShardSchema) -> tuple[Column, ...]:
+    """Return the columns that the condition uses and the table does not have."""
+    have = {column.name for column in table.columns}
+    others = [column for column in declared if column.name not in have]
+    try:
+        used = compile_predicate(condition, (*table.columns, *others)).columns
+    except InvalidError as error:
+        raise InvalidError(f"{error.message.rstrip('.')} topic={topic} option=delete_when.", fix=error.fix) from error
+    return tuple(column for column in others if column.name in used)
+
+
+def _one_of(topic: str, option: str, given: str, known: tuple[str, ...]) -> str:
+    if given not in known:
+        raise InvalidError(
+            f"unknown {option} of a topic: topic={topic} {option}={given!r}.", fix=f"Use one of: {', '.join(known)}."
+        )
+    return given
+
+
+def _registry(topic: str, options: TopicOptions) -> str:
+    url, form = options.get("registry", ""), options.get("format", "json")
+    if url and form not in WITH_SCHEMAS:
+        raise InvalidError(f"this format needs no registry: topic={topic} format={form}.", fix="Leave registry= out.")
+    if url and not url.startswith(("http://", "https://")):
+        raise InvalidError(
+            f"not the URL of a registry: topic={topic} registry={url!r}.", fix='Give it as registry="http://HOST:PORT".'
+        )
+    return url.rstrip("/")
+
+
+def _chosen_columns(topic: str, declared: tuple[Column, ...], options: TopicOptions) -> tuple[Column, ...]:
+    if "columns" in options and "except_columns" in options:
+        raise InvalidError(
+            f"columns and except_columns exclude each other: topic={topic}.", fix="Use one of them, or neither."
+        )
+    option = "columns" if "columns" in options else "except_columns"
+    names = split_names(options.get("columns", options.get("except_columns", ())))
+    have = [c.name for c in declared]
+    for name in names:
+        if name not in have:
+            raise InvalidError(
+                f"the schema has no such column: topic={topic} {option}={name}.", fix=unknown_name_fix(name, have)
+            )
+    if option == "columns":
+        return tuple(c for c in declared if c.name in names)
+    return tuple(c for c in declared if c.name not in names)
+
+
+def _included_columns(topic: str, include: Mapping[str, str]) -> list[tuple[str, Column]]:
+    out = []
+    for meta, given in include.items():
+        if meta not in METADATA:
+            raise InvalidError(
+                f"unknown metadata of a record: topic={topic} include={meta}.", fix=unknown_name_fix(meta, [*METADATA])
+            )
+        name, _, last = given.strip().rpartition(" ")
+        kind = _TYPE_NAMES.get(last.lower(), "") if name else ""
+        if not kind:
+            name, kind = given.strip(), METADATA[meta][0]
+        if kind not in METADATA[meta]:
+            raise InvalidError(
+                f"this metadata has another type: topic={topic} include={meta} type={kind}.",
+                fix=f"Use one of: {', '.join(METADATA[meta])}.",
+            )
+        out.append((meta, Column(name.strip(), kind)))
+    return out
