@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pyarrow as pa
 import pytest
+from msgspec.structs import replace
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.cli.verify import topic_fold
@@ -16,6 +17,7 @@ from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import DIFF, TIME, Binding, Column, ShardSchema
 from tidemill.shards.registry import open_remap, open_shard
 from tidemill.spark.ingest.sources import TopicFeed
+from tidemill.spark.predicates.expectations import Expectation, Expectations
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, encode_batch
 
@@ -84,6 +86,11 @@ async def test_a_topic_folds_to_what_its_shard_should_hold_at_each_time(monkeypa
         assert found.clean, found
         counts[time_ms] = (found.rows, folded.records, folded.malformed)
     assert counts == {9: (0, 0, 0), 10: (2, 2, 0), 20: (1, 6, 1), 25: (1, 6, 1), 30: (2, 7, 1)}
+
+    expected = Expectations((Expectation("not two", "n <> 2"),), "drop")
+    strict = TopicFold(remap, topic, replace(feed, expectations=expected), 10)
+    found = await verify_expected(shard, 10, strict.rows)
+    assert (found.missing, found.extra) == (0, 1), "a record that violates an expectation is not expected in the table"
 
     topic.records[0][2] = (b"a", b'{"id": "a", "n": 9}')
     wrong = await verify_expected(shard, 30, TopicFold(remap, topic, feed, 30).rows)

@@ -16,6 +16,9 @@ from support.spark.running import error_of, mark, pipeline
 from support.spark.sinks import clicks_sink
 from support.waiting import eventually
 from tidemill.base.errors import InvalidError
+from tidemill.base.status.status import StatusReport
+from tidemill.console.views.pipelines import PipelineView, pipeline_views
+from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.parts.schema import update_schema
 from tidemill.shards.registry import open_shard
@@ -287,6 +290,12 @@ def build(p):
 """
 
 
+def driver_view(tables: Any) -> PipelineView:
+    report = StatusReport("pipeline:p", 1, (), facts={"tables": tables})
+    row = PipelineRow("p", {"h": "derived"}, "", {"h": {"clicks": ()}})
+    return pipeline_views({}, {"p": row}, {}, [report], 1, {})["p"]
+
+
 def test_a_driver_maintains_histories_without_spark_beside_a_table_that_an_expectation_stops(
     harbour: Any, tmp_path: Path
 ) -> None:
@@ -303,6 +312,8 @@ def test_a_driver_maintains_histories_without_spark_beside_a_table_that_an_expec
         found = mark(harbour, "shard:strict")
         assert found is not None and found.parked and found.position == 2000
         facts = StatusReporter(runner).facts()["tables"]
+        (row,) = [x for x in driver_view(facts).tables if x["table"] == "h"]
+        assert (row["maintained"], row["inputs"]) == ("by change", {"clicks": []})
         assert facts["clicks"]["violations"] == {"small": 1} and facts["h"]["won"] >= 1  # type: ignore[index]
     versions = [(r["product_id"], r["valid_from"].timestamp(), r["is_current"]) for r in harbour.contents("h")]
     assert versions == [(1, 1.0, False), (-1, 2.0, False), (3, 3.0, True)]

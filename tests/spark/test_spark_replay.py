@@ -15,6 +15,7 @@ from support.spark.sinks import clicks_sink, shop_sink
 from tidemill.base.errors import InvalidError
 from tidemill.cli.main import app
 from tidemill.console.dead_letter_read import read_letters
+from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.api import HistoryLostError
 from tidemill.spark.definition import Pipeline
 from tidemill.spark.predicates.expectations import Expectation, Expectations
@@ -285,5 +286,9 @@ def test_the_command_prints_what_became_of_each_record(harbour: Any, tmp_path: P
     assert done.stdout.splitlines()[0] == "1 applied, 1 superseded, 1 invalid"
     assert "partition=0 offset=2 is newer" in done.stdout and "violates small: product_id < 9" in done.stdout
     assert contents(harbour) == {"k1": 2, "k2": 8}
+    row = PipelineRow("p", {"clicks": "topic:clicks"}, "p.dead_letters")
+    harbour.portal.call(harbour.stores.catalogue.put(row))
+    verified = CliRunner().invoke(app, ["verify", "clicks", "--config", str(config)])
+    assert verified.exit_code == 0, "verify expects the rows that satisfy the expectations of the file"
     listed = CliRunner().invoke(app, ["dead-letters", "list", "--config", str(config), "--json"])
     assert listed.exit_code == 0, listed.output

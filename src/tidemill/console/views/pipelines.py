@@ -145,7 +145,8 @@ def _derived_table_fields(
 ) -> dict[str, Any]:
     """Return the additional fields of a derived table.
 
-    `inputs` maps each input to the columns that group it. `maintained` is `by group` or `whole`, with the reason.
+    `inputs` maps each input to the columns that group it. `maintained` is `by group`, `whole`, or for a history
+    `by change`, with the reason.
     `last_groups` is how many groups the last round of a reporting driver computed, with the reason: −1 means all, None
     means no round yet.
     """
@@ -159,9 +160,12 @@ def _derived_table_fields(
         key=lambda fact: int(fact["recomputed"]),
         default={},
     )
+    how = "by group" if by else "whole"
+    if any(_table_facts(report).get(name, {}).get("history") for report in reports):
+        how, why = "by change", "a history follows the changes of its input"
     return {
         "inputs": {i: list(columns) for i, columns in inputs.items()},
-        "maintained": "by group" if by else "whole",
+        "maintained": how,
         "maintained_why": why,
         "last_groups": last.get("groups"),
         "last_whole_why": last.get("whole_because", ""),

@@ -14,7 +14,7 @@ is never empty.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -30,6 +30,19 @@ from tidemill.spark.merge.resolve import MirrorLookup
 
 VALID_FROM, VALID_TO, IS_CURRENT = "valid_from", "valid_to", "is_current"
 _TIMESTAMP = arrow_type("timestamp")
+
+
+class _Changes(NamedTuple):
+    """Changes of keys at times, by key and time. `old`, `new`: rows in `rows`, or −1; `first`: of its key; `opens`: it
+    opens a version."""
+
+    rows: pa.Table
+    hashes: npt.NDArray[np.uint64]
+    old: Index
+    new: Index
+    first: Mask
+    opens: Mask
+    at_ms: Index
 
 
 def history_schema(table: str, schema: ShardSchema) -> ShardSchema:
@@ -91,7 +104,8 @@ def version_updates(
     (both,) = np.nonzero((old >= 0) & (new >= 0))
     same[both] = rows_equal(rows, old[both], rows, new[both], track)
     opens, closes, in_place = (new >= 0) & ~same, (old >= 0) & ~same, same
-    since_us = _starts_before(schema, rows, hashes, old, new, first, opens, at_ms, current)
+    changes = _Changes(rows, hashes, old, new, first, opens, at_ms)
+    since_us = _starts_before(schema, changes, current)
     pieces = [
         (old, closes | in_place, since_us, None, -1),
         (old, closes, since_us, at_ms, 1),
@@ -127,24 +141,15 @@ def _row_of_each(change: Index, order: Index, mask: Mask, count: int) -> Index:
     return out
 
 
-def _starts_before(
-    schema: ShardSchema,
-    rows: pa.Table,
-    hashes: npt.NDArray[np.uint64],
-    old: Index,
-    new: Index,
-    first: Mask,
-    opens: Mask,
-    at_ms: Index,
-    current: MirrorLookup,
-) -> Index:
+def _starts_before(schema: ShardSchema, changes: _Changes, current: MirrorLookup) -> Index:
     """Return for each change the start (µs) of the version before it, where there is one.
 
     It is the time of the last change of the key that opened a version, or else that in `current`.
     """
-    asked = np.where(old >= 0, old, new)[first]
-    found_rows, found = current.lookup(rows_at(rows.select(list(schema.key)), asked), hashes[asked])
-    if ((found >= 0) != (old[first] >= 0)).any():
+    first, had = changes.first, changes.old >= 0
+    asked = np.where(had, changes.old, changes.new)[first]
+    found_rows, found = current.lookup(rows_at(changes.rows.select(list(schema.key)), asked), changes.hashes[asked])
+    if ((found >= 0) != had[first]).any():
         raise CorruptError(
             "the history does not continue the table.", fix="Drop the history; the pipeline re-creates it."
         )
@@ -153,9 +158,9 @@ def _starts_before(
     before[found >= 0] = known[found[found >= 0]]
     places = np.arange(len(first))
     begin = np.maximum.accumulate(np.where(first, places, 0))
-    opened = np.concatenate([[-1], np.maximum.accumulate(np.where(opens, places, -1))[:-1]])
+    opened = np.concatenate([[-1], np.maximum.accumulate(np.where(changes.opens, places, -1))[:-1]])
     number = np.cumsum(first) - 1
-    out: Index = np.where(opened >= begin, at_ms[np.maximum(opened, 0)] * 1000, before[number])
+    out: Index = np.where(opened >= begin, changes.at_ms[np.maximum(opened, 0)] * 1000, before[number])
     return out
 
 

@@ -405,7 +405,7 @@ class StatusReporter:
                 found["eta_s"] = int(progress.eta_s)
             tables[table.name] = found
         for name, history in runner.histories.items():
-            tables[name] = {"won": history.won, "lost": history.lost, "rows": history.rows}
+            tables[name] = {"won": history.won, "lost": history.lost, "rows": history.rows, "history": True}
         for name, derivation in runner.derivations.items():
             if name in tables:
                 tables[name]["recomputed"] = derivation.recomputed

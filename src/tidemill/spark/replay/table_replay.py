@@ -9,7 +9,9 @@ its source binds nothing, so that no record of the source is skipped. After a lo
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import msgspec
@@ -27,13 +29,14 @@ from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.read.hash_ranges import HASH_MAX, range_between, read_range
 from tidemill.shards.read.part_reader import fetch_through
-from tidemill.spark.decode.records import Slice, SliceDescriptor
+from tidemill.spark.decode.records import Slice
 from tidemill.spark.formats.schemas.lookup import writer_schemas
 from tidemill.spark.ingest.dead_letters import letters_of_resolved
-from tidemill.spark.ingest.fetch_decode import Decoded, decode, fetch_table
+from tidemill.spark.ingest.fetch_decode import decode, fetch_table
 from tidemill.spark.ingest.schema_growth import feed_for_shard, keep_shard_types
 from tidemill.spark.ingest.sources import TopicFeed
-from tidemill.spark.merge.commands import ORDER, PARTITION, Commands
+from tidemill.spark.ingest.step_planner import STEP_BYTES, locate_batches
+from tidemill.spark.merge.commands import ORDER, PARTITION, Commands, join_commands, no_commands
 from tidemill.spark.merge.key_grouping import exact_keys
 from tidemill.spark.merge.mirror import Mirror
 from tidemill.spark.merge.resolve import resolve
@@ -48,6 +51,7 @@ from tidemill.spark.write.write_lease import WriteLease
 APPLIED, SUPERSEDED, INVALID, WAITING, UNKNOWN = "applied", "superseded", "invalid", "waiting", "unknown"
 FINAL = (APPLIED, SUPERSEDED)
 """Outcomes after which a letter is removed."""
+_SEVERITY = (SUPERSEDED, APPLIED, WAITING, UNKNOWN, INVALID)
 TOMBSTONES_MS = 86_400_000
 """Default of delete.retention.ms: a compacted topic may lack a deletion that is older."""
 
@@ -100,12 +104,19 @@ class TableReplay:
         self._dry = dry
         self._remap: Remap = portal.call(stores.remap(source))
         self._outcomes: dict[Place, Outcome] = {}
+        self._letter_at: dict[Place, Place] = {}
+        """Record → its letter, for letters of several records."""
         self._prepared: _Prepared | None = None
 
     def run(self, letters: Sequence[StoredLetter], every: Sequence[StoredLetter]) -> list[Outcome]:
         """Replay these letters. `every`: all letters of the topic. Raises InvalidError (the file's schema differs from
         the table's), UnavailableError, UnknownOutcomeError: run again."""
         codes = [code_of(o, x.place.partition) for x in every for o in range(x.place.offset, x.last_offset + 1)]
+        self._letter_at = {
+            Place(x.place.topic, x.place.partition, offset): x.place
+            for x in letters
+            for offset in range(x.place.offset + 1, x.last_offset + 1)
+        }
         for _ in range(ATTEMPTS):
             try:
                 shard = self._portal.call(self._stores.shard(self._name))
@@ -129,7 +140,11 @@ class TableReplay:
         )
 
     def _set(self, place: Place, outcome: str, reason: str = "") -> None:
-        self._outcomes.setdefault(place, Outcome(self._name, place, outcome, reason))
+        """Set the outcome of a record. Its letter has that of the record that is furthest from done."""
+        letter = self._letter_at.get(place, place)
+        found = self._outcomes.get(letter)
+        if found is None or _SEVERITY.index(outcome) > _SEVERITY.index(found.outcome):
+            self._outcomes[letter] = Outcome(self._name, letter, outcome, reason)
 
     def _feed_of(self, shard: LogShard) -> TopicFeed:
         feed = self._portal.call(keep_shard_types(self._stores, self._name, self._asked))
@@ -166,7 +181,8 @@ class TableReplay:
             else:
                 self._set(place, SUPERSEDED, f"partition={winner.partition} offset={winner.offset} is newer")
         for letter in letters:
-            self._set(letter.place, APPLIED)  # its record has no row: it was read and changes nothing
+            if letter.place not in self._outcomes:
+                self._set(letter.place, UNKNOWN, "compaction deleted the record")
 
     def _heads(self, feed: TopicFeed, lower: int) -> Sequence[int]:
         """Return the next offset of each partition that the table has not read."""
@@ -176,7 +192,7 @@ class TableReplay:
     def _prepare(self, feed: TopicFeed, letters: Sequence[StoredLetter], codes: Index, lower: int) -> _Prepared:
         """Read and decode the records of the letters; those that cannot be replayed get their outcome."""
         self._outcomes = {}
-        rows = self._decode(feed, self._choose(feed, letters, lower)).commands.rows
+        rows = self._decode(feed, self._choose(feed, letters, lower)).rows
         columns = (int64s(rows, name).tolist() for name in (TIME, ORDER, PARTITION))
         ranks = [Rank(*each) for each in zip(*columns, strict=True)]
         keys = exact_keys(rows, np.arange(rows.num_rows, dtype=np.int64), feed.schema.key)
@@ -188,51 +204,66 @@ class TableReplay:
         return _Prepared(feed, rows, keys, ranks, newer, dict(self._outcomes))
 
     def _choose(self, feed: TopicFeed, letters: Sequence[StoredLetter], lower: int) -> list[StoredLetter]:
-        """Return the letters whose records are in the part of the topic that the table has read."""
+        """Return the letters whose records are in the part of the topic that the table has read. Letters are in the
+        order of time."""
         heads = self._heads(feed, lower)
+        log_start = self._stores.topics.log_start
+        starts = [self._portal.call(log_start(feed.topic_id, partition)) for partition in range(len(heads))]
+        first = self._first_of_topic(feed, [letter.time_ms for letter in letters])
         out = []
-        for letter in letters:
+        for number, letter in enumerate(letters):
             partition, offset = letter.place.partition, letter.place.offset
             if letter.time_ms >= lower:
                 self._set(letter.place, WAITING, "the table has not read the record yet")
-            elif not self._covers(feed, letter) or partition >= len(heads) or letter.last_offset >= heads[partition]:
+            elif number < first or partition >= len(heads) or letter.last_offset >= heads[partition]:
                 self._set(letter.place, SUPERSEDED, "the topic was created again since")
-            elif self._portal.call(self._stores.topics.log_start(feed.topic_id, partition)) > offset:
+            elif starts[partition] > offset:
                 self._set(letter.place, UNKNOWN, "retention deleted the record")
             else:
                 out.append(letter)
         return out
 
-    def _covers(self, feed: TopicFeed, letter: StoredLetter) -> bool:
-        """Return whether the letter's time binds its offset in this topic; True if that is no longer known."""
-        try:
-            bound = self._portal.call(self._remap.at(letter.time_ms))
-        except HistoryLostError:
-            return True
-        offsets = bound.offsets.get(feed.topic_id, ()) if bound is not None else ()
-        return letter.place.partition < len(offsets) and offsets[letter.place.partition] > letter.place.offset
+    def _first_of_topic(self, feed: TopicFeed, times: Sequence[int]) -> int:
+        """Return the number of the first time at which this topic was bound; earlier letters are of a topic of the
+        same name that was deleted.
 
-    def _decode(self, feed: TopicFeed, letters: Sequence[StoredLetter]) -> Decoded:
-        """Decode the records of letters; those that are still invalid get their outcome."""
-        descriptors = []
+        Bindings may be gone, then all before them are too. A letter of a deleted topic that is taken for one of this
+        topic does no harm: the table has read the record at its place.
+        """
+
+        def knows(time_ms: int) -> bool | None:
+            try:
+                bound = self._portal.call(self._remap.at(time_ms))
+            except HistoryLostError:
+                return None
+            return bound is not None and feed.topic_id in bound.offsets
+
+        first = bisect_left(times, True, key=lambda time_ms: bool(knows(time_ms)))
+        return 0 if first and knows(times[first - 1]) is None else first
+
+    def _decode(self, feed: TopicFeed, letters: Sequence[StoredLetter]) -> Commands:
+        """Decode the records of letters; those that are still invalid get their outcome. Memory holds the batches of
+        STEP_BYTES, or of one letter."""
+        slices = []
         for letter in letters:
             topic, partition, start = letter.place
             end = letter.last_offset + 1
-            refs = self._portal.call(self._stores.topics.plan(feed.topic_id, partition, start, end))
-            piece = Slice(topic, feed.topic_id, partition, start, end, (end,), (letter.time_ms,))
-            descriptors.append(SliceDescriptor(piece, tuple(refs)))
+            slices.append(Slice(topic, feed.topic_id, partition, start, end, (end,), (letter.time_ms,)))
+        descriptors = self._portal.call(locate_batches(self._stores.topics, slices))
+        sizes = np.cumsum([sum(ref.size_bytes for ref in each.refs) for each in descriptors])
+        found = [no_commands(feed.schema)]
         schemas = writer_schemas(self._portal, self._stores, feed.record_format)
-        batches = fetch_table(self._portal, self._stores.objects, descriptors)
-        found = decode(feed, descriptors, batches, schemas=schemas)
-        dead = found.dead.select(["topic", "partition", "offset", "reason"]).to_pylist()
-        for row in dead:
-            self._set(Place(row["topic"], row["partition"], row["offset"]), INVALID, row["reason"])
-        for letter, descriptor in zip(letters, descriptors, strict=True):
-            if not descriptor.refs:
-                self._set(letter.place, UNKNOWN, "compaction or retention deleted the record")
-            elif found.stop is not None and letter.time_ms >= found.stop.time_ms:
-                self._set(letter.place, INVALID, found.stop.reason)
-        return found
+        for _, group in groupby(range(len(letters)), key=lambda at: int(sizes[at]) // STEP_BYTES):
+            mine = list(group)
+            some = [descriptors[at] for at in mine]
+            decoded = decode(feed, some, fetch_table(self._portal, self._stores.objects, some), schemas=schemas)
+            found.append(decoded.commands)
+            for row in decoded.dead.select(["topic", "partition", "offset", "reason"]).to_pylist():
+                self._set(Place(row["topic"], row["partition"], row["offset"]), INVALID, row["reason"])
+            for at in mine if decoded.stop is not None else ():
+                if decoded.stop is not None and letters[at].time_ms >= decoded.stop.time_ms:
+                    self._set(letters[at].place, INVALID, decoded.stop.reason)
+        return join_commands(feed.schema, found)
 
     def _contents(self, shard: LogShard, rows: pa.Table, lower: int) -> Mirror:
         """Return the table's rows of these keys."""
