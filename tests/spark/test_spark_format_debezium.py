@@ -140,10 +140,15 @@ def test_an_update_that_changes_a_key_which_is_not_the_connectors_removes_the_fo
         (b"", "truncated"),
     ],
 )
-def test_anything_but_a_change_of_a_row_is_a_dead_letter(value: Any, reason: str) -> None:
+def test_anything_but_a_change_of_a_row_is_a_dead_letter_and_its_key_is_absent(value: Any, reason: str) -> None:
     good = event("c", None, ANNE)
     rows, dead = read(({"id": 1}, good), (b"x", value), ({"id": 1}, good))
-    assert [row["_order"] for row in rows] == [10, 12]
+    assert [row["_order"] for row in rows if row["_live"]] == [10, 12]
+    assert len(dead) == 1 and reason in dead[0]
+    if reason == "key column":
+        return  # the row contradicts the record's key
+    rows, dead = read(({"id": 1004}, good), ({"id": 1004}, value))
+    assert (1004, False, 11) in [(row["id"], row["_live"], row["_order"]) for row in rows]
     assert len(dead) == 1 and reason in dead[0]
 
 
@@ -201,7 +206,8 @@ def test_a_value_is_read_by_the_name_of_its_schema(field: Row, value: Any, decla
     values = [wrapped(event("c", None, {"id": 1, "v": one}), fields) for one in (value, None)]
     rows, dead = read(*((None, one) for one in values), schema=f"id int, v {declared}")
     if expected is None:
-        assert not rows and len(dead) == 2 and "column=v: the record's schema has" in dead[0]
+        assert not any(row["_live"] for row in rows) and {row["id"] for row in rows} == {1}
+        assert len(dead) == 2 and "column=v: the record's schema has" in dead[0]
         assert "which is never" in dead[0]
     else:
         assert not dead and [row["v"] for row in rows] == [expected, None]
@@ -244,7 +250,8 @@ def test_without_a_schema_only_what_is_unambiguous_is_read(value: Any, declared:
     null = event("c", None, {"id": 2, "v": None})
     rows, dead = read((None, text.encode()), (None, null), schema=f"id int, v {declared}")
     if isinstance(expected, str) and expected not in ("nan", "x", '{"a": 1}', '{"a": [1]}'):
-        assert [row["id"] for row in rows] == [2] and len(dead) == 1 and expected in dead[0]
+        assert [(row["id"], row["_live"]) for row in rows] == [(1, False), (2, True)]
+        assert len(dead) == 1 and expected in dead[0]
     else:
         got = rows[0]["v"]
         assert not dead and (got == expected or str(got) == expected) and rows[1]["v"] is None
@@ -367,8 +374,10 @@ def test_what_is_no_event_in_avro_is_a_dead_letter(wide: bool) -> None:
     lookup = KnownSchemas([*LOOKUP.find([5, 6, 7]).values(), avro_schema("", 99).__class__(99)])
     rows, dead = read(*others, *((None, value) for value, _ in bad), *others, schema="id bigint", format="avro",
         schemas=lookup)  # fmt: skip
-    assert [row["id"] for row in rows] == [1] * 2 * len(others)
-    assert len(dead) == len(bad)
+    assert [row["id"] for row in rows] == [1] * 2 * len(others) and len(dead) == len(bad)
+    for value, _ in bad:
+        rows, _ = read((avro(KEY, {"id": 3}, 6), value), schema="id bigint", format="avro", schemas=lookup)
+        assert [(row["id"], row["_live"]) for row in rows] == [(3, False)]
     for _, reason in bad:
         assert any(reason in one for one in dead), (reason, dead)
 

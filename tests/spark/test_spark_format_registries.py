@@ -134,7 +134,7 @@ def test_a_table_waits_for_a_registry_that_does_not_answer_and_asks_once_for_eac
     said: list[tuple[str, bool]] = []
     seat.on_failure = lambda error, left: said.append((str(error), left))
     sink.process(sink.latest())
-    assert [left for _, left in said] == [False] and "status=503" in said[0][0] and harbour.upper("clicks") == 0
+    assert {left for _, left in said} == {False} and "status=503" in said[0][0] and harbour.upper("clicks") == 0
     odd.answer = (200, {"schema": json.dumps(ORDER)})
     eventually(lambda: sink.process(sink.latest()) or harbour.upper("clicks") == 1001)
     before = len(odd.asked)

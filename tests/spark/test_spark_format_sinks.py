@@ -13,10 +13,17 @@ from support.spark.local_tasks import LocalTasks
 from support.spark.sinks import registry_of, topic_sink
 from support.waiting import eventually
 from tidemill.base.errors import UnavailableError
+from tidemill.cli.verify.table import Verified, verify_expected
+from tidemill.cli.verify.topic_fold import TopicFold
 from tidemill.registry.schema import SubmittedSchema
+from tidemill.spark.definition import Pipeline
 from tidemill.spark.formats.schemas import lookup
+from tidemill.spark.formats.schemas.lookup import SchemaCache, schema_source
 from tidemill.spark.ingest import step_planner
+from tidemill.spark.ingest.sources import stream_feed
 from tidemill.spark.ingest.steps import distributed_step, oversized_step, step_executor
+from tidemill.spark.replay.pipeline_replay import replay_pipeline
+from tidemill.spark.replay.table_replay import APPLIED
 
 FIRST: dict[str, Any] = {
     "type": "record",
@@ -130,7 +137,38 @@ def test_a_registry_that_does_not_answer_makes_the_table_wait_and_say_why(
     with monkeypatch.context() as patched:
         patched.setattr(lookup.ClusterRegistry, "load", away)
         sink.process(sink.latest())
-    assert said == [("the registry is away.", False)] and harbour.upper("clicks") == 0
+    assert set(said) == {("the registry is away.", False)} and harbour.upper("clicks") == 0
     eventually(lambda: sink.process(sink.latest()) or harbour.upper("clicks") == 1001)
     assert [r["id"] for r in harbour.contents("clicks")] == ["k0"]
     assert harbour.upper("p.dead_letters") == 0
+
+
+def test_a_letter_of_an_unknown_schema_is_replayed_once_it_is_registered_and_the_topic_folds_to_the_table(
+    harbour: Any, tmp_path: Path
+) -> None:
+    topic = harbour.create_topic("clicks")
+    one = register(harbour, FIRST)
+    harbour.produce(topic, [*rows(2, 1, FIRST, one), *rows(1, 5, SECOND, one + 1, "late")])
+    harbour.mint("topic/clicks", 1000, topic)
+    sink = topic_sink(harbour, tmp_path / "s", "clicks", **DECLARED)
+    sink.process(sink.latest())
+    assert [(r["id"], r["n"]) for r in harbour.contents("clicks")] == [("k0", 1), ("k1", 1)]
+    assert register(harbour, SECOND) == one + 1
+    p = Pipeline("p")
+    source = p.topic("clicks", **DECLARED)
+    p.table("clicks", source)
+    (outcomes,) = [found for found in replay_pipeline(harbour.portal, harbour.stores, p) if found]
+    assert [outcome.outcome for outcome in outcomes] == [APPLIED]
+    assert [(r["id"], r["n"], r["note"]) for r in harbour.contents("clicks")] == [("k0", 5, "late"), ("k1", 1, None)]
+
+    async def verified() -> Verified:
+        s = harbour.stores
+        feed = await stream_feed(s.catalogue, "clicks", source.schema, source.record_format)
+        schemas = SchemaCache(schema_source(s.metastore, source.record_format))
+        shard = await s.shard("clicks")
+        newest = (await shard.frontiers())[1] - 1  # a replay is applied at the table's upper
+        fold = TopicFold(await s.remap("topic/clicks"), s.topics, feed, newest, schemas)
+        return await verify_expected(shard, newest, fold.rows)
+
+    found = harbour.portal.call(verified())
+    assert found.clean and found.rows == 2, found

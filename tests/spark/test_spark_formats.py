@@ -262,3 +262,27 @@ def test_a_schema_that_is_not_known_here_is_asked_for_before_anything_is_decoded
     with pytest.raises(MissingSchemasError) as raised:
         decode([(None, GOOD), (None, framed(9, b""))], KnownSchemas(), schema="id string", format="avro")
     assert raised.value.ids == {7, 9}
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.lists(maybe(st.decimals(-(10**16) + 1, 10**16 - 1, places=2)), min_size=1, max_size=5), st.integers(0, 3))
+def test_decimals_of_any_width_are_exact(values: list[Decimal | None], padding: int) -> None:
+    """A writer may use more bytes than a number needs; a table has fewer digits than a number may have."""
+    decimal = {"type": "bytes", "logicalType": "decimal", "precision": 30, "scale": 2}
+    fields = [{"name": "id", "type": "int"}, {"name": "v", "type": ["null", decimal]}]
+    schema = {"type": "record", "name": "R", "fields": fields}
+    bare = json.loads(json.dumps(schema).replace('"logicalType"', '"was"'))
+
+    def unscaled(value: Decimal | None) -> bytes | None:
+        if value is None:
+            return None
+        number = int(value * 100)
+        return number.to_bytes((number + (number < 0)).bit_length() // 8 + 1 + padding, "big", signed=True)
+
+    rows = [(None, avro(bare, {"id": 1, "v": unscaled(value)})) for value in values] * 20
+    found, dead = decode(rows, KnownSchemas([avro_schema(schema)]), schema="id int, v decimal(18,2)", format="avro")
+    assert [row["v"] for row in found] == values * 20 and not dead
+    found, dead = decode(rows, KnownSchemas([avro_schema(schema)]), schema="id int, v decimal(9,2)", format="avro")
+    fits = [value is None or abs(value) < 10**7 for value in values * 20]
+    assert [row["v"] for row in found] == [v for v, fit in zip(values * 20, fits, strict=True) if fit]
+    assert len(dead) == fits.count(False)

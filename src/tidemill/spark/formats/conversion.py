@@ -32,7 +32,7 @@ from tidemill.base.pgtypes.debezium import clock_text
 from tidemill.shards.api import Column
 from tidemill.shards.parts.numbers import decimals_to_arrow, narrow_to_float32
 from tidemill.shards.parts.schema import arrow_type
-from tidemill.spark.decode.block_decoder import Block
+from tidemill.spark.decode.block_decoder import Block, to_bool_mask
 from tidemill.spark.decode.row_decoder import values_to_columns
 from tidemill.spark.decode.stream import FIRST_US, LAST_US, convert_plain_values
 
@@ -54,6 +54,7 @@ RAW_TYPES: dict[str, pa.DataType] = {
 }  # fmt: skip
 _INTEGERS = frozenset({"int16", "int32", "int64"})
 _FLOATS = frozenset({"float32", "float64"})
+_INT64_BYTES, _INT64_DIGITS = 8, 18
 _DAY_US = 86_400_000_000
 _FIRST_DAY, _LAST_DAY = FIRST_US // _DAY_US, LAST_US // _DAY_US
 _UNITS_PER_MS = {"millis": 1, "micros": 1_000, "nanos": 1_000_000}
@@ -143,10 +144,41 @@ def _floats(column: Column, array: pa.Array) -> pa.Array:
 
 
 def _decimals(scale: int, column: Column, array: pa.Array) -> pa.Array:
+    kind = arrow_type(column.type)
+    if pa.types.is_decimal(kind) and kind.scale == scale and kind.precision <= _INT64_DIGITS:
+        found = _small_decimals(array, kind)
+        if found is not None:
+            return found
     values = [None if v is None else unscaled_decimal(v, scale) for v in array.to_pylist()]
     if column.type == "string":
         return pa.array([None if v is None else f"{v:f}" for v in values], pa.string())
     return decimals_to_arrow(values, arrow_type(column.type))
+
+
+def _small_decimals(array: pa.Array, kind: pa.Decimal128Type) -> pa.Array | None:
+    """Return decimals of at most 8 bytes without an object per value; None if one is larger, or has too many digits."""
+    _, offsets, data = array.buffers()
+    bounds = np.frombuffer(offsets, dtype=np.int32)[array.offset : array.offset + len(array) + 1].astype(np.int64)
+    sizes = np.diff(bounds)
+    if not len(array) or data is None or int(sizes.max()) > _INT64_BYTES:
+        return None
+    text = np.frombuffer(data, dtype=np.int8)
+    numbers = np.zeros(len(array), dtype=np.int64)
+    if not len(text):
+        return None
+    for place in range(int(sizes.max())):
+        at = np.minimum(bounds[:-1] + place, len(text) - 1)
+        low = text[at].astype(np.int64) if place == 0 else (numbers << 8) | text[at].view(np.uint8)
+        numbers = np.where(place < sizes, low, numbers)
+    limit = 10**kind.precision
+    if ((numbers <= -limit) | (numbers >= limit)).any():
+        return None
+    words = np.empty((len(array), 2), dtype=np.int64)
+    words[:, 0], words[:, 1] = numbers, numbers >> 63
+    valid = (
+        None if not array.null_count else pa.py_buffer(np.packbits(to_bool_mask(array.is_valid()), bitorder="little"))
+    )
+    return pa.Array.from_buffers(kind, len(array), [valid, pa.py_buffer(words)])
 
 
 def unscaled_decimal(data: bytes, scale: int) -> Decimal:

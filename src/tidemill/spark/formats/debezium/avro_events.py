@@ -48,10 +48,11 @@ class DebeziumAvroRows:
         for reader, mine in self._by_schema(columns.body, at, sizes, valued, schemas, found.dead, key=False):
             for events in reader.read(columns.body, at[mine], sizes[mine], valued[mine], found.dead):
                 found.add(events, reader.plan)
+        rejected = self._decode_keys(columns, found.rejected(columns), schemas, [])
         by_key = np.union1d(tombstones, np.array(found.by_record_key, dtype=np.int64))
         keys = self._decode_keys(columns, by_key, schemas, found.dead)
         return DecodedRows(
-            found.live_block(), found.gone_block(keys), found.dead, found.truncated, found.partial_rows()
+            found.live_block(), found.gone_block(keys, rejected), found.dead, found.truncated, found.partial_rows()
         )
 
     def _decode_keys(self, columns: RecordColumns, places: Places, schemas: SchemaLookup, dead: Dead) -> Block:

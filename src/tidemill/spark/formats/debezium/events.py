@@ -5,6 +5,9 @@
     t       every row is deleted
     null    a tombstone: deletion of the record's key
 
+An event that cannot be read is a dead letter. Its key is absent, if the row or the record has it: an old value never
+looks current. The next good event of the key restores it.
+
 A value that the connector could not know, because PostgreSQL does not send a large value that an update left unchanged,
 keeps its previous value (merge/toast_fill.py).
 """
@@ -27,6 +30,7 @@ from tidemill.spark.decode.row_decoder import values_to_columns
 from tidemill.spark.formats.avro.reader import Dead
 from tidemill.spark.formats.conversion import SourceType, no_columns
 from tidemill.spark.formats.debezium.encodings import ToArrow, find_event_conversion, is_unavailable
+from tidemill.topics.batch import RecordColumns
 
 UPSERTS, DELETE, TRUNCATE = frozenset({"c", "r", "u"}), "d", "t"
 NO_EVENT = "not a change event of a row: it has no op"
@@ -68,6 +72,11 @@ class EventPlan:
             else:
                 self._conversions[column.name] = found
 
+    @property
+    def has_key(self) -> bool:
+        """True if the rows have a key that can be converted."""
+        return bool(self.key_columns) and all(column.name in self._conversions for column in self.key_columns)
+
     def convert(self, columns: Sequence[Column], values: Values, at: Places, places: Places, dead: Dead) -> Block:
         """Convert the values at these positions; their records are `places`."""
         found = (_take(values[column.name], at) for column in columns)
@@ -102,8 +111,9 @@ class EventRows:
         upserts &= events.has_after
         if plan.problem:
             self.dead += [(place, plan.problem) for place in events.places[upserts].tolist()]
-            upserts[:] = False
-        self._add_rows(events, plan, np.flatnonzero(upserts))
+            self.gone.append(self._known_keys(events.after, events, plan, np.flatnonzero(upserts)))
+        else:
+            self._add_rows(events, plan, np.flatnonzero(upserts))
         self._add_deletions(events, plan, np.flatnonzero(deletes))
 
     def _add_rows(self, events: Events, plan: EventPlan, at: Places) -> None:
@@ -112,10 +122,13 @@ class EventRows:
         block = plan.convert(plan.columns, events.after, at, events.places[at], self.dead)
         self.live.append(block)
         self._unavailable |= events.unavailable
+        if len(block.places) < len(at):
+            rejected = at[~np.isin(events.places[at], block.places)]
+            self.gone.append(self._known_keys(events.after, events, plan, rejected))
         at = np.flatnonzero(events.has_before & np.isin(events.places, block.places))
         if not len(at):
             return
-        before = self._known_keys(events, plan, at)
+        before = self._known_keys(events.before, events, plan, at)
         now = np.searchsorted(block.places, before.places)
         changed = np.zeros(len(before.places), dtype=bool)
         for name, keys in before.arrays.items():
@@ -126,15 +139,15 @@ class EventRows:
             self.gone.append(Block(before.places[changed], {n: a.filter(kept) for n, a in before.arrays.items()}))
 
     def _add_deletions(self, events: Events, plan: EventPlan, at: Places) -> None:
-        found = self._known_keys(events, plan, at[events.has_before[at]])
+        found = self._known_keys(events.before, events, plan, at[events.has_before[at]])
         self.gone.append(found)
         self.by_record_key += np.setdiff1d(events.places[at], found.places).tolist()
 
-    def _known_keys(self, events: Events, plan: EventPlan, at: Places) -> Block:
-        """Return the keys in `before`, of those that have the whole key."""
-        if plan.problem or not plan.key_columns or not len(at):
+    def _known_keys(self, rows: Values, events: Events, plan: EventPlan, at: Places) -> Block:
+        """Return the keys in `rows`, of those that have the whole key."""
+        if not plan.has_key or not len(at):
             return no_columns(plan.key_columns)
-        found = plan.convert(plan.key_columns, events.before, at, events.places[at], [])
+        found = plan.convert(plan.key_columns, rows, at, events.places[at], [])
         whole = np.ones(len(found.places), dtype=bool)
         for array in found.arrays.values():
             whole &= to_bool_mask(array.is_valid())
@@ -145,9 +158,13 @@ class EventRows:
         arrays, places = join_blocks(self.live)
         return Block(places, arrays)
 
-    def gone_block(self, by_record_key: Block) -> Block:
-        arrays, places = join_blocks([*self.gone, by_record_key])
+    def gone_block(self, *by_record_key: Block) -> Block:
+        arrays, places = join_blocks([*self.gone, *by_record_key])
         return Block(places, arrays)
+
+    def rejected(self, columns: RecordColumns) -> Places:
+        """Return the places of the events that are dead letters so far."""
+        return np.unique(np.array([at for at, _ in self.dead if columns.value_bytes[at] >= 0], dtype=np.int64))
 
     def partial_rows(self) -> list[OmittedColumns]:
         """Return the rows that lack values, grouped by the columns."""

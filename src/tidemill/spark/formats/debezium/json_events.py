@@ -70,10 +70,11 @@ class DebeziumJsonRows:
         for schema, group in self._group_events(columns, found.dead).items():
             found.add(group.events(), self._plan(schema, key=False))
         tombstones = np.flatnonzero(columns.value_bytes < 0)
+        rejected = self._decode_keys(columns, found.rejected(columns), [])
         by_key = np.union1d(tombstones, np.array(found.by_record_key, dtype=np.int64))
         keys = self._decode_keys(columns, by_key, found.dead)
         return DecodedRows(
-            found.live_block(), found.gone_block(keys), found.dead, found.truncated, found.partial_rows()
+            found.live_block(), found.gone_block(keys, rejected), found.dead, found.truncated, found.partial_rows()
         )
 
     def _group_events(self, columns: RecordColumns, dead: Dead) -> Mapping[bytes, _EventGroup]:
