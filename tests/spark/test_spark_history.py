@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import datetime
 import random
+import signal
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 import duckdb
@@ -322,3 +326,35 @@ def test_a_driver_maintains_histories_without_spark_beside_a_table_that_an_expec
         eventually(lambda: not error_of(harbour, "shard:strict"))
     found_values = [(r["product_id"], r["valid_from"].timestamp()) for r in harbour.contents("strict_history")]
     assert found_values == [(1, 1.0), (7, 2.0), (3, 3.0)]
+
+
+CHILD = Path(__file__).parents[1] / "support/spark/programs/history_child.py"
+
+
+@pytest.mark.processes
+def test_a_process_that_is_killed_while_it_writes_a_history_leaves_it_exact(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each process continues with the mirror on disk that the killed one left."""
+    rand = random.Random(3)
+    world = World(harbour, tmp_path, ("a",))
+    urls = harbour.urls
+    for _ in range(5):
+        command = [sys.executable, CHILD, urls.objects, urls.consensus, tmp_path / "mirror"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            for _ in range(30):
+                world.write(rand, 1)
+            child.stdout.readline()  # it has made a step
+            sleep(rand.uniform(0.0, 0.3))  # any moment will do
+            child.kill()
+        assert child.returncode == -signal.SIGKILL
+        if upper := harbour.upper("h"):
+            known = [change for change in world.log if change["t"] < upper]
+            assert world.versions() == window_query(known, ("a",))
+    monkeypatch.setattr(history, "IDLE_MOVE_S", 0.0)
+    last = world.history("mirror")
+    while last.upper < world.upper:
+        last.advance()
+    last.close()
+    assert world.versions() == window_query(world.log, ("a",))
