@@ -22,6 +22,7 @@ from tidemill.spark.formats.schemas.lookup import SchemaCache, schema_source
 from tidemill.spark.ingest import step_planner
 from tidemill.spark.ingest.sources import stream_feed
 from tidemill.spark.ingest.steps import distributed_step, oversized_step, step_executor
+from tidemill.spark.predicates.expectations import Expectation, Expectations
 from tidemill.spark.replay.pipeline_replay import replay_pipeline
 from tidemill.spark.replay.table_replay import APPLIED
 
@@ -172,3 +173,27 @@ def test_a_letter_of_an_unknown_schema_is_replayed_once_it_is_registered_and_the
 
     found = harbour.portal.call(verified())
     assert found.clean and found.rows == 2, found
+
+
+def test_a_violation_in_a_topic_of_debezium_makes_the_key_absent_and_in_others_the_key_keeps_its_row(
+    harbour: Any, tmp_path: Path
+) -> None:
+    expectations = Expectations((Expectation("positive", "n >= 0"),))
+    for name, wrap in (("events", lambda row: {"op": "u", "after": row}), ("plain", lambda row: row)):
+        topic = harbour.create_topic(name)
+        envelope = "debezium" if name == "events" else "none"
+        declared = {"key": "id", "schema": "id string, n long", "envelope": envelope}
+        sink = topic_sink(harbour, tmp_path / name, name, expectations=expectations, **declared)
+        for time, rows in ((1000, {"a": 1, "b": 1}), (2000, {"a": -1, "b": 2}), (3000, {"b": -2}), (4000, {"b": 4})):
+            harbour.produce(topic, [(json.dumps({"id": k}).encode(), wrap({"id": k, "n": n})) for k, n in rows.items()])
+            harbour.mint(f"topic/{name}", time, topic)
+        sink.process(sink.latest())
+
+        def at(time: int, name: str = name) -> dict[str, int]:
+            return {row["id"]: row["n"] for row in harbour.contents(name, time)}
+
+        if name == "events":
+            assert [at(time) for time in (1000, 2000, 3000, 4000)] == [{"a": 1, "b": 1}, {"b": 2}, {}, {"b": 4}]
+        else:
+            assert [at(time) for time in (2000, 3000, 4000)] == [{"a": 1, "b": 2}, {"a": 1, "b": 2}, {"a": 1, "b": 4}]
+        assert sink.seats.tables[0].violations == {"positive": 2}

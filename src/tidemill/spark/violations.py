@@ -1,8 +1,8 @@
 """Records whose rows violate an expectation, among decoded commands.
 
-    stream     the record is skipped, as one that cannot be read is: the key keeps its row
-    captured   the key becomes absent, as for a value that no column can hold: an old value never looks current
-    fail       the table stops before the time of the first such record
+    stream              the record is skipped, as one that cannot be read is: the key keeps its row
+    captured, Debezium  the key becomes absent, as for a value that no column can hold: an old value never looks current
+    fail                the table stops before the time of the first such record
 
 Invariant (record alone): whether a record violates an expectation depends on the record alone, except where it leaves
 columns unchanged: then on the row before (merge/toast_fill.py). So every reader decides alike, however steps are cut.
@@ -49,11 +49,17 @@ class Checked(msgspec.Struct, frozen=True):
 
 
 def check_commands(
-    check: ExpectationCheck, records: Records, commands: Commands, key_of: Callable[[int], tuple[str, str]] | None
+    check: ExpectationCheck,
+    records: Records,
+    commands: Commands,
+    key_of: Callable[[int], tuple[str, str]] | None,
+    *,
+    absent: bool,
 ) -> Checked:
     """Check the commands that were decoded from `records`, except those that leave columns unchanged.
 
-    `key_of` returns the captured table, and the key as JSON, of the record at a place; None for a stream.
+    `key_of` returns the captured table, and the key as JSON, of the record at a place; None for a stream. `absent`:
+    the key of a violating row becomes absent; otherwise it keeps its row.
     """
     rows = commands.rows
     whole = to_mask(rows.column(LIVE))
@@ -67,11 +73,11 @@ def check_commands(
     found, rules = rows.filter(pa.array(bad)).select([TIME, ORDER, PARTITION]), violated[:, bad]
     if expectations.on_violation == FAIL:
         return Checked(commands, no_dead_letters(), stop=_first_stop(expectations, records.topic, found, rules))
-    if key_of is None:
-        kept = rows.filter(pa.array(~bad))
-    else:
+    if absent:
         live = pa.array(to_mask(rows.column(LIVE)) & ~bad)
         kept = rows.set_column(rows.column_names.index(LIVE), LIVE, live)
+    else:
+        kept = rows.filter(pa.array(~bad))
     dead = no_dead_letters()
     if expectations.on_violation == DEAD_LETTER:
         dead = _letters(expectations, records, found, rules, key_of)

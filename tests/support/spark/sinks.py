@@ -56,11 +56,14 @@ def clicks_sink(harbour: Any, scratch: Path, *, expectations: Expectations | Non
     return sink_of(harbour, "topic/clicks", [table], **more)
 
 
-def topic_sink(harbour: Any, scratch: Path, topic: str, **declared: Any) -> FeedSink:
+def topic_sink(
+    harbour: Any, scratch: Path, topic: str, *, expectations: Expectations | None = None, **declared: Any
+) -> FeedSink:
     """A sink of one table with the name of its topic, declared as by `p.topic`."""
     s = harbour.stores
     source = Pipeline("p").topic(topic, **declared)
     feed = harbour.portal.call(stream_feed(s.catalogue, topic, source.schema, source.record_format))
+    feed = replace(feed, expectations=expectations)
     return sink_of(harbour, source.source, [writer(harbour, topic, source.schema, scratch, feed)])
 
 

@@ -160,7 +160,8 @@ def decode_block(feed: TopicFeed, records: Records, schemas: SchemaLookup = NO_S
     check = expectation_check(feed.schema, feed.expectations)
     if check is None or not commands.rows.num_rows:
         return Decoded(commands, dead, stop)
-    checked = check_commands(check, records, commands, key_of)
+    absent = feed.captured or feed.record_format.envelope == "debezium"
+    checked = check_commands(check, records, commands, key_of, absent=absent)
     stop = min((each for each in (stop, checked.stop) if each is not None), default=None)
     return Decoded(checked.commands, pa.concat_tables([dead, checked.dead]), stop, checked.violations)
 
