@@ -290,5 +290,7 @@ def test_the_command_prints_what_became_of_each_record(harbour: Any, tmp_path: P
     harbour.portal.call(harbour.stores.catalogue.put(row))
     verified = CliRunner().invoke(app, ["verify", "clicks", "--config", str(config)])
     assert verified.exit_code == 0, "verify expects the rows that satisfy the expectations of the file"
+    described = CliRunner().invoke(app, ["pipeline", "describe", "p", "--config", str(config)])
+    assert "dead letters: 1 in p.dead_letters" in described.stdout, "removed letters do not count"
     listed = CliRunner().invoke(app, ["dead-letters", "list", "--config", str(config), "--json"])
     assert listed.exit_code == 0, listed.output

@@ -38,6 +38,9 @@ def read_pipeline_views(opened: OpenStores, counted: str = "") -> dict[str, Pipe
         opened.clock.now_ms(),
         {name: _file_modified_ms(file) for name, file in files.items()},
     )
+    for view in views.values():  # a replay removes letters by further updates
+        letters = known_row_count(shards.get(view.letters))
+        view.dead_letters = view.dead_letters if letters is None else letters
     for table in views[counted].tables if counted in views else ():
         table["rows"] = known_row_count(shards.get(table["table"]))
     return views
