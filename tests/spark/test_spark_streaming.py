@@ -135,11 +135,15 @@ def test_two_identical_pipelines_on_the_same_shards_give_equal_contents(
         for _ in range(15):
             shop.trade()
             time.sleep(0.05)
+
+        def both_won() -> bool:
+            shop.trade()
+            return min(sum(table.won for table in each.tables()) for each in (one, two)) > 0
+
+        until(both_won, "both take part")  # on a busy machine one of them may win every step of a second
         at = shop.settle("clicks", "orders", "lines")
-        won = [sum(t.won for t in r.tables()) for r in (one, two)]
     shop.check(at)
     assert len(harbour.contents("p.dead_letters")) == shop.n
-    assert min(won) > 0, f"both take part: {won}"
 
 
 def test_big_batches_go_through_spark_tasks_to_the_same_contents(harbour: Any, spark: Any, tmp_path: Path) -> None:
