@@ -54,6 +54,9 @@ METASTORE_KEY_BYTES = 1024
 METASTORE_VALUE_BYTES = 256 << 10
 """Size of a metastore value; a larger one belongs in an object."""
 
+SCHEMA_REFERENCES_MAX = 64
+"""Number of schemas to which one schema of a registry refers, directly or not."""
+
 METASTORE_BATCH_BYTES = 4 * MIB
 METASTORE_BATCH_ROWS = 20_000
 """Rows of one batch: one record of the domain's log, applied in one step of some milliseconds of the event loop."""

@@ -18,9 +18,6 @@ from tidemill.registry.errors import invalid_schema
 SUBJECT_BYTES = 512
 """Bytes of a subject's name in UTF-8. The metastore's keys contain it, with every zero byte doubled."""
 
-REFERENCES_MAX = 64
-"""Number of schemas to which one schema refers, directly or not."""
-
 SCHEMA_BYTES_MAX = METASTORE_VALUE_BYTES - (16 << 10)
 """Bytes of a schema. One row holds it with its references."""
 

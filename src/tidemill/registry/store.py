@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tidemill.base.limits import SCHEMA_REFERENCES_MAX
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import (
@@ -25,7 +26,6 @@ from tidemill.metastore.rows.registry import (
     VersionRow,
 )
 from tidemill.registry.errors import invalid_schema, schema_not_found
-from tidemill.registry.limits import REFERENCES_MAX
 from tidemill.registry.schema_types import Place
 from tidemill.registry.transitions import SchemaUsage
 
@@ -115,8 +115,8 @@ class RegistryStore:
             place = (reference.subject, reference.version)
             if place in found:
                 continue
-            if len(found) >= REFERENCES_MAX:
-                raise invalid_schema(f"it refers to more than {REFERENCES_MAX} schemas")
+            if len(found) >= SCHEMA_REFERENCES_MAX:
+                raise invalid_schema(f"it refers to more than {SCHEMA_REFERENCES_MAX} schemas")
             row = None
             if 0 < reference.version < 2**32:
                 row = await self._metastore.get(VERSIONS, reference.subject, reference.version, fresh=False)

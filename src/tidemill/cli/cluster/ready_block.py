@@ -25,7 +25,7 @@ def ready_block(config: Config, path: str, reports: Sequence[StatusReport], now_
     """Return the block, or "" as long as nothing is readable. `path` is the configuration's file, if one was named."""
     marks = derive_statuses(reports, now_ms)
     node = marks.get(f"node:{config.node.name}")
-    if node is None or node.state is not StageState.IDLE:  # a node that still waits for a store is WAITING
+    if node is None or node.state is not StageState.IDLE:  # WAITING: a store is unavailable, or it failed
         return ""
     named = f" -c {path}" if path else ""
     base = local_url(config)

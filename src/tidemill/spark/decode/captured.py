@@ -81,6 +81,13 @@ class Stop(msgspec.Struct, frozen=True, order=True):
     grown: bool = False
 
 
+def stop_at(records: Records, at: int, reason: str, fix: str, *, grown: bool = False) -> Stop:
+    """Return the stop at the record at this place of a block; its position is added to `reason`."""
+    partition, offset = records.partition_of(at), int(records.offsets[at])
+    said = f"{reason} topic={records.topic} partition={partition} offset={offset}."
+    return Stop(int(records.times[at]), partition, offset, said, fix, grown)
+
+
 class Captured(msgspec.Struct, frozen=True):
     commands: Commands
     dead: pa.Table
@@ -302,25 +309,12 @@ class CapturedDecoder:
         return " ".join(out)
 
     def _schema_stop(self, records: Records, at: int, difference: str) -> Stop:
-        place = f"topic={records.topic} partition={records.partition_of(at)} offset={int(records.offsets[at])}"
-        return Stop(
-            int(records.times[at]),
-            records.partition_of(at),
-            int(records.offsets[at]),
-            f"the source's columns differ from the table's: table={self.table} difference=[{difference}] {place}.",
-            _recopy_fix(self.table),
-        )
+        reason = f"the source's columns differ from the table's: table={self.table} difference=[{difference}]"
+        return stop_at(records, at, reason, _recopy_fix(self.table))
 
     def _new_version_stop(self, records: Records, at: int) -> Stop:
-        place = f"topic={records.topic} partition={records.partition_of(at)} offset={int(records.offsets[at])}"
-        return Stop(
-            int(records.times[at]),
-            records.partition_of(at),
-            int(records.offsets[at]),
-            f"the source has a new description of the table: table={self.table} {place}.",
-            "The pipeline reopens the table with its present columns.",
-            grown=True,
-        )
+        reason = f"the source has a new description of the table: table={self.table}"
+        return stop_at(records, at, reason, "The pipeline reopens the table with its present columns.", grown=True)
 
     def _unreadable_batch_stop(self, letter: DeadLetter) -> Stop:
         return Stop(

@@ -277,7 +277,7 @@ class History:
         assert self._input is not None
         if since - self._held < HOLD_STEP_MS:
             return
-        with suppress(HistoryLostError, InvalidError):  # reading the changes reports what is gone
+        with suppress(HistoryLostError, InvalidError):  # reading reports lost changes
             self._portal.call(self._input.set_hold(f"history/{self.table.name}", since, HOLD_MS))
         self._held = since
 

@@ -233,7 +233,7 @@ class ColumnPlan:
     can."""
 
     def __init__(self, columns: Sequence[Column], sources: Mapping[str, SourceType], schema: str) -> None:
-        """Find the conversions. `sources`: types of the fields, by name; `schema`: what a message calls the schema."""
+        """Find the conversions. `sources`: types of the fields, by name; `schema`: its name in messages."""
         self.columns = columns
         self.problem = ""
         self._conversions: dict[str, Convert] = {}

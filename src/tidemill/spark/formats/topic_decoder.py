@@ -15,7 +15,7 @@ import pyarrow as pa
 
 from tidemill.shards.api import ShardSchema
 from tidemill.spark.decode.block_decoder import Block, to_bool_mask
-from tidemill.spark.decode.captured import Stop
+from tidemill.spark.decode.captured import Stop, stop_at
 from tidemill.spark.decode.dead_letter_rows import dead_letter_table
 from tidemill.spark.decode.partial_rows import OmittedColumns, add_unchanged_columns
 from tidemill.spark.decode.records import Records
@@ -75,12 +75,10 @@ class TopicDecoder:
     @staticmethod
     def _stop(records: Records, at: int) -> Stop:
         """Return the stop before a truncation that has no place in the order of the other partitions."""
-        place = f"topic={records.topic} partition={records.partition_of(at)} offset={int(records.offsets[at])}"
-        return Stop(
-            int(records.times[at]),
-            records.partition_of(at),
-            int(records.offsets[at]),
-            f"the source table was truncated, and records of other partitions may be older or newer: {place}.",
+        return stop_at(
+            records,
+            at,
+            "the source table was truncated, and records of other partitions may be older or newer:",
             "Let the connector write the table again to a new topic with one partition, or skip truncations:"
             " skipped.operations=t, its default.",
         )

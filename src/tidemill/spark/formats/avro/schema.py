@@ -1,4 +1,4 @@
-"""Avro schemas as trees of types: from a schema's text and those that it refers to.
+"""Avro schemas as trees of types, from the text of a schema and of its references.
 
 A logical type is applied only where it fits its underlying type, as the specification says; otherwise the underlying
 type alone counts. `connect` is the name of the type in Kafka Connect, which Debezium's converters add.

@@ -1,4 +1,4 @@
-"""Values of Avro one by one: for records that the columnar reader does not read, and to report what is wrong with them.
+"""Values of Avro one by one: for records that the columnar reader does not read, and to report their errors.
 
 A record is foreign data: nothing outside of it is read, and its depth and number of items are bounded, because a few
 bytes can announce any of them.

@@ -1,5 +1,5 @@
 """Schemas from another registry with Confluent's REST interface: GET /schemas/ids/ID, and
-GET /subjects/SUBJECT/versions/VERSION for what a schema refers to.
+GET /subjects/SUBJECT/versions/VERSION for a schema's references.
 
 `format=serialized` asks for a Protobuf schema as its descriptor; registries ignore it for other types. A registry that
 does not answer, refuses the credentials or fails makes a table wait; only its own answer that it has no such schema
@@ -20,11 +20,11 @@ from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from tidemill.base.errors import UnavailableError
+from tidemill.base.limits import SCHEMA_REFERENCES_MAX
 from tidemill.spark.formats.schemas.writer_schema import ReferencedSchema, WriterSchema
 
 TIMEOUT_S = 10.0
 ANSWER_BYTES_MAX = 8 << 20
-REFERENCES_MAX = 64
 SCHEMA_NOT_FOUND = 40403
 _ACCEPT = "application/vnd.schemaregistry.v1+json, application/json"
 
@@ -69,7 +69,7 @@ class ForeignRegistry:
     ) -> None:
         for reference in schema.get("references") or ():
             name, place = str(reference["name"]), (str(reference["subject"]), int(reference["version"]))
-            if place in seen or len(seen) >= REFERENCES_MAX:
+            if place in seen or len(seen) >= SCHEMA_REFERENCES_MAX:
                 continue
             seen.add(place)
             subject, version = quote(place[0], safe=""), place[1]

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Protocol
 
+from tidemill.base.limits import SCHEMA_REFERENCES_MAX
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import REGISTRY_HEADS, SCHEMAS, VERSIONS
@@ -19,9 +20,6 @@ from tidemill.spark.formats.record_format import RecordFormat
 from tidemill.spark.formats.schemas.foreign_registry import ForeignRegistry
 from tidemill.spark.formats.schemas.writer_schema import ReferencedSchema, WriterSchema
 from tidemill.spark.stores import Stores
-
-REFERENCES_MAX = 64
-"""Limit of what one schema refers to, directly or not, as in the registry."""
 
 
 class SchemaSource(Protocol):
@@ -106,7 +104,7 @@ class ClusterRegistry:
         for reference in references:
             version = await self._metastore.get(VERSIONS, reference.subject, reference.version, fresh=False)
             row = await self._metastore.get(SCHEMAS, version.id, fresh=False) if version is not None else None
-            if row is None or row.id in seen or len(seen) > REFERENCES_MAX:
+            if row is None or row.id in seen or len(seen) > SCHEMA_REFERENCES_MAX:
                 continue  # a reader of the format reports what it lacks
             seen.add(row.id)
             await self._add_references(row.references, found, seen)

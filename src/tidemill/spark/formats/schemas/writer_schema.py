@@ -1,4 +1,4 @@
-"""Schemas of writers by id: what a decoder needs of a registry, without a connection to it."""
+"""Schemas of writers by id, as a decoder needs them: without a connection to a registry."""
 
 from __future__ import annotations
 
