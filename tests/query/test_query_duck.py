@@ -15,7 +15,8 @@ import pytest
 from support.query.world import ORDERS, World, filled, until_let_go
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.query import duckdb_views
-from tidemill.shards.api import Column, HistoryLostError, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, HistoryLostError, ShardSchema
+from tidemill.shards.parts.schema import update_schema
 from tidemill.shards.parts.schema_evolution import SchemaChanges
 
 EVERY = "SELECT count(*), count(DISTINCT id), sum(total), count(*) FILTER (status = 'paid') FROM orders"
@@ -42,6 +43,29 @@ def test_a_view_is_the_contents_at_its_time_and_is_held_while_the_connection_has
     del connection
     gc.collect()
     everywhere.portal.call(until_let_go(everywhere))
+
+
+def test_a_smallint_is_one_in_every_reader_although_files_have_wider_integers(world: World) -> None:
+    schema = ShardSchema((Column("id", "int64"), Column("size", "int16")), ("id",))
+
+    async def append(time_ms: int, rows: list[tuple[int, int, int]]) -> None:
+        shard = await world.stores.shard("sizes", schema)
+        ids, sizes, diffs = zip(*rows, strict=True)
+        types = update_schema(schema)
+        table = pa.table({"id": ids, "size": sizes, TIME: [time_ms] * len(rows), DIFF: diffs}, schema=types)
+        await shard.compare_and_append(time_ms, time_ms + 1, [await shard.write_part(table)], "")
+        await shard.aclose()
+
+    world.portal.call(append(0, [(number, -number, 1) for number in range(3000)]))
+    world.merge(0, "sizes")
+    world.portal.call(append(1, [(7, -7, -1), (7, 32767, 1)]))
+    sizes = world.cluster.table("sizes")
+    with duckdb.connect() as connection:
+        assert sizes.to_duckdb(connection).types == ["BIGINT", "SMALLINT"]
+        found = dict(connection.sql("SELECT id, size FROM sizes").fetchall())
+    assert found == {number: -number for number in range(3000)} | {7: 32767}
+    assert sizes.to_arrow().schema.field("size").type == pa.int16()
+    assert dict(zip(*sizes.to_arrow().to_pydict().values(), strict=True)) == found
 
 
 def test_where_no_plan_is_exact_the_contents_are_copied_and_nothing_stays_held(
