@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.shards.api import Batch, Column, SchemaEvolvedError, ShardSchema
+from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.pg_columns import parse_column
 from tidemill.shards.parts.schema import arrow_type, canonical_type, check_name, describe_difference
 from tidemill.shards.parts.stored_types import restored_column
@@ -147,6 +148,11 @@ def canonical_default(column: Column) -> str | None:
     if text is None:
         return None
     kind = canonical_type(column.type)
+    if is_nested(kind):
+        raise InvalidError(
+            f"a column of a nested type cannot have a default: column={column.name} type={kind}.",
+            fix="Add it without a default: earlier rows are null in it.",
+        )
     if kind == "json":
         _check_json(column.name, text)
     if kind == "bool":
