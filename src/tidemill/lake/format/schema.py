@@ -1,8 +1,9 @@
 """Iceberg schemas of a table's schema versions: field ids, types, defaults, published names, and the name mapping.
 
     field id  1 `_hash`, 2 `_time`, 3 `_diff`: reserved, in no schema;  4 …: the table's columns, in their order
+              100,000 + 1,000 n …: elements, keys, values and fields within the nth column, outer levels first
 
-A table's columns are only ever appended (RFC 0003), so a column's id is permanent. Files carry no ids: readers find
+A table's columns are only ever appended (RFC 0003), and a nested type never changes, so every id is permanent. Files carry no ids: readers find
 columns by the name mapping, which names every column of the files. Readers differ in what they do about a column that
 the mapping lacks, hence the reserved ids.
 
@@ -14,7 +15,9 @@ Sources: the table specification, "Schemas and Data Types", "Default Values", "C
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
 from datetime import UTC
 from functools import lru_cache
 from typing import Any
@@ -24,12 +27,18 @@ import pyarrow as pa
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
+from tidemill.shards.nested.type_names import FIELDS_MAX, ArrayType, MapType, is_nested, nested_type
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.shards.parts.schema_evolution import default_value
 
 FILE_COLUMNS = (HASH, TIME, DIFF)
 """Columns of every file that no schema names, in the order of their field ids."""
 FIRST_ID = len(FILE_COLUMNS) + 1
+NESTED_ID = 100_000
+"""First id within the first column. An id of the table's columns is always less."""
+NESTED_IDS = 1_000
+"""Ids reserved for the fields within a column."""
+assert FIELDS_MAX < NESTED_IDS
 
 METADATA_COLUMNS = frozenset(
     {
@@ -57,12 +66,15 @@ _TYPES = {
 
 
 class Field(msgspec.Struct, frozen=True, rename="kebab", omit_defaults=True):
-    """A column. `required` is always false: NOT NULL is a rule of the source, which may drop it."""
+    """A column. `required` is always false: NOT NULL is a rule of the source, which may drop it.
+
+    `type`: the name of a primitive type, or the object of a nested one.
+    """
 
     id: int
     name: str
     required: bool
-    type: str
+    type: Any
     doc: str = ""
     initial_default: Any = None
     write_default: Any = None
@@ -81,10 +93,47 @@ def field_id(schema: ShardSchema, name: str) -> int:
 
 
 def last_column_id(schema: ShardSchema) -> int:
-    return FIRST_ID + len(schema.columns) - 1
+    """Return the greatest id of a column, or of a field within one."""
+    nested = [at for at, column in enumerate(schema.columns) if is_nested(column.type)]
+    if not nested:
+        return FIRST_ID + len(schema.columns) - 1
+    ids = _ids_within(nested[-1])
+    _field_type(schema.columns[nested[-1]].type, ids)
+    return next(ids) - 1
+
+
+def _ids_within(place: int) -> Iterator[int]:
+    """Yield the ids of the fields within a column."""
+    return itertools.count(NESTED_ID + place * NESTED_IDS)
+
+
+def _field_type(type_name: str, ids: Iterator[int]) -> Any:
+    """Return the type as JSON has it."""
+    kind = nested_type(type_name)
+    if kind is None:
+        return iceberg_type(type_name)
+    if isinstance(kind, ArrayType):
+        number = next(ids)
+        element = _field_type(kind.element, ids)
+        return {"type": "list", "element-id": number, "element": element, "element-required": False}
+    if isinstance(kind, MapType):
+        key, value = next(ids), next(ids)
+        return {
+            "type": "map", "key-id": key, "key": _field_type(kind.key, ids), "value-id": value,
+            "value": _field_type(kind.value, ids), "value-required": False,
+        }  # fmt: skip
+    numbers = [next(ids) for _ in kind.fields]
+    return {
+        "type": "struct",
+        "fields": [
+            {"id": number, "name": name, "required": False, "type": _field_type(inner, ids)}
+            for number, (name, inner) in zip(numbers, kind.fields, strict=True)
+        ],
+    }
 
 
 def iceberg_type(type_name: str) -> str:
+    """Return the name of a primitive type."""
     if type_name in _TYPES:
         return _TYPES[type_name]
     kind = arrow_type(type_name)
@@ -123,7 +172,8 @@ def _publish_column(column: Column, number: int, name: str, version: int) -> Fie
             fix="Publish the table with lake.format = 3.",
         )
     doc = f"absent in the source since schema version {column.retired}" if column.retired else ""
-    return Field(number, name, False, iceberg_type(column.type), doc, default, default)
+    kind = _field_type(column.type, _ids_within(number - FIRST_ID))
+    return Field(number, name, False, kind, doc, default, default)
 
 
 def default_json(column: Column) -> Any:
@@ -156,6 +206,23 @@ def _no_json(column: Column) -> InvalidError:
 
 def name_mapping(schema: ShardSchema) -> str:
     """Return the name mapping: every column of the files, with its id, as JSON."""
-    entries = [(number, name) for number, name in enumerate(FILE_COLUMNS, 1)]
-    entries += [(FIRST_ID + at, column.name) for at, column in enumerate(schema.columns)]
-    return json.dumps([{"field-id": number, "names": [name]} for number, name in entries], separators=(",", ":"))
+    entries: list[dict[str, Any]] = [
+        {"field-id": number, "names": [name]} for number, name in enumerate(FILE_COLUMNS, 1)
+    ]
+    for at, column in enumerate(schema.columns):
+        kind = _field_type(column.type, _ids_within(at))
+        entries.append(_mapped(FIRST_ID + at, column.name, kind))
+    return json.dumps(entries, separators=(",", ":"))
+
+
+def _mapped(number: int, name: str, kind: Any) -> dict[str, Any]:
+    """Return the mapping of a field and of all fields within it, which have their names in the files."""
+    entry: dict[str, Any] = {"field-id": number, "names": [name]}
+    if isinstance(kind, str):
+        return entry
+    if kind["type"] == "struct":
+        inner = [(field["id"], field["name"], field["type"]) for field in kind["fields"]]
+    else:
+        parts = ("element",) if kind["type"] == "list" else ("key", "value")
+        inner = [(kind[f"{part}-id"], part, kind[part]) for part in parts]
+    return entry | {"fields": [_mapped(*each) for each in inner]}
