@@ -39,7 +39,11 @@ VALUES = st.none() | st.lists(STRUCTS, max_size=3)
 
 
 @settings(deadline=None)
-@given(left=st.lists(VALUES, min_size=1, max_size=6), right=st.lists(VALUES, min_size=1, max_size=6), skip=st.integers(0, 2))
+@given(
+    left=st.lists(VALUES, min_size=1, max_size=6),
+    right=st.lists(VALUES, min_size=1, max_size=6),
+    skip=st.integers(0, 2),
+)
 def test_values_are_equal_bit_by_bit_on_every_level(left: list[Any], right: list[Any], skip: int) -> None:
     count = min(len(left), len(right))
     a, b = (pa.array(values[:count], ARROW).slice(skip) for values in (left, right))
@@ -112,15 +116,19 @@ def test_equal_nested_rows_cancel_and_sum() -> None:
 
 def test_rows_that_are_written_keep_their_nested_types() -> None:
     target = contents_schema(SCHEMA)
-    loose = pa.list_(pa.field("item", pa.struct([("a", pa.float64()), ("m", pa.map_(pa.string(), pa.list_(pa.int16())))])))
-    given_rows = pa.table({"v": pa.array([ONE], loose), "k": [1], "m": pa.array([[(2, "x"), (1, "y")]], target.field("m").type)})
+    loose = pa.list_(
+        pa.field("item", pa.struct([("a", pa.float64()), ("m", pa.map_(pa.string(), pa.list_(pa.int16())))]))
+    )
+    given_rows = pa.table(
+        {"v": pa.array([ONE], loose), "k": [1], "m": pa.array([[(2, "x"), (1, "y")]], target.field("m").type)}
+    )
     found = conform_rows(given_rows, target)
     assert found.schema == target and found.column("m").to_pylist() == [[(1, "y"), (2, "x")]]
     other = given_rows.set_column(2, "m", pa.array([[(2, "x")]], pa.map_(pa.int32(), pa.string())))
-    with pytest.raises(InvalidError, match="column=m .*nested types are not cast"):
+    with pytest.raises(InvalidError, match=r"column=m .*nested types are not cast"):
         conform_rows(other, target)
     twice = given_rows.set_column(2, "m", pa.array([[(2, "x"), (2, "y")]], target.field("m").type))
-    with pytest.raises(InvalidError, match="column=m .*a key twice"):
+    with pytest.raises(InvalidError, match=r"column=m .*a key twice"):
         conform_rows(twice, target)
 
 

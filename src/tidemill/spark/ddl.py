@@ -6,9 +6,9 @@
     name       letters, digits and _, or any text in backquotes, where two backquotes are one
 
 A pipeline file is checked on machines that have no Spark. A text that Spark's own parser accepts is accepted here with
-the same meaning, or its type is refused by name (tests/spark/test_spark_ddl.py). The types of columns may be nested (shards/nested/type_names.py). NOT NULL, COMMENT and the length of
+the same meaning, or its type is refused by name (tests/spark/test_spark_ddl.py). NOT NULL, COMMENT and the length of
 `char(n)` and `varchar(n)` have no effect, as in Spark's JSON reader. Accepted too are the types `json` and `bool`, and
-letters of any language in a name without backquotes.
+letters of any language in a name without backquotes. Limits of nested types: shards/nested/type_names.py.
 """
 
 from __future__ import annotations

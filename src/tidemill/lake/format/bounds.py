@@ -1,7 +1,8 @@
 """Bounds and null counts of a part's columns, from its footer: by them readers skip files.
 
 Parts have statistics of their key columns, except floats (readers order NaN differently). A column without statistics
-in any row group has no bounds, and a nested one has none. A column that was widened since has the bounds in its present type.
+in any row group has no bounds, nor has a nested column. A column that was widened since has the bounds in its present
+type.
 
 Invariant (superset): the bounds contain every value of the file, also of rows that do not count.
 

@@ -3,9 +3,9 @@
     field id  1 `_hash`, 2 `_time`, 3 `_diff`: reserved, in no schema;  4 …: the table's columns, in their order
               100,000 + 1,000 n …: elements, keys, values and fields within the nth column, outer levels first
 
-A table's columns are only ever appended (RFC 0003), and a nested type never changes, so every id is permanent. Files carry no ids: readers find
-columns by the name mapping, which names every column of the files. Readers differ in what they do about a column that
-the mapping lacks, hence the reserved ids.
+A table's columns are only ever appended (RFC 0003), and a nested type never changes, so every id is permanent. Files
+carry no ids: readers find columns by the name mapping, which names every column of the files and every field within
+one. Readers differ in what they do about a column that the mapping lacks, hence the reserved ids.
 
 Names that Iceberg reserves for metadata columns are published with `_` appended, since some readers would return the
 metadata.

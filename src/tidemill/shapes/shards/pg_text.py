@@ -35,7 +35,7 @@ def column_text(array: Any) -> list[str | None]:
 
     kind = array.type
     if pa.types.is_nested(kind):
-        from tidemill.shapes.shards.json_text import nested_texts
+        from tidemill.shapes.shards.json_text import nested_texts  # which prints leaves with this function
 
         chunks = array.chunks if isinstance(array, pa.ChunkedArray) else [array]
         return [text for chunk in chunks for text in nested_texts(chunk)]

@@ -81,7 +81,6 @@ class DeclaredDialect:
             odd |= beyond
         return array
 
-
     def _convert_nested(self, type_name: str, array: pa.Array, odd: Mask) -> pa.Array:
         kind = nested_type(type_name)
         mask = array.is_null() if array.null_count else None
