@@ -101,6 +101,7 @@ def test_a_part_keeps_nested_values_in_types_that_every_reader_has() -> None:
     assert by_key[2]["v"] is None and by_key[3]["v"] == [] and by_key[3]["m"] == []
     file = pq.ParquetFile(io.BytesIO(part.inline))
     assert "int16" not in str(file.schema_arrow)
+    assert file.schema_arrow.field("_hash").metadata == {b"PARQUET:field_id": b"1"}
     assert hash_bounds(file, 0) == (part.min_hash, part.max_hash)
     assert {name: len(at) for name, at in chunk_places(file.schema_arrow).items()} == {
         "v": 3, "k": 1, "m": 2, "_time": 1, "_diff": 1, "_hash": 1

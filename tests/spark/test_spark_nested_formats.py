@@ -20,8 +20,13 @@ from tidemill.spark.formats.record_format import declare_topic
 from tidemill.spark.formats.schemas.writer_schema import KnownSchemas
 
 DDL = """id bigint, tags array<string>, m map<string, double>,
-         who struct<name: string, at: timestamp, price: decimal(6,2), kinds: array<string>, deep: array<struct<x: int>>>"""
-LEAF = {"type": "record", "name": "Leaf", "fields": [{"name": "x", "type": ["null", "int"]}, {"name": "y", "type": "long"}]}
+         who struct<name: string, at: timestamp, price: decimal(6,2), kinds: array<string>,
+                    deep: array<struct<x: int>>>"""
+LEAF = {
+    "type": "record",
+    "name": "Leaf",
+    "fields": [{"name": "x", "type": ["null", "int"]}, {"name": "y", "type": "long"}],
+}
 WHO = {
     "type": "record", "name": "Who",
     "fields": [
@@ -51,14 +56,16 @@ LEAVES = st.fixed_dictionaries({"x": st.none() | st.integers(-5, 5), "y": st.jus
 WHOS = st.fixed_dictionaries(
     {
         "name": st.none() | TEXTS, "at": st.none() | MOMENTS, "price": st.none() | PRICES,
-        "kinds": st.lists(st.sampled_from("AB"), max_size=2), "deep": st.none() | st.lists(st.none() | LEAVES, max_size=2),
+        "kinds": st.lists(st.sampled_from("AB"), max_size=2),
+        "deep": st.none() | st.lists(st.none() | LEAVES, max_size=2),
     }
 )  # fmt: skip
 ROWS = st.lists(
     st.fixed_dictionaries(
         {
             "tags": st.none() | st.lists(st.none() | TEXTS, max_size=3),
-            "m": st.none() | st.dictionaries(TEXTS, st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=3),
+            "m": st.none()
+            | st.dictionaries(TEXTS, st.none() | st.floats(allow_nan=False, allow_infinity=False), max_size=3),
             "who": st.none() | WHOS,
         }
     ),
@@ -125,7 +132,9 @@ def test_a_recursive_avro_type_is_read_as_deep_as_the_column_goes() -> None:
 
 def message_file() -> FileDescriptorProto:
     """Return `Row` with a repeated text, a map, and a message with an enum, a timestamp and repeated messages."""
-    f = FileDescriptorProto(name="rows.proto", package="p", syntax="proto3", dependency=["google/protobuf/timestamp.proto"])
+    f = FileDescriptorProto(
+        name="rows.proto", package="p", syntax="proto3", dependency=["google/protobuf/timestamp.proto"]
+    )
     leaf = f.message_type.add(name="Leaf")
     leaf.field.add(name="x", number=1, type=5, label=1)
     who = f.message_type.add(name="Who")
@@ -159,7 +168,9 @@ def test_a_protobuf_topic_has_nested_columns() -> None:
     pool.AddSerializedFile(timestamp_pb2.DESCRIPTOR.serialized_pb)
     pool.Add(file)
     message = GetMessageClass(pool.FindMessageTypeByName("p.Row"))
-    full = message(id=1, tags=["a", ""], m={"b": 1.5, "a": 0.0}, who={"name": "x", "kinds": [1, 0], "deep": [{"x": 4}, {}]})
+    full = message(
+        id=1, tags=["a", ""], m={"b": 1.5, "a": 0.0}, who={"name": "x", "kinds": [1, 0], "deep": [{"x": 4}, {}]}
+    )
     full.who.at.FromMicroseconds(1_500_000)
     full.n[7].x, full.n[-1].x = 5, 6
     ddl = """id bigint, tags array<string>, m map<string, double>, n map<bigint, struct<x: int>>,

@@ -17,8 +17,9 @@ from typing import Any, Final
 
 import msgspec
 
-from tidemill.lake.format.schema import FIRST_ID, iceberg_type
+from tidemill.lake.format.schema import iceberg_type
 from tidemill.shards.api import ShardSchema
+from tidemill.shards.nested.field_ids import FIRST_ID
 from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.stored_types import chunk_places
 

@@ -1,11 +1,10 @@
 """Iceberg schemas of a table's schema versions: field ids, types, defaults, published names, and the name mapping.
 
-    field id  1 `_hash`, 2 `_time`, 3 `_diff`: reserved, in no schema;  4 …: the table's columns, in their order
-              100,000 + 1,000 n …: elements, keys, values and fields within the nth column, outer levels first
+    field id  as in shards/nested/field_ids.py; the ids of `_hash`, `_time` and `_diff` are in no schema
 
-A table's columns are only ever appended (RFC 0003), and a nested type never changes, so every id is permanent. Files
-carry no ids: readers find columns by the name mapping, which names every column of the files and every field within
-one. Readers differ in what they do about a column that the mapping lacks, hence the reserved ids.
+Files of tables with nested columns carry the ids, since some readers find fields within a column only by them. All
+others carry none: readers find columns by the name mapping, which names every column of the files. Readers differ in
+what they do about a column that the mapping lacks, hence the reserved ids.
 
 Names that Iceberg reserves for metadata columns are published with `_` appended, since some readers would return the
 metadata.
@@ -15,7 +14,6 @@ Sources: the table specification, "Schemas and Data Types", "Default Values", "C
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
 from datetime import UTC
@@ -27,18 +25,13 @@ import pyarrow as pa
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
-from tidemill.shards.nested.type_names import FIELDS_MAX, ArrayType, MapType, is_nested, nested_type
+from tidemill.shards.nested.field_ids import FIRST_ID, ids_within
+from tidemill.shards.nested.type_names import ArrayType, MapType, is_nested, nested_type
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.shards.parts.schema_evolution import default_value
 
 FILE_COLUMNS = (HASH, TIME, DIFF)
 """Columns of every file that no schema names, in the order of their field ids."""
-FIRST_ID = len(FILE_COLUMNS) + 1
-NESTED_ID = 100_000
-"""First id within the first column. An id of the table's columns is always less."""
-NESTED_IDS = 1_000
-"""Ids reserved for the fields within a column."""
-assert FIELDS_MAX < NESTED_IDS
 
 METADATA_COLUMNS = frozenset(
     {
@@ -97,14 +90,9 @@ def last_column_id(schema: ShardSchema) -> int:
     nested = [at for at, column in enumerate(schema.columns) if is_nested(column.type)]
     if not nested:
         return FIRST_ID + len(schema.columns) - 1
-    ids = _ids_within(nested[-1])
+    ids = ids_within(nested[-1])
     _field_type(schema.columns[nested[-1]].type, ids)
     return next(ids) - 1
-
-
-def _ids_within(place: int) -> Iterator[int]:
-    """Yield the ids of the fields within a column."""
-    return itertools.count(NESTED_ID + place * NESTED_IDS)
 
 
 def _field_type(type_name: str, ids: Iterator[int]) -> Any:
@@ -172,7 +160,7 @@ def _publish_column(column: Column, number: int, name: str, version: int) -> Fie
             fix="Publish the table with lake.format = 3.",
         )
     doc = f"absent in the source since schema version {column.retired}" if column.retired else ""
-    kind = _field_type(column.type, _ids_within(number - FIRST_ID))
+    kind = _field_type(column.type, ids_within(number - FIRST_ID))
     return Field(number, name, False, kind, doc, default, default)
 
 
@@ -210,7 +198,7 @@ def name_mapping(schema: ShardSchema) -> str:
         {"field-id": number, "names": [name]} for number, name in enumerate(FILE_COLUMNS, 1)
     ]
     for at, column in enumerate(schema.columns):
-        kind = _field_type(column.type, _ids_within(at))
+        kind = _field_type(column.type, ids_within(at))
         entries.append(_mapped(FIRST_ID + at, column.name, kind))
     return json.dumps(entries, separators=(",", ":"))
 

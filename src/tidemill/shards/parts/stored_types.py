@@ -1,5 +1,6 @@
 """Types of a part's file, where they differ from those in memory, so that every Parquet reader can read the file.
 
+    nested types     with field ids (shards/nested/field_ids.py), and so are all columns of such a table
     int16            stored as int32, also within nested values: some engines have no smaller integer
     `_hash` uint64   stored as int64, less 2^63: some engines refuse unsigned integers, also in columns that are not
                      read. The difference keeps the order, so the file stays sorted and its statistics compare
@@ -18,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tidemill.shards.api import HASH, ShardSchema
+from tidemill.shards.api import DIFF, HASH, TIME, ShardSchema
+from tidemill.shards.nested.field_ids import DIFF_ID, FIRST_ID, HASH_ID, TIME_ID, ids_within, with_field_ids
 from tidemill.shards.parts.schema import part_schema
 
 Hashes = npt.NDArray[np.uint64]
@@ -29,7 +31,27 @@ _SIGN = np.uint64(1 << 63)
 @lru_cache(maxsize=256)
 def stored_schema(schema: ShardSchema) -> pa.Schema:
     """Return the Arrow schema of a new part's file."""
-    return pa.schema([stored_field(field) for field in part_schema(schema)])
+    return file_schema(part_schema(schema), schema)
+
+
+def file_schema(rows: pa.Schema, schema: ShardSchema) -> pa.Schema:
+    """Return the Arrow schema of a file with these columns of a table.
+
+    With a nested column, it has field ids: some readers find the fields within a column only by them.
+    """
+    fields = [stored_field(field) for field in rows]
+    if not any(pa.types.is_nested(field.type) for field in fields):
+        return pa.schema(fields)
+    places = {column.name: at for at, column in enumerate(schema.columns)}
+    of_file = {HASH: HASH_ID, TIME: TIME_ID, DIFF: DIFF_ID}
+    return pa.schema(
+        [
+            with_field_ids(field, FIRST_ID + place, ids_within(place))
+            if (place := places.get(field.name, -1)) >= 0
+            else with_field_ids(field, of_file[field.name], iter(()))
+            for field in fields
+        ]
+    )
 
 
 def stored_field(field: pa.Field) -> pa.Field:
