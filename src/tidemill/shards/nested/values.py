@@ -95,7 +95,7 @@ def value_sizes(array: pa.Array) -> Numbers:
     """Return the size of each value in memory, in bytes."""
     kind = array.type
     if pa.types.is_struct(kind):
-        return np.add.reduce([value_sizes(field) for field in array.flatten()], dtype=np.int64)
+        return np.asarray(sum(value_sizes(field) for field in array.flatten()), dtype=np.int64)
     if pa.types.is_list(kind) or pa.types.is_map(kind):
         offsets = _offsets(array)
         inner = np.add.reduce([value_sizes(child) for child in _children(array, offsets)], dtype=np.int64)
