@@ -20,7 +20,7 @@ from tidemill.shards.parts.arrow_rows import row_sizes, rows_equal, values_at
 from tidemill.shards.parts.consolidate import merge_updates, sum_contents
 from tidemill.shards.parts.parts import decode_part, encode_part
 from tidemill.shards.parts.schema import arrow_type, check_schema, conform_rows, contents_schema, update_schema
-from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema, is_widening
+from tidemill.shards.parts.schema_evolution import SchemaChanges, convert_to_schema, evolve_schema, is_widening
 from tidemill.shards.parts.stored_types import chunk_places, hash_bounds
 
 TYPE = "array<struct<a:float64,m:map<string,array<int16>>>>"
@@ -137,6 +137,9 @@ def test_a_nested_column_is_added_and_retired_and_never_changed() -> None:
     added = evolve_schema(SCHEMA, SchemaChanges(add=(Column("w", "array< int32 >"),)))
     assert added.columns[-1].type == "array<int32>"
     assert evolve_schema(added, SchemaChanges(retire=("w",))).columns[-1].retired
+    old = pa.table({name: [None] for name in ("v", "k", "m")}).cast(contents_schema(SCHEMA))
+    (row,) = convert_to_schema(added, old, contents_schema(added)).to_pylist()
+    assert row == {"v": None, "k": None, "m": None, "w": None}
     with pytest.raises(InvalidError, match="some values would change: column=w"):
         evolve_schema(added, SchemaChanges(widen=(Column("w", "array<int64>"),)))
     with pytest.raises(InvalidError, match="nested type cannot have a default: column=x"):
