@@ -40,7 +40,7 @@ def _texts(array: pa.Array) -> list[str]:
     first, count = offsets[0], offsets[-1] - offsets[0]
     bounds = [(start - first, end - first) for start, end in pairwise(offsets)]
     if pa.types.is_map(kind):
-        keys = [_string(text) for text in column_text(array.keys.slice(first, count))]
+        keys = [_string(text or "") for text in column_text(array.keys.slice(first, count))]
         items = _texts(array.items.slice(first, count))
         texts = [_object(zip(keys[start:end], items[start:end], strict=True)) for start, end in bounds]
     else:

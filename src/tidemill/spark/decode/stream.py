@@ -201,7 +201,7 @@ def _values_to_array(values: Sequence[Any], column: Column) -> pa.Array:
 def convert_plain_values(values: Sequence[Any], column: Column) -> pa.Array:
     """Convert texts and numbers that are not in JSON by the same rules. Raises exceptions of any type for a value that
     the column cannot hold."""
-    kind = nested_field(column.type, lambda leaf: _FIELDS.get(leaf, Decimal | None))
+    kind: Any = nested_field(column.type, lambda leaf: _FIELDS.get(leaf, Decimal | None))
     return _values_to_array(msgspec.convert(values, list[kind], dec_hook=decode_hook), column)
 
 

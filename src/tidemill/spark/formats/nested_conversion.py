@@ -56,7 +56,8 @@ def _find(source: SourceType, type_name: str, find_leaf: FindLeaf) -> ConvertVal
         return find_leaf(source, Column("", type_name))
     kind, parts = nested_type(type_name), source.parts() if source.parts is not None else None
     target = arrow_type(type_name)
-    if parts is None or parts.kind != {ArrayType: "array", MapType: "map", StructType: "record"}[type(kind)]:
+    wanted = "array" if isinstance(kind, ArrayType) else "map" if isinstance(kind, MapType) else "record"
+    if parts is None or parts.kind != wanted:
         return None
     if isinstance(kind, ArrayType):
         element = _find(parts.fields[ELEMENT], kind.element, find_leaf)
