@@ -54,7 +54,7 @@ def report_unreadable(base: str) -> Iterator[None]:
     except Exception as error:
         if base.startswith("file:") or not (isinstance(error, PySparkException) or _is_from_jvm(error)):
             raise
-        if CONNECTOR_CLASS in str(error):
+        if f"Class {CONNECTOR_CLASS} not found" in str(error):
             raise PlanNotPossibleError(_no_connector("VERSION")) from error
         raise PlanNotPossibleError(f"Spark cannot open the bucket: {_cause(error)}") from error
 
