@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--shares", default="0,0.01", help="of the rows, changed since the last merge")
+    parser.add_argument("--ways", default="plan,plain,data source")
     parser.add_argument("--store", choices=("directory", "s3"), default="directory")
     options = parser.parse_args()
     if options.store == "s3" and not HAS_S3:
@@ -91,11 +92,12 @@ def main() -> None:
         stack.callback(spark.stop)
         spark.sparkContext.setLogLevel("ERROR")
         for share in map(float, options.shares.split(",")):
-            measure(spark, root / str(share), endpoint, options.rows, share, options.rounds)
+            measure(spark, root / str(share), endpoint, share, options)
 
 
-def measure(spark: Any, root: Path, endpoint: str, count: int, share: float, rounds: int) -> None:
+def measure(spark: Any, root: Path, endpoint: str, share: float, options: argparse.Namespace) -> None:
     root.mkdir()
+    count: int = options.rows
     keys = "access_key_id=test&secret_access_key=test"
     bucket = f"s3://{BUCKET}/{root.name}?endpoint={endpoint}&{keys}" if endpoint else f"file://{root}/objects"
     urls = StoreUrls(bucket, f"sqlite://{root}/consensus.db")
@@ -108,6 +110,7 @@ def measure(spark: Any, root: Path, endpoint: str, count: int, share: float, rou
         "plain": lambda: spark.read.parquet(plain),
         "data source": lambda: spark.read.format("tidemill").options(table="scanned", as_of=upper - 1, **where).load(),
     }
+    ways = {way: ways[way] for way in options.ways.split(",")}
     work: dict[str, Callable[[Any], Any]] = {
         "count": lambda frame: frame.count(),
         "one column": lambda frame: frame.agg({"amount": "sum"}).collect(),
@@ -120,7 +123,7 @@ def measure(spark: Any, root: Path, endpoint: str, count: int, share: float, rou
     tree, spent = Tree(os.getpid()), {}
     for what, do in work.items():
         spent[what] = taken = {way: ([], []) for way in ways}
-        for _ in range(rounds + 1):
+        for _ in range(options.rounds + 1):
             for way, frame in ways.items():
                 tree.begin()
                 began_s = time.monotonic()
