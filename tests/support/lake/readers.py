@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from support.waiting import slowness
+from tidemill.spark.session.session import QUICK_JVM
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "tests/lake/readers"
@@ -72,7 +73,7 @@ class ForeignReader:
     def _start(self) -> subprocess.Popen[str]:
         jars = (INSTALLED / "spark").glob("*.jar") if self.name == "spark" else ()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("SPARK_", "PYSPARK_"))}
-        environment |= {"PYTHONPATH": str(self._packages), "TZ": "UTC"}
+        environment |= {"PYTHONPATH": str(self._packages), "TZ": "UTC", "JDK_JAVA_OPTIONS": " ".join(QUICK_JVM)}
         with (self._scratch / "log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, str(SCRIPTS / f"{self.name}_reader.py"), *map(str, jars)],
