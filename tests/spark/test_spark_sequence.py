@@ -1,4 +1,4 @@
-"""Tables with `sequence_by`: for any order of records, steps, writers and kills they equal a batch job over the topic."""
+"""Tables with `sequence_by` equal a batch job over the topic, for any order of records, steps, writers and kills."""
 
 from __future__ import annotations
 

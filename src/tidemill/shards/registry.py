@@ -202,6 +202,17 @@ def table_of_tombstones(name: str) -> tuple[str, str]:
     return (table, shard_id) if marker and len(shard_id) == _ID_LENGTH else ("", "")
 
 
+async def list_tombstones(consensus: Consensus, table: str, *, but: str = "") -> list[Create]:
+    """Return the shards of tombstones of tables of this name, except that of the table with the id `but`."""
+    return [
+        created
+        for created in await list_created_shards(consensus)
+        if created.name.startswith(table)
+        and table_of_tombstones(created.name)[0] == table
+        and table_of_tombstones(created.name)[1] != but
+    ]
+
+
 def check_shard_name(name: str) -> None:
     if not name or len(name) > NAME_LENGTH or not set(name) <= NAME_CHARS or name in (".", ".."):
         raise InvalidError(f"bad table name: table={name!r}.", fix="Use 1 to 200 of a-z A-Z 0-9 . _ -")

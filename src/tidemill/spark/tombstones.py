@@ -193,7 +193,11 @@ class Tombstones:
         return True
 
     def sweep(self, upper: int) -> None:
-        """Retract the tombstones that no command from the table's `upper` on can meet, from time to time."""
+        """Retract the tombstones that no command from the table's `upper` on can meet, from time to time.
+
+        They stay for a quarter of their time more: a checkpoint reads a table before its tombstones, and a restored
+        table needs those of its own upper.
+        """
         clock_s = self._stores.clock.monotonic_s()
         due = upper - self._swept_ms >= self.rule.keep_ms // 4
         if not due or (self._swept_s is not None and clock_s - self._swept_s < SWEEP_PAUSE_S):
@@ -205,8 +209,9 @@ class Tombstones:
         columns = contents_schema(self._schema).names
         stored = combine_columns(self._portal.call(self._shard.snapshot(self._seen - 1)).select(columns))
         deleted = int64s(stored, DELETED_MS)
-        gone = deleted + self.rule.keep_ms <= upper
-        (below,) = np.nonzero(deleted < upper)
+        horizon = upper - self.rule.keep_ms // 4
+        gone = deleted + self.rule.keep_ms <= horizon
+        (below,) = np.nonzero(deleted < horizon)
         newest = below[_newest_per_key(self._schema, rows_at(stored, below))]
         gone[np.setdiff1d(below, newest)] = True
         if gone.any() and self._append(stored.filter(pa.array(gone)), -1):

@@ -80,7 +80,8 @@ class Resolved(msgspec.Struct, frozen=True):
     updates: the shard's columns, _time, _diff, for times in [lower, upper); changes: the mirror's next run;
     lost: commands whose values are not all known; each becomes a dead letter before the updates are appended;
     rejected: commands whose row, known only now, violates an expectation;
-    tombstones: of a table with a sequence, to be stored before the updates are appended; late, revived: see `Effective`.
+    tombstones: of a table with a sequence, to be stored before the updates are appended;
+    late, revived: numbers of commands, see `Effective`.
     """
 
     lower: int

@@ -355,9 +355,9 @@ class TableReplay:
             self._portal.call(shard.wait_upper(lower, PAUSE_S))
             raise ConflictError(f"the pipeline writes at this time: table={self._name} time={lower}.")
 
-        if self._tombstones is not None and found.tombstones is not None:
-            if not self._tombstones.put(found.tombstones, lower):
-                raise ConflictError(f"the pipeline was first: table={self._name} time={lower}.")
+        tombstones, new = self._tombstones, found.tombstones
+        if tombstones is not None and new is not None and not tombstones.put(new, lower):
+            raise ConflictError(f"the pipeline was first: table={self._name} time={lower}.")
 
         async def run() -> None:
             parts = (await shard.write_part(found.updates),) if found.updates.num_rows else ()
