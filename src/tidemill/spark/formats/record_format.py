@@ -189,7 +189,7 @@ class _SequenceFields(TypedDict, total=False):
 
 
 def _sequence(topic: str, table: ShardSchema, options: TopicOptions) -> _SequenceFields:
-    names = split_names(options.get("sequence_by", ()))
+    names = tuple(name for name in split_names(options.get("sequence_by", ())) if name)
     keep_s = options.get("sequence_keep_s", KEEP_S)
     if not names:
         if "sequence_by" in options or "sequence_keep_s" in options:

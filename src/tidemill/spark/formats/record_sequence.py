@@ -53,17 +53,22 @@ class RecordSequence:
         for name in self._columns:
             valid = to_bool_mask(live.arrays[name].is_valid())
             if not valid.all():
-                dead += [(place, f"the sequence is null: column={name}") for place in live.places[~valid].tolist()]
+                dead += [(place, _null(name)) for place in live.places[~valid].tolist()]
                 live = keep_rows(live, valid)
-        valid = np.ones(len(absent.places), dtype=bool)
+        missing: dict[int, str] = {}
         for name in self._columns:
             array = absent.arrays.get(name)
-            valid &= to_bool_mask(array.is_valid()) if array is not None else False
-        if valid.all():
+            null = absent.places if array is None else absent.places[to_bool_mask(array.is_null())]
+            missing = dict.fromkeys(null.tolist(), name) | missing
+        if not missing:
             return live, absent
         known = {place for place, _ in dead}
-        for place in absent.places[~valid].tolist():
+        for place, name in missing.items():
             empty = records.columns.value_bytes[place] < 0
             if place not in known and not (self._debezium and empty):
-                dead.append((place, self._no_sequence))
-        return live, keep_rows(absent, valid)
+                dead.append((place, self._no_sequence if empty or self._debezium else _null(name)))
+        return live, keep_rows(absent, ~np.isin(absent.places, np.array([*missing], dtype=np.int64)))
+
+
+def _null(column: str) -> str:
+    return f"the sequence is null: column={column}"

@@ -138,7 +138,7 @@ class _Chains(NamedTuple):
     live: Mask
 
     def at(self, places: Index) -> _Chains:
-        return _Chains(*(array[places] for array in self))
+        return _Chains(self.starts[places], self.rank[places], self.times[places], self.live[places])
 
 
 class Folded(NamedTuple):
