@@ -20,7 +20,7 @@ import pyarrow as pa
 
 from tidemill.base.errors import ConflictError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.shards.api import DIFF, TIME, Batch, HistoryLostError, ShardSchema
+from tidemill.shards.api import DIFF, TIME, HistoryLostError, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.arrow_rows import Index, Mask, combine_columns, int64s, rows_at
 from tidemill.shards.parts.row_hash import U64, hash_rows
@@ -102,8 +102,9 @@ class Tombstones:
 
     def _read(self, end: int) -> None:
         shard = self._shard
-        reading = shard.batches(self._seen) if self._seen else shard.batches_until(end - 1)
-        batches: list[Batch] = self._portal.call(reading)
+        if not self._seen:
+            self._add(self._portal.call(shard.snapshot(end - 1)))
+        batches = self._portal.call(shard.batches(self._seen)) if self._seen else []
         for batch in batches:
             rows = self._portal.call(shard.read_batch(batch, self._seen, batch.upper))
             # A retracted tombstone does not count any more: whether it is known makes no difference.

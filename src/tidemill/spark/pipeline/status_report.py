@@ -383,8 +383,8 @@ class StatusReporter:
         memory: {share: (bytes, limit)}; commit_to_shard_ms, bound_to_shard_ms: {count, p50, p95, p99, max} of all
         sources; latency: {source: {stage: histogram}}, as `status --latency` shows them; tables: {name: {won, lost,
         rows, dropped, merges, read, to_go, violations?, sequence?, eta_s?, recomputed?, groups?, whole_because?}};
-        violations: {expectation: records}; sequence: {late, revived: records}; groups: the number of groups of the last recomputation, −1 = all, with the reason in
-        whole_because.
+        violations: {expectation: records}; sequence: {late, revived: records}; groups: the number of groups of the last
+        recomputation, −1 = all, with the reason in whole_because.
         """
         runner = self._runner
         tables: dict[str, dict[str, Any]] = {}
