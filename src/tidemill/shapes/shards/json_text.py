@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from tidemill.shapes.shards.pg_text import column_text
 
@@ -40,7 +40,7 @@ def _texts(array: pa.Array) -> list[str]:
     first, count = offsets[0], offsets[-1] - offsets[0]
     bounds = [(start - first, end - first) for start, end in pairwise(offsets)]
     if pa.types.is_map(kind):
-        keys = [_string(text) for text in column_text(array.keys.slice(first, count))]
+        keys = [_string(cast(str, text)) for text in column_text(array.keys.slice(first, count))]
         items = _texts(array.items.slice(first, count))
         texts = [_object(zip(keys[start:end], items[start:end], strict=True)) for start, end in bounds]
     else:

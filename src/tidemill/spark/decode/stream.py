@@ -202,7 +202,8 @@ def convert_plain_values(values: Sequence[Any], column: Column) -> pa.Array:
     """Convert texts and numbers that are not in JSON by the same rules. Raises exceptions of any type for a value that
     the column cannot hold."""
     kind = nested_field(column.type, lambda leaf: _FIELDS.get(leaf, Decimal | None))
-    return _values_to_array(msgspec.convert(values, list[kind], dec_hook=decode_hook), column)
+    found = msgspec.convert(values, list[kind], dec_hook=decode_hook)  # type: ignore[valid-type]
+    return _values_to_array(found, column)
 
 
 def _timestamp_us(value: datetime.datetime | int) -> int:
