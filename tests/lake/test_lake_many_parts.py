@@ -29,7 +29,7 @@ SCHEMA = ShardSchema((Column("id", "int64"), Column("amount", "int64")), ("id",)
 ROWS = 5
 FEW, MANY = 50, 200
 GROWTH_MAX = 1.08
-"""Limit for the growth of the cost per part, which is 65 to 330 calls. A call for each pair of parts would exceed it."""
+"""Limit for the growth of the cost per part (65 to 330 calls). A call for each pair of parts would exceed it."""
 
 
 @pytest.fixture(autouse=True)
