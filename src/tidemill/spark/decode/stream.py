@@ -30,8 +30,8 @@ from tidemill.shards.parts.numbers import decimals_to_arrow, narrow_to_float32
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode.block_decoder import Block, ObjectReader, join_blocks, read_plain_texts
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
-from tidemill.spark.decode.json_dialect import DeclaredDialect
-from tidemill.spark.decode.nested_values import decode_hook, nested_field, nested_to_arrow
+from tidemill.spark.decode.json.dialect import DeclaredDialect
+from tidemill.spark.decode.json.nested_values import decode_hook, nested_field, nested_to_arrow
 from tidemill.spark.decode.newline_text import Places
 from tidemill.spark.decode.partial_rows import OmittedColumns
 from tidemill.spark.decode.records import Records
