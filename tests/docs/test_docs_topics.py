@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from decimal import Decimal
@@ -65,6 +66,28 @@ def test_the_table_of_the_first_pipeline_has_what_its_producer_wrote(tmp_path: P
         with pipeline(harbour, tmp_path / "pipeline", built):
             eventually(lambda: harbour.upper("clicks") > 1000)
         assert harbour.contents("clicks") == CLICKS
+        assert harbour.upper("p.dead_letters") == 0
+    finally:
+        harbour.close()
+
+
+def test_the_table_in_the_order_of_a_sequence_has_the_row_that_the_page_names(tmp_path: Path) -> None:
+    """The records of the page, in that order and in the opposite one."""
+    (built,) = (code for code in BLOCKS if "sequence_by=" in code)
+    (shown,) = (code for language, code in blocks(TEXT) if language == "json" and '"version"' in code)
+    records = [(str(row["id"]).encode(), row) for row in map(json.loads, shown.splitlines())]
+    (tmp_path / "data").mkdir()
+    harbour = Harbour(tmp_path / "data")
+    try:
+        topic = harbour.create_topic("accounts")
+        harbour.mint("topic/accounts", 1000, topic)
+        with pipeline(harbour, tmp_path / "pipeline", built):
+            for time_ms, some in ((2000, records), (3000, records[::-1])):
+                for at in range(len(some)):
+                    harbour.produce(topic, some[at : at + 1])
+                    harbour.mint("topic/accounts", time_ms + at, topic)
+                eventually(lambda end=time_ms + len(some): harbour.upper("accounts") >= end)
+                assert harbour.contents("accounts") == [{"id": 1, "version": 3, "plan": "team"}]
         assert harbour.upper("p.dead_letters") == 0
     finally:
         harbour.close()

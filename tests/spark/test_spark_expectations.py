@@ -16,7 +16,7 @@ from support.spark.partial_shop import PartialShop
 from support.spark.sinks import clicks_sink, shop_sink
 from tidemill.base.errors import InvalidError
 from tidemill.base.status.status import StatusReport
-from tidemill.console.views.pipelines import table_row, violation_metrics
+from tidemill.console.views.pipelines import count_metrics, table_row
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.spark.check import check_file
@@ -247,7 +247,7 @@ def test_violations_are_shown_by_table_and_expectation_and_by_process_in_metrics
         for label, n in (("", 2), (":2", 3))
     ]
     assert table_row("t", "topic:t", 5, 1, None, reports)["violations"] == {"a": 5, "b": 0}
-    assert violation_metrics(reports)[::2] == [("pipeline:p", "t", "a", 2), ("pipeline:p:2", "t", "a", 3)]
+    assert count_metrics("violations", reports)[::2] == [("pipeline:p", "t", "a", 2), ("pipeline:p:2", "t", "a", 3)]
 
 
 def test_a_check_of_the_file_names_the_line_of_a_wrong_expectation(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@
               each failure that does not make the node unusable (one write of a store, a captured database)
 /freshz       200 while no stage is stuck or blind, else 503 with the reasons. ?table=NAME (or ?mark=NAME) checks one
               table, and reports the worst stage between it and its source
-/metrics      Prometheus text: counters and gauges of this process, one gauge for the lag of each stage, and the
-              violations of each expectation by driver
+/metrics      Prometheus text: counters and gauges of this process, one gauge for the lag of each stage, and by driver
+              the violations of each expectation and the late records of tables with a sequence
 """
 
 from __future__ import annotations
@@ -27,8 +27,14 @@ from tidemill.base.status.status import StageState, StatusReport, derive_statuse
 from tidemill.console.api import api_routes
 from tidemill.console.cluster_reader import ConsoleNode
 from tidemill.console.pages import configured_pages, page_routes
-from tidemill.console.views.pipelines import violation_metrics
+from tidemill.console.views.pipelines import count_metrics
 from tidemill.console.views.stages import status_answer
+
+_COUNTED = (
+    ("tidemill_violations", "violations", "expectation", "records that violate an expectation"),
+    ("tidemill_late_records", "sequence", "kind", "records that sequence_by beat, or a tombstone until it expired"),
+)
+"""Metrics of records by table: name, field of the table's facts, label, text."""
 
 Answer = Callable[[Request], Awaitable[Response]]
 
@@ -86,12 +92,12 @@ def console_routes(node: ConsoleNode) -> list[BaseRoute]:
             far = lag_of(derived.mark)
             value = "NaN" if far is None else far
             lines.append(f'tidemill_mark_behind{{mark="{_escape_label(name)}",state="{derived.state}"}} {value}')
-        lines.append("# HELP tidemill_violations records that violate an expectation, in the appends of a driver")
-        lines.append("# TYPE tidemill_violations counter")
-        for process, table, expectation, count in violation_metrics(found):
-            labels = {"process": process, "table": table, "expectation": expectation}
-            shown = ",".join(f'{name}="{_escape_label(value)}"' for name, value in labels.items())
-            lines.append(f"tidemill_violations{{{shown}}} {count}")
+        for metric, field, label, text in _COUNTED:
+            lines += [f"# HELP {metric} {text}, in the appends of a driver", f"# TYPE {metric} counter"]
+            for process, table, name, count in count_metrics(field, found):
+                labels = {"process": process, "table": table, label: name}
+                shown = ",".join(f'{key}="{_escape_label(value)}"' for key, value in labels.items())
+                lines.append(f"{metric}{{{shown}}} {count}")
         return Response(generate_latest() + ("\n".join(lines) + "\n").encode(), media_type=CONTENT_TYPE_LATEST)
 
     def with_error_responses(answer: Answer) -> Answer:

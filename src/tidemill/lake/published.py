@@ -17,7 +17,7 @@ from tidemill.lake.pointer import load_table
 from tidemill.lake.publish.stored import LakeStores
 from tidemill.lake.publish.table_publisher import hold_period_ms
 from tidemill.lake.publisher import ReadPipelines, publish_now
-from tidemill.shards.registry import list_created_shards, shard_exists
+from tidemill.shards.registry import list_created_shards, shard_exists, table_of_tombstones
 
 
 class LakeTables:
@@ -35,7 +35,8 @@ class LakeTables:
         """Tables that a request published in the last interval, with the time."""
 
     async def list_names(self) -> Sequence[str]:
-        return [created.name for created in await list_created_shards(self._stores.consensus)]
+        created = await list_created_shards(self._stores.consensus)
+        return [create.name for create in created if not table_of_tombstones(create.name)[0]]
 
     async def load(self, table: str) -> PublishedTable:
         stores = self._stores

@@ -31,7 +31,7 @@ from tidemill.lake.vectors.part_columns import PartColumns
 from tidemill.metastore.rows.catalogue import PipelineRow
 from tidemill.shards.api import HistoryLostError
 from tidemill.shards.handle import LogShard
-from tidemill.shards.registry import list_created_shards, open_remap, open_shard
+from tidemill.shards.registry import list_created_shards, open_remap, open_shard, table_of_tombstones
 from tidemill.shards.state.commands import Create
 from tidemill.shards.state.state_machine import open_machine, shard_log_name
 
@@ -151,7 +151,8 @@ class LakePublisher:
         """Open the handles of new tables, refresh those that changed, and close those that were dropped."""
         consensus = self._stores.consensus
         heads, self._token = await read_all_changes(consensus, "shard/", self._token)
-        created = {create.shard_id: create for create in await list_created_shards(consensus)}
+        shards = await list_created_shards(consensus)
+        created = {create.shard_id: create for create in shards if not table_of_tombstones(create.name)[0]}
         for shard_id in self._tables.keys() - created.keys():
             table = self._tables.pop(shard_id)
             self._clear(table.publisher.shard.name)

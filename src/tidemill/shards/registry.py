@@ -26,6 +26,8 @@ from tidemill.shards.state.state_machine import ShardMachine, open_machine, reje
 
 NAME_CHARS = frozenset("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
 NAME_LENGTH = 200
+_TOMBSTONES = ".tombstones."
+_ID_LENGTH = 36
 
 
 async def open_shard(
@@ -186,6 +188,29 @@ def _decode_registration(name: str, version: Versioned) -> Create | Drop:
     if not isinstance(command, Create | Drop):
         raise CorruptError(f"the table's register is not a creation: table={name} seq={version.seq}.")
     return command
+
+
+def tombstones_name(table: str, shard_id: str) -> str:
+    """Return the name of the shard with the tombstones of a table (RFC 0013). A table of the same name that is created
+    later has another one."""
+    return f"{table}{_TOMBSTONES}{shard_id}"
+
+
+def table_of_tombstones(name: str) -> tuple[str, str]:
+    """Return (name, id) of the table whose tombstones the shard `name` has; ("", "") if it has none."""
+    table, marker, shard_id = name.rpartition(_TOMBSTONES)
+    return (table, shard_id) if marker and len(shard_id) == _ID_LENGTH else ("", "")
+
+
+async def list_tombstones(consensus: Consensus, table: str, *, but: str = "") -> list[Create]:
+    """Return the shards of tombstones of tables of this name, except that of the table with the id `but`."""
+    return [
+        created
+        for created in await list_created_shards(consensus)
+        if created.name.startswith(table)
+        and table_of_tombstones(created.name)[0] == table
+        and table_of_tombstones(created.name)[1] != but
+    ]
 
 
 def check_shard_name(name: str) -> None:

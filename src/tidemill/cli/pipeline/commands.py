@@ -106,6 +106,11 @@ def describe(name: Name, config: ConfigOption = None, out: Output = TABLE) -> No
         for table in view.tables:
             if "inputs" in table:
                 print(f"{table['table']} is maintained {format_derived_table(table)}")
+            if late := table.get("sequence"):
+                print(
+                    f"{table['table']}: {late['late']:,} records were late, and {late['revived']:,} later than their"
+                    " key's tombstone lasts, since its drivers started"
+                )
             for expectation, count in table.get("violations", {}).items():
                 print(f"{table['table']}: {count:,} records violate {expectation}, since its drivers started")
         for part in view.failing:

@@ -84,14 +84,33 @@ class Spool:
             counted=True,
         )
 
-    def last_per_key(self) -> AsyncIterator[list[Row]]:
-        """Yield the live rows that the commands leave, in key order."""
+    def last_per_key(self, sequence: Sequence[str] = ()) -> AsyncIterator[list[Row]]:
+        """Yield the live rows that the commands leave, in key order. `sequence`: columns that decide before the
+        order of the commands."""
         names, keys = ", ".join(self._names), ", ".join(self._names[: self._keys])
+        order = ", ".join(f"{value} DESC" for value in (*self._sequence_values(sequence), "made", "ord"))
         return self._stream(
-            f"SELECT {names} FROM (SELECT *, row_number() OVER (PARTITION BY {keys} ORDER BY made DESC, ord DESC)"
+            f"SELECT {names} FROM (SELECT *, row_number() OVER (PARTITION BY {keys} ORDER BY {order})"
             f" AS place FROM commands) WHERE place = 1 AND live ORDER BY {self._order_by()}",
             counted=False,
         )
+
+    async def count_revived(self, sequence: Sequence[str], keep_ms: int) -> int:
+        """Return the number of commands with a lower sequence than a deletion of their key at least `keep_ms`
+        before."""
+        keys = " AND ".join(f"late.{name} = gone.{name}" for name in self._names[: self._keys])
+        late, gone = (f"row({', '.join(self._sequence_values(sequence, of))})" for of in ("late.", "gone."))
+        query = (
+            f"SELECT count(*) FROM commands late SEMI JOIN commands gone ON {keys} AND NOT gone.live"
+            f" AND late.made >= gone.made + {keep_ms} AND {late} < {gone}"
+        )
+        found = await asyncio.to_thread(lambda: self._duck.execute(query).fetchone())
+        return int(found[0])
+
+    def _sequence_values(self, sequence: Sequence[str], of: str = "") -> list[str]:
+        names = {column.name: f"{of}c{i}" for i, column in enumerate(self._columns)}
+        floats = {column.name for column in self._columns if column.type in ("float32", "float64")}
+        return [f"{names[name]} + 0.0::DOUBLE" if name in floats else names[name] for name in sequence]  # no -0.0
 
     async def count(self) -> int:
         """Return an upper bound of the rows to come, for a progress bar."""

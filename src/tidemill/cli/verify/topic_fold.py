@@ -1,4 +1,5 @@
-"""Expected contents of a table that follows a topic: the last record of each key up to a time, folded on disk."""
+"""Expected contents of a table that follows a topic: the last record of each key up to a time, or the one with the
+greatest sequence, folded on disk."""
 
 from __future__ import annotations
 
@@ -42,7 +43,14 @@ class TopicFold:
         try:
             async for base, page in self._binding_pages():
                 await self._add_page(spool, base, page)
-            async for chunk in spool.last_per_key():
+            sequence = self._feed.record_format.sequence_rule
+            if sequence is not None and await spool.count_revived(sequence.columns, sequence.keep_ms):
+                raise InvalidError(
+                    "a topic with records that are later than sequence_keep_s after a deletion of their key cannot be"
+                    f" verified: topic={self._feed.topic}.",
+                    fix="Compare the table with a batch job over the topic.",
+                )
+            async for chunk in spool.last_per_key(self._feed.record_format.sequence_by):
                 yield chunk
         finally:
             await spool.aclose()

@@ -116,27 +116,30 @@ def table_row(
         "won": sum(int(fact.get("won", 0)) for fact in facts.values()),
         "lost": sum(int(fact.get("lost", 0)) for fact in facts.values()),
         "seats": sorted(facts),
-        **_violation_fields(facts.values()),
+        **_sum_counts("violations", facts.values()),
+        **_sum_counts("sequence", facts.values()),
     }
 
 
-def _violation_fields(facts: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:
-    """Return `violations`, if the table has expectations: expectation → records, in the appends of these drivers since
-    they started."""
+def _sum_counts(field: str, facts: Iterable[dict[str, Any]]) -> dict[str, dict[str, int]]:
+    """Return the field, if these drivers report it: numbers of records in their appends since they started.
+
+    violations: by expectation; sequence: `late`, and `revived`: late after a tombstone of their key had expired.
+    """
     found: dict[str, int] = {}
     for fact in facts:
-        for name, count in fact.get("violations", {}).items():
+        for name, count in fact.get(field, {}).items():
             found[name] = found.get(name, 0) + int(count)
-    return {"violations": found} if found else {}
+    return {field: found} if found else {}
 
 
-def violation_metrics(reports: Sequence[StatusReport]) -> list[tuple[str, str, str, int]]:
-    """Return (process, table, expectation, records since it started) of all drivers."""
+def count_metrics(field: str, reports: Sequence[StatusReport]) -> list[tuple[str, str, str, int]]:
+    """Return (process, table, name, records since it started) of all drivers, for a field as of `_sum_counts`."""
     return [
         (report.process, table, name, int(count))
         for report in reports
         for table, fact in sorted(_table_facts(report).items())
-        for name, count in sorted(fact.get("violations", {}).items())
+        for name, count in sorted(fact.get(field, {}).items())
     ]
 
 

@@ -23,7 +23,7 @@ from tidemill.metastore.rows.catalogue import PipelineRow, source_of
 from tidemill.metastore.rows.shards import BindingRow, ShardBatchRow, ShardRow
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.bindings.remap import LOG_PREFIX, decode_record
-from tidemill.shards.registry import read_registrations
+from tidemill.shards.registry import read_registrations, table_of_tombstones
 from tidemill.shards.state.checkpoint import (
     BindingFollower,
     ShardFollower,
@@ -213,21 +213,24 @@ class ShardsStage:
         """Return tables and dead letters whose source is late; if there are any, also everything that may be made from
         tables.
 
-        A shard outside every pipeline may be made from anything.
+        A shard outside every pipeline may be made from anything. Tombstones are no older than their table (RFC 0013):
+        they are only late if they are unreadable, and then the table is, too.
         """
         late = set(self.unreadable)
         fed: set[str] = set()
         derived: set[str] = set()
         for row in self._pipelines:
-            tables = {
+            sources = {
                 shard_unit_name(table): source_of(fed_by) for table, fed_by in row.tables.items() if fed_by != "derived"
             }
-            derived |= {shard_unit_name(table) for table in row.tables} - tables.keys()
+            derived |= {shard_unit_name(table) for table in row.tables} - sources.keys()
             if row.dead_letters:
                 derived.add(shard_unit_name(row.dead_letters))
-            fed |= tables.keys()
-            late |= {table for table, source in tables.items() if source in before}
-        others = {shard_unit_name(name) for name in self._followers.keys() - self._gone} - fed
+            fed |= sources.keys()
+            late |= {table for table, source in sources.items() if source in before}
+        tables = {name: table_of_tombstones(name)[0] for name in self._followers}
+        late |= {shard_unit_name(table) for name, table in tables.items() if table and shard_unit_name(name) in late}
+        others = {shard_unit_name(name) for name in self._followers.keys() - self._gone if not tables[name]} - fed
         if late:
             return late | others
         return others - derived if before else late

@@ -3,6 +3,7 @@
     1  the shard's own log      Drop: every handle on it, in any process, is refused from here on; its holds are gone
     2  its register             the name is free; a writer that opens it with a schema creates a new shard, with upper 0
     3  its log                  one rollup of an empty shard stays (some hundred bytes)
+    4  its tombstones           the shards next to it (RFC 0013), in the same way, and those of interrupted drops
     later, by maintenance       rows of the checkpoint (`checkpoint/stages`), objects and bindings that only it used
                                 (`upkeep`): only when no restore can need them any more; registers of streaming
                                 queries that wrote it (`orphans`)
@@ -41,7 +42,8 @@ class DroppedShard(msgspec.Struct, frozen=True):
 async def writing_pipelines(metastore: Metastore, name: str) -> tuple[str, ...]:
     """Return the pipelines that write the shard, by name."""
     rows = await metastore.rows(PIPELINES)
-    return tuple(sorted(row.name for row in rows if name in row.tables or name == row.dead_letters))
+    table = registry.table_of_tombstones(name)[0] or name
+    return tuple(sorted(row.name for row in rows if table in row.tables or name == row.dead_letters))
 
 
 async def reading_derived_tables(metastore: Metastore, name: str) -> tuple[str, ...]:
@@ -72,4 +74,8 @@ async def drop_shard(
     if not isinstance(created, Create) or shard_id not in ("", created.shard_id):
         raise MissingError(f"the table was already dropped: table={name} id={shard_id}.")
     held = await registry.drop_shard(consensus, objects, clock, rand, created)
+    now = await read_registration(consensus, name)
+    but = now[0].shard_id if now is not None and isinstance(now[0], Create) else ""
+    for tombstones in await registry.list_tombstones(consensus, name, but=but):
+        await registry.drop_shard(consensus, objects, clock, rand, tombstones)
     return DroppedShard(name, created.shard_id, held.rows, held.size_bytes, await writing_pipelines(metastore, name))

@@ -1,7 +1,7 @@
 """Prints nested Arrow values as JSON, each part of a value as PostgreSQL's `to_json` prints it.
 
 array, struct, map   array, object, object     date, binary         string of its text
-bool, numbers        unquoted                  timestamp            string: 2024-01-31T10:20:30.5+00:00
+bool, numbers        as they are               timestamp            string: 2024-01-31T10:20:30.5+00:00
 NaN, Infinity        strings                   null on any level    null
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from tidemill.shapes.shards.pg_text import column_text
 
@@ -40,7 +40,7 @@ def _texts(array: pa.Array) -> list[str]:
     first, count = offsets[0], offsets[-1] - offsets[0]
     bounds = [(start - first, end - first) for start, end in pairwise(offsets)]
     if pa.types.is_map(kind):
-        keys = [_string(text or "") for text in column_text(array.keys.slice(first, count))]
+        keys = [_string(cast(str, text)) for text in column_text(array.keys.slice(first, count))]
         items = _texts(array.items.slice(first, count))
         texts = [_object(zip(keys[start:end], items[start:end], strict=True)) for start, end in bounds]
     else:

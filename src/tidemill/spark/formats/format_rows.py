@@ -51,8 +51,8 @@ def format_rows(record_format: RecordFormat, schema: ShardSchema) -> FormatRows:
     framed = record_format.format == "json_schema"
     if record_format.envelope == "debezium":
         if record_format.format == "avro":
-            return DebeziumAvroRows(schema)
-        return DebeziumJsonRows(schema, framed=framed)
+            return DebeziumAvroRows(schema, record_format.record_sequence)
+        return DebeziumJsonRows(schema, framed=framed, sequence=record_format.record_sequence)
     if record_format.format in WITH_SCHEMAS:
         return SchemaRows(schema, WITH_SCHEMAS[record_format.format])
     return JsonRows(schema, framed=framed)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tidemill.spark.formats.conversion import SourceType
 
 ELEMENT, VALUE = "element", "value"
+_KINDS: Mapping[type, str] = {ArrayType: "array", MapType: "map", StructType: "record"}
 
 
 class Parts(NamedTuple):
@@ -56,8 +57,7 @@ def _find(source: SourceType, type_name: str, find_leaf: FindLeaf) -> ConvertVal
         return find_leaf(source, Column("", type_name))
     kind, parts = nested_type(type_name), source.parts() if source.parts is not None else None
     target = arrow_type(type_name)
-    wanted = "array" if isinstance(kind, ArrayType) else "map" if isinstance(kind, MapType) else "record"
-    if parts is None or parts.kind != wanted:
+    if parts is None or parts.kind != _KINDS[type(kind)]:
         return None
     if isinstance(kind, ArrayType):
         element = _find(parts.fields[ELEMENT], kind.element, find_leaf)

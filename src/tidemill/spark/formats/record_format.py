@@ -4,6 +4,7 @@
       columns=, except_columns=    which of them the table has
       include=                     more columns of the table, with metadata of Kafka
     delete_when=       may use all of them
+    sequence_by=       columns of the table
 
 The format belongs to a table's identity: records that were read in one format are not read again in another.
 """
@@ -22,6 +23,8 @@ from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.schema import check_schema
 from tidemill.spark.formats.protobuf_reader import check_protobuf
+from tidemill.spark.merge.sequence import SequenceRule, tombstone_schema
+from tidemill.spark.merge.sequence_ranks import is_ordered
 from tidemill.spark.predicates.predicate import compile_predicate
 from tidemill.spark.types import Names, declared_columns, key_names, split_names
 
@@ -33,6 +36,10 @@ ENVELOPES = ("none", "debezium")
 FRAMED = frozenset({"avro", "protobuf", "json_schema"})
 WITH_SCHEMAS = {"avro": "AVRO", "protobuf": "PROTOBUF"}
 """Formats whose records cannot be read without the writer's schema, with the registry's name of the type."""
+
+MIN_KEEP_S, MAX_KEEP_S = 1.0, 3_650 * 86_400.0
+KEEP_S = 172_800.0
+"""Default of `sequence_keep_s`: two days, as of pipelines.cdc.tombstoneGCThresholdInSeconds in Databricks."""
 
 METADATA: dict[str, tuple[str, ...]] = {
     "timestamp": ("timestamp",),
@@ -56,6 +63,8 @@ class TopicOptions(TypedDict, total=False):
     delete_when      condition on a record's columns under which it deletes its key
     columns, except_columns    the columns of `schema` that the table has, or does not have
     include          metadata of Kafka → name of its column: {"timestamp": "sent_at"}
+    sequence_by      columns of the table that order the records of a key, instead of the topic's order
+    sequence_keep_s  how long a deletion counts against later records with a lower sequence
     """
 
     format: str
@@ -65,11 +74,13 @@ class TopicOptions(TypedDict, total=False):
     columns: Names
     except_columns: Names
     include: Mapping[str, str]
+    sequence_by: Names
+    sequence_keep_s: float
 
 
 class RecordFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     """Checked options. `include`: pairs of metadata and column; `hidden`: columns of the records that only
-    `delete_when` uses."""
+    `delete_when` uses; `sequence_by`: empty for the topic's order."""
 
     format: str = "json"
     envelope: str = "none"
@@ -77,6 +88,18 @@ class RecordFormat(msgspec.Struct, frozen=True, omit_defaults=True):
     delete_when: str = ""
     include: tuple[tuple[str, str], ...] = ()
     hidden: tuple[Column, ...] = ()
+    sequence_by: tuple[str, ...] = ()
+    sequence_keep_s: float = KEEP_S
+
+    @property
+    def sequence_rule(self) -> SequenceRule | None:
+        return SequenceRule(self.sequence_by, round(self.sequence_keep_s * 1000)) if self.sequence_by else None
+
+    @property
+    def record_sequence(self) -> tuple[str, ...]:
+        """Columns of the sequence that are in the records themselves."""
+        included = {name for _, name in self.include}
+        return tuple(name for name in self.sequence_by if name not in included)
 
     def value_schema(self, schema: ShardSchema) -> ShardSchema:
         """Return the columns and keys that are in the records themselves; the key may be empty."""
@@ -104,14 +127,18 @@ def format_difference(before: str, now: str) -> str:
     registry, and additional columns of metadata, change no row."""
     old, new = decode_format(before), decode_format(now)
     out = [
-        f"{name}: {getattr(old, name) or 'none'} became {getattr(new, name) or 'none'}"
-        for name in ("format", "envelope", "delete_when")
+        f"{name}: {_shown(getattr(old, name))} became {_shown(getattr(new, name))}"
+        for name in ("format", "envelope", "delete_when", "sequence_by", "sequence_keep_s")
         if getattr(old, name) != getattr(new, name)
     ]
     out += [
         f"include: {meta} is no longer {column}" for meta, column in old.include if (meta, column) not in new.include
     ]
     return ", ".join(out)
+
+
+def _shown(option: object) -> str:
+    return ", ".join(option) if isinstance(option, tuple) and option else str(option or "none")
 
 
 def declare_topic(
@@ -155,8 +182,53 @@ def declare_topic(
     condition = options.get("delete_when", "")
     hidden = _hidden_columns(topic, condition, declared, table) if condition else ()
     return table, replace(
-        found, delete_when=condition, include=tuple((meta, c.name) for meta, c in included), hidden=hidden
+        found,
+        delete_when=condition,
+        include=tuple((meta, c.name) for meta, c in included),
+        hidden=hidden,
+        **_sequence(topic, table, options),
     )
+
+
+class _SequenceFields(TypedDict, total=False):
+    sequence_by: tuple[str, ...]
+    sequence_keep_s: float
+
+
+def _sequence(topic: str, table: ShardSchema, options: TopicOptions) -> _SequenceFields:
+    names = tuple(name for name in split_names(options.get("sequence_by", ())) if name)
+    keep_s = options.get("sequence_keep_s", KEEP_S)
+    if not names:
+        if "sequence_by" in options or "sequence_keep_s" in options:
+            raise InvalidError(f"sequence_by names no column: topic={topic}.", fix="Name columns of the table.")
+        return {}
+    types = {column.name: column.type for column in table.columns}
+    for name in names:
+        if name not in types:
+            raise InvalidError(
+                f"the table has no such column: topic={topic} sequence_by={name}.",
+                fix="The sequence is compared with that of the table's row: name only columns that the table has. "
+                + unknown_name_fix(name, list(types)),
+            )
+        if name in table.key:
+            raise InvalidError(
+                f"a key column orders no records of its key: topic={topic} sequence_by={name}.",
+                fix="Name columns that are not in the key.",
+            )
+        if not is_ordered(types[name]):
+            raise InvalidError(
+                f"values of this type have no order: topic={topic} sequence_by={name} type={types[name]}.",
+                fix="Use numbers, dates, timestamps, text or binary.",
+            )
+    if len(set(names)) < len(names):
+        raise InvalidError(f"sequence_by names a column twice: topic={topic} sequence_by={', '.join(names)}.")
+    if not isinstance(keep_s, int | float) or not MIN_KEEP_S <= keep_s <= MAX_KEEP_S:
+        raise InvalidError(
+            f"sequence_keep_s is out of range: topic={topic} sequence_keep_s={keep_s}.",
+            fix=f"Give seconds, from {MIN_KEEP_S:g} to {MAX_KEEP_S:g}.",
+        )
+    tombstone_schema(table, SequenceRule(names, 1))
+    return {"sequence_by": names, "sequence_keep_s": float(keep_s)}
 
 
 def _hidden_columns(topic: str, condition: str, declared: tuple[Column, ...], table: ShardSchema) -> tuple[Column, ...]:

@@ -1,8 +1,9 @@
 """Decoder of topics in a declared format → commands and dead letters.
 
-    rows of the format ─► metadata of Kafka ─► delete_when ─► commands
+    rows of the format ─► metadata of Kafka ─► delete_when ─► sequence_by ─► commands
 
-A record that cannot be read, or whose key is null, is a dead letter with its reason; the others are not affected.
+A record that cannot be read, or whose key or sequence is null, is a dead letter with its reason; the others are not
+affected.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tidemill.spark.formats.avro.reader import Dead
 from tidemill.spark.formats.format_rows import FormatRows, format_rows, join_two
 from tidemill.spark.formats.record_format import RecordFormat
 from tidemill.spark.formats.record_metadata import RecordMetadata, keep_rows
+from tidemill.spark.formats.record_sequence import RecordSequence
 from tidemill.spark.formats.schemas.writer_schema import SchemaLookup
 from tidemill.spark.merge.commands import Commands, Truncate
 from tidemill.spark.merge.toast_fill import unchanged_columns
@@ -42,6 +44,8 @@ class TopicDecoder:
         columns = (*schema.columns, *record_format.hidden)
         self._deletes = compile_predicate(record_format.delete_when, columns) if record_format.delete_when else None
         self._partitions = partitions
+        self._sequence = RecordSequence(record_format) if record_format.sequence_by else None
+        self._deletion_columns = (*schema.key, *record_format.sequence_by)
 
     def decode(self, records: Records, schemas: SchemaLookup) -> tuple[Commands, pa.Table, Stop | None]:
         """Return (commands, dead letters as updates of DEAD_LETTERS, where the table must stop). Raises
@@ -50,6 +54,9 @@ class TopicDecoder:
         live, absent = (self._metadata.add_to(block, records, dead) for block in (live, absent))
         live, absent = (self._drop_null_keys(block, dead) for block in (live, absent))
         live, absent = self._delete_rows(live, absent)
+        if self._sequence is not None:
+            live, absent = self._sequence.check(live, absent, partial, records, dead)
+            partial = ()
         table = build_command_table(self.schema, live.arrays, live.places, absent.arrays, absent.places, records)
         if partial:
             table = add_unchanged_columns(table, live.places, self._of_table(partial), records.columns)
@@ -100,5 +107,12 @@ class TopicDecoder:
         gone = self._deletes.true_mask(live.arrays, len(live.places))
         if not gone.any():
             return live, absent
-        keys = Block(live.places, {name: live.arrays[name] for name in self.schema.key})
+        absent = self._with_columns(absent, live)
+        keys = Block(live.places, {name: live.arrays[name] for name in self._deletion_columns})
         return keep_rows(live, ~gone), join_two(keep_rows(keys, gone), absent)
+
+    def _with_columns(self, absent: Block, live: Block) -> Block:
+        """Return deletions with the columns of a sequence that they lack, as nulls."""
+        missing = [name for name in self._deletion_columns if name not in absent.arrays]
+        nulls = {name: pa.nulls(len(absent.places), live.arrays[name].type) for name in missing}
+        return Block(absent.places, absent.arrays | nulls)

@@ -126,7 +126,7 @@ class TableUnit:
             self._dead_run = ((writer.shard.shard_id, feed.topic_id, writer.upper), writer.dead_run)
             if not self._host.ending.is_set():  # at the end it stays attached: its mirror is still to be saved
                 sink.seats.detach(self.name)
-                self._host.portal.call(writer.shard.aclose())
+                writer.close()
 
     def _wait_attached(self) -> None:
         """Wait until the table leaves the schedule, or the pipeline ends (`ending` is set before `wake`)."""

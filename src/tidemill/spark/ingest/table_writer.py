@@ -29,6 +29,7 @@ from tidemill.spark.merge.operator import UpsertOperator
 from tidemill.spark.merge.resolve import KeyChanges, Resolved
 from tidemill.spark.predicates.expectations import Violations, expectation_check
 from tidemill.spark.stores import Stores
+from tidemill.spark.tombstones import Tombstones
 
 SAVE_EVERY = 500
 """Appends between two saves of the mirror: the most that a restart after a crash has to read again."""
@@ -106,6 +107,12 @@ class TableWriter:
         """Expectation → records that violate it, in the appends that this process won."""
         if self.check is not None:
             self.violations = {rule.name: 0 for rule in self.check.expectations.rules}
+        rule = feed.record_format.sequence_rule if feed is not None else None
+        self.tombstones = Tombstones(portal, stores, shard, rule, mirror_dir) if rule is not None else None
+        """Tombstones, if the table has a sequence."""
+        self.late = self.revived = 0
+        """Late records, and records that would have been late if a tombstone had not expired, in the appends that this
+        process won (merge/sequence.py)."""
         self.operator = self._operator(Mirror(shard.schema, directory=mirror_dir))
 
     @property
@@ -122,7 +129,8 @@ class TableWriter:
         return self.operator.upper
 
     def _operator(self, mirror: Mirror) -> UpsertOperator:
-        return UpsertOperator(self.schema, mirror, check=self.check)
+        sequence = self.tombstones.sequence if self.tombstones is not None else None
+        return UpsertOperator(self.schema, mirror, check=self.check, sequence=sequence)
 
     def count_violations(self, found: Iterable[Violations], upper: int) -> None:
         """Count violations of an append up to `upper` that this writer won."""
@@ -225,6 +233,19 @@ class TableWriter:
         self._tokens += 1
         return f"{self._prefix}-{self._tokens}"
 
+    def follow_tombstones(self) -> None:
+        """Bring the tombstones up to date with the mirror, before a step is resolved."""
+        if self.tombstones is not None:
+            self.tombstones.follow(self.upper)
+
+    def put_tombstones(self, found: Sequence[Resolved]) -> None:
+        """Store the tombstones of a step, before its append. If a peer was first, they are void, and so is the
+        append."""
+        if self.tombstones is not None:
+            new = [each.tombstones for each in found if each.tombstones is not None]
+            if new:
+                self.tombstones.put(pa.concat_tables(new), found[0].lower)
+
     async def write(self, updates: pa.Table) -> tuple[Part, ...]:
         return (await self.shard.write_part(updates),) if updates.num_rows else ()
 
@@ -243,12 +264,27 @@ class TableWriter:
         self.won += 1
         return True
 
+    def close(self) -> None:
+        """Close the shards."""
+        if self.tombstones is not None:
+            self.tombstones.close()
+        self.portal.call(self.shard.aclose())
+
     def committed(self, pending: Resolved) -> None:
         self.operator.committed(pending)
+        self.count_late([pending])
         self.rows += pending.updates.num_rows
         if self.won % SAVE_EVERY == 0:
             self.save()
         self._save_if_outdated()
+
+    def count_late(self, found: Iterable[Resolved]) -> None:
+        """Count the late records of an append that this writer won, and remove expired tombstones."""
+        for each in found:
+            self.late += each.late
+            self.revived += each.revived
+        if self.tombstones is not None:
+            self.tombstones.sweep(self.upper)
 
     def apply_external(self, changes: KeyChanges, lower: int, upper: int, rows: int) -> None:
         """Apply changes that were computed elsewhere and whose append [lower, upper) landed."""

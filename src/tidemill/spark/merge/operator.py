@@ -33,6 +33,7 @@ from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.merge.commands import Commands, filter_commands, join_commands, no_commands, times_of
 from tidemill.spark.merge.mirror import Mirror
 from tidemill.spark.merge.resolve import HashRows, Resolved, resolve
+from tidemill.spark.merge.sequence import Sequence
 from tidemill.spark.predicates.expectations import ExpectationCheck
 
 BELOW = np.int8(-1)
@@ -56,6 +57,7 @@ class UpsertOperator:
         *,
         hasher: HashRows = hash_rows,
         check: ExpectationCheck | None = None,
+        sequence: Sequence | None = None,
     ) -> None:
         if not schema.key:
             raise InvalidError("an upsert needs a key.", fix="Name the key columns of the table.")
@@ -67,6 +69,7 @@ class UpsertOperator:
         self._stash = no_commands(schema)
         self._hasher = hasher
         self._check = check
+        self._sequence = sequence
 
     @property
     def upper(self) -> int:
@@ -117,7 +120,16 @@ class UpsertOperator:
         self._stash = self._drop_below(self._stash)
         times = times_of(self._stash)
         ready = filter_commands(self._stash, classify(times, self.upper, self.source_frontier) == AT)
-        return resolve(self.schema, ready, self.mirror, self.upper, self.output_frontier, self._hasher, self._check)
+        return resolve(
+            self.schema,
+            ready,
+            self.mirror,
+            self.upper,
+            self.output_frontier,
+            self._hasher,
+            self._check,
+            self._sequence,
+        )
 
     def committed(self, pending: Resolved) -> None:
         """Apply `pending`, whose compare-and-append landed."""

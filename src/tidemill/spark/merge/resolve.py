@@ -8,6 +8,7 @@ Invariant (one live row): a key has at most one live row at every time.
     no-op      a value equal to the live one: nothing, for every writer alike
     truncation a deletion of every key at its place in the order
     unchanged  a column without a value keeps that of the row before; without that row the command is lost (toast_fill)
+    sequence   if the table has one, late commands are left out first (sequence.py)
 
 Invariant (deterministic): the result is a function of the commands and the contents below `lower` alone. Batch
 boundaries, writers and retries do not influence it.
@@ -22,6 +23,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 import pyarrow as pa
+from msgspec.structs import replace
 
 from tidemill.shards.api import DIFF, TIME, ShardSchema
 from tidemill.shards.parts.arrow_rows import (
@@ -38,6 +40,7 @@ from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import contents_schema, update_schema
 from tidemill.spark.merge.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema, concat_commands
 from tidemill.spark.merge.key_grouping import exact_keys, group_by_key
+from tidemill.spark.merge.sequence import Sequence, filter_late
 from tidemill.spark.merge.toast_fill import LostCommand, RejectedCommand, fill_unchanged, has_unchanged
 from tidemill.spark.predicates.expectations import ExpectationCheck
 
@@ -76,7 +79,9 @@ class Resolved(msgspec.Struct, frozen=True):
 
     updates: the shard's columns, _time, _diff, for times in [lower, upper); changes: the mirror's next run;
     lost: commands whose values are not all known; each becomes a dead letter before the updates are appended;
-    rejected: commands whose row, known only now, violates an expectation.
+    rejected: commands whose row, known only now, violates an expectation;
+    tombstones: of a table with a sequence, to be stored before the updates are appended;
+    late, revived: numbers of commands, see `Effective`.
     """
 
     lower: int
@@ -85,6 +90,9 @@ class Resolved(msgspec.Struct, frozen=True):
     changes: KeyChanges
     lost: tuple[LostCommand, ...] = ()
     rejected: tuple[RejectedCommand, ...] = ()
+    tombstones: pa.Table | None = None
+    late: int = 0
+    revived: int = 0
 
 
 def no_changes(schema: ShardSchema) -> KeyChanges:
@@ -99,9 +107,10 @@ def resolve(
     upper: int,
     hasher: HashRows = hash_rows,
     check: ExpectationCheck | None = None,
+    sequence: Sequence | None = None,
 ) -> Resolved:
     """Resolve commands. All must be AT for (lower, upper): the caller classifies. `check`: of commands that leave
-    columns unchanged; all others were checked when they were decoded."""
+    columns unchanged; all others were checked when they were decoded. `sequence`: of the table, if it has one."""
     rows = commands.rows
     if commands.truncates and not (mirror.empty and all(t.order == BEFORE_ALL for t in commands.truncates)):
         rows = _expand_truncations(schema, commands, mirror)
@@ -110,6 +119,17 @@ def resolve(
     if has_unchanged(rows):
         filled = fill_unchanged(schema, rows, mirror, hasher, check)
         rows, lost, rejected = filled.rows, filled.lost, filled.rejected
+    if rows.num_rows and sequence is not None:
+        found = filter_late(schema, rows, mirror, sequence, upper, hasher)
+        resolved = _resolve_rows(schema, found.rows, mirror, lower, upper, hasher)
+        return replace(resolved, tombstones=found.tombstones, late=found.late, revived=found.revived)
+    return replace(_resolve_rows(schema, rows, mirror, lower, upper, hasher), lost=lost, rejected=rejected)
+
+
+def _resolve_rows(
+    schema: ShardSchema, rows: pa.Table, mirror: MirrorLookup, lower: int, upper: int, hasher: HashRows
+) -> Resolved:
+    """Resolve commands that have all values."""
     if rows.num_rows == 0:
         return Resolved(lower, upper, update_schema(schema).empty_table(), no_changes(schema))
     key = schema.key
@@ -158,7 +178,7 @@ def resolve(
     updates = updates.append_column(DIFF, pa.array(np.where(inserts, np.int64(1), np.int64(-1))))
     keep = _changed_keys(pool, values, live, changed, first, found)
     changes = KeyChanges(rows_at(contents, keep), hashes[keep], live[keep])
-    return Resolved(lower, upper, updates.cast(update_schema(schema)), changes, lost, rejected)
+    return Resolved(lower, upper, updates.cast(update_schema(schema)), changes)
 
 
 def _changed_keys(pool: pa.Table, values: list[str], live: Mask, changed: Mask, first: Mask, found: Index) -> Index:

@@ -382,9 +382,9 @@ class StatusReporter:
 
         memory: {share: (bytes, limit)}; commit_to_shard_ms, bound_to_shard_ms: {count, p50, p95, p99, max} of all
         sources; latency: {source: {stage: histogram}}, as `status --latency` shows them; tables: {name: {won, lost,
-        rows, dropped, merges, read, to_go, violations?, eta_s?, recomputed?, groups?, whole_because?}}; violations:
-        {expectation: records}; groups: the number of groups of the last recomputation, −1 = all, with the reason in
-        whole_because.
+        rows, dropped, merges, read, to_go, violations?, sequence?, eta_s?, recomputed?, groups?, whole_because?}};
+        violations: {expectation: records}; sequence: {late, revived: records}; groups: the number of groups of the last
+        recomputation, −1 = all, with the reason in whole_because.
         """
         runner = self._runner
         tables: dict[str, dict[str, Any]] = {}
@@ -401,6 +401,8 @@ class StatusReporter:
             }
             if table.violations:
                 found["violations"] = dict(table.violations)
+            if table.tombstones is not None:
+                found["sequence"] = {"late": table.late, "revived": table.revived}
             if progress.eta_s is not None:
                 found["eta_s"] = int(progress.eta_s)
             tables[table.name] = found

@@ -1,6 +1,7 @@
 """Records after a dead letter: whether its key has a newer one, as the table has read the topic.
 
-A record is newer if it is later in (time, offset, partition), as in merge/resolve.py. Expectations are not applied: a
+A record is newer if it is later in (time, offset, partition), as in merge/resolve.py, or has a greater sequence, as in
+merge/sequence.py. Expectations are not applied: a
 record that the table skipped as dropped counts as newer, which at worst leaves an older row in place. Letters do not
 count; they are replayed in the same order.
 
@@ -10,7 +11,7 @@ If the bindings of the letters' time are gone, only records of one partition are
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +29,7 @@ from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.step_planner import STEP_BYTES, locate_batches, plan_interval, split_descriptors
 from tidemill.spark.merge.commands import ORDER, PARTITION
 from tidemill.spark.merge.key_grouping import exact_keys
+from tidemill.spark.merge.sequence_ranks import comparable_sequences
 from tidemill.spark.stores import Stores
 
 Key = tuple[object, ...]
@@ -35,11 +37,25 @@ _SHIFT = 20
 
 
 class Rank(NamedTuple):
-    """Place of a command in the order of its key."""
+    """Place of a command in the log, and its sequence if the table has one."""
 
     time_ms: int
     offset: int
     partition: int
+    sequence: tuple[Any, ...] = ()
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Place in the order of the key: the greatest wins."""
+        return (self.sequence, self.time_ms, self.offset, self.partition)
+
+
+def ranks_of(rows: pa.Table, at: npt.NDArray[np.int64], sequence_by: Sequence[str]) -> list[Rank]:
+    """Return the ranks of some commands."""
+    places = [int64s(rows, name)[at].tolist() for name in (TIME, ORDER, PARTITION)]
+    if not sequence_by:
+        return [Rank(*each) for each in zip(*places, strict=True)]
+    return [Rank(*each) for each in zip(*places, comparable_sequences(rows, at, sequence_by), strict=True)]
 
 
 class Newest:
@@ -47,6 +63,7 @@ class Newest:
 
     def __init__(self) -> None:
         self._rank: Rank | None = None
+        self._truncation: Rank | None = None
         self._timed = True
         self.elsewhere = False
         """True if another partition has a record of the key, whose order is not known."""
@@ -54,13 +71,22 @@ class Newest:
     def add(self, rank: Rank, letter: Rank, timed: bool) -> None:
         if not timed and rank.partition != letter.partition:
             self.elsewhere = True
-        elif self._rank is None or rank > self._rank:
+        elif self._rank is None or rank.order > self._rank.order:
             self._rank, self._timed = rank, timed
+
+    def add_truncation(self, rank: Rank) -> None:
+        """Add a truncation of a table with a sequence: it deletes every earlier row, whatever its sequence."""
+        self._truncation = rank if self._truncation is None else max(rank, self._truncation)
 
     def supersedes(self, letter: Rank) -> str:
         """Return the place of the newer record, or ""."""
-        newest = self._rank
-        if newest is None or not (newest > letter if self._timed else newest.offset > letter.offset):
+        newest, truncation = self._rank, self._truncation
+        if truncation is not None and truncation[:3] > letter[:3]:
+            return f"partition={truncation.partition} offset={truncation.offset}"
+        if newest is None:
+            return ""
+        untimed = (newest.sequence, newest.offset) > (letter.sequence, letter.offset)
+        if not (newest.order > letter.order if self._timed else untimed):
             return ""
         return f"partition={newest.partition} offset={newest.offset}"
 
@@ -133,7 +159,11 @@ class NewerRecords:
         for truncate in block.commands.truncates:
             rank = Rank(truncate.time_ms, truncate.order, truncate.partition)
             for key, letter in self._keys.items():
-                self.newest.setdefault(key, Newest()).add(rank, letter, timed)
+                newest = self.newest.setdefault(key, Newest())
+                if self._feed.record_format.sequence_by:
+                    newest.add_truncation(rank)
+                else:
+                    newest.add(rank, letter, timed)
 
     def _untimed_slices(self, upper: int, heads: Sequence[int]) -> list[Slice]:
         """Return all offsets that may be newer, at the time of the table: their own is not known any more."""
@@ -152,7 +182,7 @@ class NewerRecords:
         codes = int64s(rows, ORDER) << _SHIFT | int64s(rows, PARTITION)
         mine = np.isin(hash_rows(rows, self._feed.schema.key), self._hashes) & ~np.isin(codes, self._letters)
         at = np.flatnonzero(mine).astype(np.int64)
-        times, offsets, partitions = (int64s(rows, name)[at].tolist() for name in (TIME, ORDER, PARTITION))
-        for number, key in enumerate(exact_keys(rows, at, self._feed.schema.key)):
+        ranks = ranks_of(rows, at, self._feed.record_format.sequence_by)
+        for key, rank in zip(exact_keys(rows, at, self._feed.schema.key), ranks, strict=True):
             if key in self._keys:
-                yield key, Rank(times[number], offsets[number], partitions[number])
+                yield key, rank

@@ -10,9 +10,9 @@ its source binds nothing, so that no record of the source is skipped. After a lo
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -37,13 +37,16 @@ from tidemill.spark.ingest.schema_growth import feed_for_shard, keep_shard_types
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.step_planner import STEP_BYTES, locate_batches
 from tidemill.spark.merge.commands import ORDER, PARTITION, Commands, join_commands, no_commands
-from tidemill.spark.merge.key_grouping import exact_keys
+from tidemill.spark.merge.key_grouping import exact_keys, group_by_key
 from tidemill.spark.merge.mirror import Mirror
-from tidemill.spark.merge.resolve import resolve
+from tidemill.spark.merge.resolve import Resolved, resolve
+from tidemill.spark.merge.sequence import DELETED_MS
+from tidemill.spark.merge.sequence_ranks import NO_RANK, comparable_sequences, rank_rows
 from tidemill.spark.predicates.expectations import DEAD_LETTER, expectation_check
-from tidemill.spark.replay.newer_records import Key, NewerRecords, Rank, code_of
+from tidemill.spark.replay.newer_records import Key, NewerRecords, Rank, code_of, ranks_of
 from tidemill.spark.replay.stored_letters import Place, StoredLetter
 from tidemill.spark.stores import Stores
+from tidemill.spark.tombstones import Tombstones
 from tidemill.spark.write import WRITES
 from tidemill.spark.write.commit import ATTEMPTS, PAUSE_S, is_quiet_at
 from tidemill.spark.write.write_lease import WriteLease
@@ -107,6 +110,8 @@ class TableReplay:
         self._letter_at: dict[Place, Place] = {}
         """Record → its letter, for letters of several records."""
         self._prepared: _Prepared | None = None
+        self._tombstones: Tombstones | None = None
+        """Those of a table with a sequence."""
 
     def run(self, letters: Sequence[StoredLetter], every: Sequence[StoredLetter]) -> list[Outcome]:
         """Replay these letters. `every`: all letters of the topic. Raises InvalidError (the file's schema differs from
@@ -125,6 +130,9 @@ class TableReplay:
             turn = WriteLease(self._stores, f"{WRITES}/{shard.shard_id}")
             try:
                 self._portal.call(turn.acquire())
+                rule = self._asked.record_format.sequence_rule
+                if rule is not None:
+                    self._tombstones = Tombstones(self._portal, self._stores, shard, rule, None)
                 self._attempt(shard, letters, np.array(codes, dtype=np.int64))
                 return [self._outcomes[letter.place] for letter in letters]
             except ConflictError:
@@ -133,6 +141,9 @@ class TableReplay:
                 self._prepared = None
             finally:
                 self._portal.call(turn.release())
+                if self._tombstones is not None:
+                    self._tombstones.close()
+                    self._tombstones = None
                 self._portal.call(shard.aclose())
         raise UnavailableError(
             f"the pipeline was first each time: table={self._name} attempts={ATTEMPTS}.",
@@ -168,12 +179,13 @@ class TableReplay:
         self._outcomes = dict(mine.outcomes)
         mine.newer.advance(self._remap, lower, self._heads(mine.feed, lower))
         stored = self._contents(shard, mine.rows, lower)
-        kept = self._keep(mine, stored)
+        kept = self._keep(mine, stored, self._states(mine, stored, lower))
         if kept:
             self._apply(shard, mine.feed, rows_at(mine.rows, np.array(kept, dtype=np.int64)), stored, lower)
         winners: dict[Key, Rank] = {}
         for at in kept:
-            winners[mine.keys[at]] = max(winners.get(mine.keys[at], mine.ranks[at]), mine.ranks[at])
+            winner = winners.get(mine.keys[at], mine.ranks[at])
+            winners[mine.keys[at]] = max(winner, mine.ranks[at], key=lambda rank: rank.order)
         for at in kept:
             place, winner = _place(mine.feed, mine.ranks[at]), winners[mine.keys[at]]
             if winner == mine.ranks[at]:
@@ -193,8 +205,7 @@ class TableReplay:
         """Read and decode the records of the letters; those that cannot be replayed get their outcome."""
         self._outcomes = {}
         rows = self._decode(feed, self._choose(feed, letters, lower)).rows
-        columns = (int64s(rows, name).tolist() for name in (TIME, ORDER, PARTITION))
-        ranks = [Rank(*each) for each in zip(*columns, strict=True)]
+        ranks = ranks_of(rows, np.arange(rows.num_rows, dtype=np.int64), feed.record_format.sequence_by)
         keys = exact_keys(rows, np.arange(rows.num_rows, dtype=np.int64), feed.schema.key)
         oldest: dict[Key, Rank] = {}
         for key, rank in zip(keys, ranks, strict=True):
@@ -275,8 +286,26 @@ class TableReplay:
             shard.schema, pa.concat_tables([contents_schema(shard.schema).empty_table(), *found]), lower
         )
 
-    def _keep(self, mine: _Prepared, stored: Mirror) -> list[int]:
-        """Return the commands whose key has no newer record; the letters of the others get their outcome."""
+    def _states(self, mine: _Prepared, stored: Mirror, lower: int) -> dict[Key, tuple[Any, ...]]:
+        """Return the sequences of the keys of a table with a sequence: of their rows and tombstones."""
+        tombstones = self._tombstones
+        if tombstones is None:
+            return {}
+        tombstones.follow(lower)
+        schema, rule = mine.feed.schema, tombstones.rule
+        firsts = rows_at(mine.rows.select(list(schema.key)), _distinct(mine.rows, schema.key))
+        buried, _ = tombstones.lookup(firsts, hash_rows(firsts, schema.key))
+        count = int64s(buried, DELETED_MS) + rule.keep_ms > lower
+        found: dict[Key, tuple[Any, ...]] = {}
+        for rows in (buried.filter(pa.array(count)), stored.live_rows()):
+            whole = np.flatnonzero(rank_rows(rows, rule.columns) != NO_RANK)
+            keys = exact_keys(rows, whole, schema.key)
+            found |= dict(zip(keys, comparable_sequences(rows, whole, rule.columns), strict=True))
+        return found
+
+    def _keep(self, mine: _Prepared, stored: Mirror, states: Mapping[Key, tuple[Any, ...]]) -> list[int]:
+        """Return the commands whose key has no newer record; the letters of the others get their outcome. `states`:
+        sequences of keys."""
         deletions_from_ms = self._deletions_from_ms(mine.feed)
         live = stored.live_rows()
         held = set(exact_keys(live, np.arange(live.num_rows, dtype=np.int64), mine.feed.schema.key))
@@ -285,6 +314,8 @@ class TableReplay:
             place, newest = _place(mine.feed, rank), mine.newer.newest.get(key)
             if newest is not None and (newer := newest.supersedes(rank)):
                 self._set(place, SUPERSEDED, f"{newer} is newer")
+            elif key in states and states[key] > rank.sequence:
+                self._set(place, SUPERSEDED, "its key has a greater sequence")
             elif mine.newer.is_uncertain(key):
                 self._set(place, UNKNOWN, "newer records of its key may be gone, or in another partition")
             elif key not in held and rank.time_ms < deletions_from_ms:
@@ -309,24 +340,36 @@ class TableReplay:
         for name, values in ((TIME, np.full(len(order), lower, dtype=np.int64)), (ORDER, numbers)):
             rows = rows.set_column(rows.schema.get_field_index(name), name, pa.array(values))
         check = expectation_check(feed.schema, feed.expectations)
-        found = resolve(shard.schema, Commands(rows), stored, lower, lower + 1, check=check)
+        sequence = self._tombstones.sequence if self._tombstones is not None else None
+        found = resolve(shard.schema, Commands(rows), stored, lower, lower + 1, check=check, sequence=sequence)
         ordered = [Rank(int(times[at]), int(offsets[at]), int(partitions[at])) for at in order]
         for row in letters_of_resolved(feed, found).select(["offset", "reason"]).to_pylist():
             self._set(_place(feed, ordered[row["offset"]]), INVALID, row["reason"])
-        if found.updates.num_rows and not self._dry:
-            self._append(shard, found.updates, lower)
+        buried = found.tombstones is not None and found.tombstones.num_rows > 0
+        if (found.updates.num_rows or buried) and not self._dry:
+            self._append(shard, found, lower)
 
-    def _append(self, shard: LogShard, updates: pa.Table, lower: int) -> None:
+    def _append(self, shard: LogShard, found: Resolved, lower: int) -> None:
         """Append at `lower`. Raises ConflictError if a time of the source, or another writer, was first."""
         if not self._portal.call(is_quiet_at(self._stores.remap, (self._source,), lower)):
             self._portal.call(shard.wait_upper(lower, PAUSE_S))
             raise ConflictError(f"the pipeline writes at this time: table={self._name} time={lower}.")
 
+        tombstones, new = self._tombstones, found.tombstones
+        if tombstones is not None and new is not None and not tombstones.put(new, lower):
+            raise ConflictError(f"the pipeline was first: table={self._name} time={lower}.")
+
         async def run() -> None:
-            part = await shard.write_part(updates)
-            await shard.compare_and_append(lower, lower + 1, (part,), f"{WRITES}-{self._stores.rand.nonce()}")
+            parts = (await shard.write_part(found.updates),) if found.updates.num_rows else ()
+            await shard.compare_and_append(lower, lower + 1, parts, f"{WRITES}-{self._stores.rand.nonce()}")
 
         self._portal.call(run())
+
+
+def _distinct(rows: pa.Table, key: tuple[str, ...]) -> Index:
+    """Return the first row of each key, sorted by hash."""
+    order, starts = group_by_key(rows, hash_rows(rows, key), key)
+    return order[starts]
 
 
 def _place(feed: TopicFeed, rank: Rank) -> Place:

@@ -32,6 +32,7 @@ from tidemill.shards.parts.schema import conform_rows, contents_schema
 from tidemill.shards.read.hash_ranges import RANGE_BYTES, RANGE_ROWS, RANGES_MAX, range_between, read_range
 from tidemill.shards.read.holds import HOLD_TTL_MS, MovingHold
 from tidemill.shards.read.part_reader import fetch_through
+from tidemill.shards.registry import table_of_tombstones
 from tidemill.spark.merge.commands import LIVE, Commands
 from tidemill.spark.merge.diff import check_distinct, diff_commands, rows_as_commands
 from tidemill.spark.merge.mirror import Mirror
@@ -75,6 +76,8 @@ def pipeline_sources(portal: BlockingPortal, stores: Stores, frame: WriteFrame) 
             found = set() if fed_by == "derived" else {source_of(fed_by)}
         elif name == row.dead_letters:
             raise InvalidError(f"only the pipeline writes its dead letters: table={name} pipeline={row.name}.")
+        elif table_of_tombstones(name)[0] in row.tables:
+            raise InvalidError(f"only the pipeline writes its tombstones: table={name} pipeline={row.name}.")
         elif name in row.tables:
             raise InvalidError(
                 f"a pipeline maintains this table: table={name} pipeline={row.name}.",

@@ -32,18 +32,19 @@ _NESTED = frozenset({"json", "variable_decimal"})
 
 
 class DebeziumAvroRows:
-    """Rows of change events in Avro."""
+    """Rows of change events in Avro. `sequence`: columns of the table's sequence."""
 
-    def __init__(self, schema: ShardSchema) -> None:
+    def __init__(self, schema: ShardSchema, sequence: Sequence[str] = ()) -> None:
         self._columns = schema.columns
         self._key_columns = tuple(c for c in schema.columns if c.name in schema.key)
+        self._sequence = tuple(c for c in schema.columns if c.name in sequence)
         self._key = schema.key
         self._readers: dict[tuple[int, bool], _EventReader] = {}
 
     def decode(self, columns: RecordColumns, schemas: SchemaLookup) -> DecodedRows:
         valued = np.flatnonzero(columns.value_bytes >= 0)
         tombstones = np.flatnonzero(columns.value_bytes < 0)
-        found = EventRows(self._columns, self._key_columns)
+        found = EventRows(self._columns, self._key_columns, self._sequence)
         at, sizes = columns.value_at[valued], columns.value_bytes[valued]
         for reader, mine in self._by_schema(columns.body, at, sizes, valued, schemas, found.dead, key=False):
             for events in reader.read(columns.body, at[mine], sizes[mine], valued[mine], found.dead):
@@ -92,7 +93,8 @@ class DebeziumAvroRows:
     def _reader(self, schema: WriterSchema, *, key: bool) -> _EventReader:
         found = self._readers.get((schema.id, key))
         if found is None:
-            columns, in_before = (self._key_columns, ()) if key else (self._columns, self._key_columns)
+            in_before = () if key else (*self._key_columns, *self._sequence)
+            columns = self._key_columns if key else self._columns
             found = _EventReader(schema, columns, in_before, self._key, is_key=key)
             if schema.kind:
                 self._readers[schema.id, key] = found

@@ -10,6 +10,9 @@ looks current. The next good event of the key restores it.
 
 A value that the connector could not know, because PostgreSQL does not send a large value that an update left unchanged,
 keeps its previous value (merge/toast_fill.py).
+
+Deleted keys have the columns of the table's sequence, too: `d` those of the row before, an update of the key those of
+the row after, others nulls.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.shards.api import Column
+from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode.block_decoder import Block, join_blocks, to_bool_mask
 from tidemill.spark.decode.newline_text import Mask, Places
 from tidemill.spark.decode.partial_rows import OmittedColumns
@@ -39,7 +43,7 @@ Values = Mapping[str, Sequence[Any]]
 
 class Events(NamedTuple):
     """Events of one schema. `after` and `before`: values by column where the event has that row; `before` only of the
-    key. `unavailable`: place → columns whose value is not known."""
+    key and the sequence. `unavailable`: place → columns whose value is not known."""
 
     places: Places
     ops: Sequence[str]
@@ -77,6 +81,9 @@ class EventPlan:
         """True if the rows have a key that can be converted."""
         return bool(self.key_columns) and all(column.name in self._conversions for column in self.key_columns)
 
+    def converts(self, column: Column) -> bool:
+        return column.name in self._conversions
+
     def convert(self, columns: Sequence[Column], values: Values, at: Places, places: Places, dead: Dead) -> Block:
         """Convert the values at these positions; their records are `places`."""
         found = (_take(values[column.name], at) for column in columns)
@@ -90,10 +97,13 @@ class EventPlan:
 class EventRows:
     """Rows, keys and truncations of events, group by group."""
 
-    def __init__(self, columns: Sequence[Column], key_columns: Sequence[Column]) -> None:
+    def __init__(
+        self, columns: Sequence[Column], key_columns: Sequence[Column], sequence: Sequence[Column] = ()
+    ) -> None:
         self.dead: Dead = []
         self.live = [no_columns(columns)]
-        self.gone = [no_columns(key_columns)]
+        self.gone = [no_columns((*key_columns, *sequence))]
+        self._sequence = sequence
         self.by_record_key: list[int] = []
         """Places of deletions whose key is that of the record."""
         self.truncated: list[int] = []
@@ -111,7 +121,7 @@ class EventRows:
         upserts &= events.has_after
         if plan.problem:
             self.dead += [(place, plan.problem) for place in events.places[upserts].tolist()]
-            self.gone.append(self._known_keys(events.after, events, plan, np.flatnonzero(upserts)))
+            self._add_keys(self._known_keys(events.after, events, plan, np.flatnonzero(upserts)))
         else:
             self._add_rows(events, plan, np.flatnonzero(upserts))
         self._add_deletions(events, plan, np.flatnonzero(deletes))
@@ -124,7 +134,7 @@ class EventRows:
         self._unavailable |= events.unavailable
         if len(block.places) < len(at):
             rejected = at[~np.isin(events.places[at], block.places)]
-            self.gone.append(self._known_keys(events.after, events, plan, rejected))
+            self._add_keys(self._known_keys(events.after, events, plan, rejected))
         at = np.flatnonzero(events.has_before & np.isin(events.places, block.places))
         if not len(at):
             return
@@ -136,11 +146,15 @@ class EventRows:
             changed |= to_bool_mask(pc.fill_null(differs, False))
         if changed.any():
             kept = pa.array(changed)
-            self.gone.append(Block(before.places[changed], {n: a.filter(kept) for n, a in before.arrays.items()}))
+            old = Block(before.places[changed], {n: a.filter(kept) for n, a in before.arrays.items()})
+            self._add_keys(old, [block])
 
     def _add_deletions(self, events: Events, plan: EventPlan, at: Places) -> None:
-        found = self._known_keys(events.before, events, plan, at[events.has_before[at]])
-        self.gone.append(found)
+        known = at[events.has_before[at]]
+        found = self._known_keys(events.before, events, plan, known)
+        places = events.places[known]
+        converted = [c for c in self._sequence if plan.converts(c)]
+        self._add_keys(found, [plan.convert([c], events.before, known, places, []) for c in converted])
         self.by_record_key += np.setdiff1d(events.places[at], found.places).tolist()
 
     def _known_keys(self, rows: Values, events: Events, plan: EventPlan, at: Places) -> Block:
@@ -154,12 +168,21 @@ class EventRows:
         kept = pa.array(whole)
         return Block(found.places[whole], {name: array.filter(kept) for name, array in found.arrays.items()})
 
+    def _add_keys(self, keys: Block, sequences: Sequence[Block] = ()) -> None:
+        """Add deleted keys, with their sequences from the blocks that have these columns."""
+        if self._sequence:
+            arrays = {c.name: _take_places(c, keys.places, sequences) for c in self._sequence}
+            keys = Block(keys.places, keys.arrays | arrays)
+        self.gone.append(keys)
+
     def live_block(self) -> Block:
         arrays, places = join_blocks(self.live)
         return Block(places, arrays)
 
     def gone_block(self, *by_record_key: Block) -> Block:
-        arrays, places = join_blocks([*self.gone, *by_record_key])
+        for keys in by_record_key:
+            self._add_keys(keys)
+        arrays, places = join_blocks(self.gone)
         return Block(places, arrays)
 
     def rejected(self, columns: RecordColumns) -> Places:
@@ -180,6 +203,15 @@ class EventRows:
 def unavailable_columns(row: Mapping[str, Any], key: Sequence[str]) -> tuple[str, ...]:
     """Return the columns of a row whose value is the placeholder."""
     return tuple(sorted(name for name, value in row.items() if name not in key and is_unavailable(value)))
+
+
+def _take_places(column: Column, places: Places, blocks: Sequence[Block]) -> pa.Array:
+    """Return the column's values of the records at these places; null where no block has it."""
+    block = next((block for block in blocks if column.name in block.arrays), None)
+    if block is None or not len(block.places):
+        return pa.nulls(len(places), arrow_type(column.type))
+    at = np.minimum(np.searchsorted(block.places, places), len(block.places) - 1)
+    return block.arrays[column.name].take(pa.array(at, mask=block.places[at] != places))
 
 
 def _take(values: Any, at: Places) -> Any:

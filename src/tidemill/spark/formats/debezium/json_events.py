@@ -54,19 +54,23 @@ _WRAPPED_KEY = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class DebeziumJsonRows:
-    """Rows of change events in JSON. `framed`: they have Confluent's frame."""
+    """Rows of change events in JSON. `framed`: they have Confluent's frame; `sequence`: columns of the table's
+    sequence."""
 
-    def __init__(self, schema: ShardSchema, *, framed: bool) -> None:
+    def __init__(self, schema: ShardSchema, *, framed: bool, sequence: Sequence[str] = ()) -> None:
         self._columns = schema.columns
         self._key_columns = tuple(c for c in schema.columns if c.name in schema.key)
+        self._sequence = tuple(c for c in schema.columns if c.name in sequence)
+        self._before = (*self._key_columns, *self._sequence)
         self._key = schema.key
         self._framed = framed
         self._row = _any_decoder(self._columns)
         self._key_row = _any_decoder(self._key_columns)
+        self._before_row = _any_decoder(self._before)
         self._plans: dict[tuple[bytes, bool], EventPlan] = {}
 
     def decode(self, columns: RecordColumns, schemas: SchemaLookup) -> DecodedRows:
-        found = EventRows(self._columns, self._key_columns)
+        found = EventRows(self._columns, self._key_columns, self._sequence)
         for schema, group in self._group_events(columns, found.dead).items():
             found.add(group.events(), self._plan(schema, key=False))
         tombstones = np.flatnonzero(columns.value_bytes < 0)
@@ -90,12 +94,12 @@ class DebeziumJsonRows:
                 check_nesting(value)
                 schema, event = _unwrap(value)
                 if schema not in groups:
-                    groups[schema] = _EventGroup(self._columns, self._key_columns)
+                    groups[schema] = _EventGroup(self._columns, self._before)
                 op = _TEXT.decode(event.op) if event.op != _NULL else ""
                 if not op:
                     raise UnreadableError(NO_EVENT)
                 after = self._row.decode(bytes(event.after)) if event.after != _NULL else None
-                before = self._key_row.decode(bytes(event.before)) if event.before != _NULL else None
+                before = self._before_row.decode(bytes(event.before)) if event.before != _NULL else None
             except BaseException as error:
                 if not is_fault(error):
                     raise
@@ -159,8 +163,8 @@ class DebeziumJsonRows:
 class _EventGroup:
     """Values of events with one schema, by column."""
 
-    def __init__(self, columns: Sequence[Column], key_columns: Sequence[Column]) -> None:
-        self._columns, self._key_columns = columns, key_columns
+    def __init__(self, columns: Sequence[Column], before_columns: Sequence[Column]) -> None:
+        self._columns, self._before_columns = columns, before_columns
         self._places: list[int] = []
         self._ops: list[str] = []
         self._after: list[Any] = []
@@ -189,7 +193,7 @@ class _EventGroup:
             self._ops,
             _by_column(self._columns, self._after),
             np.array([row is not None for row in self._after], dtype=bool),
-            _by_column(self._key_columns, self._before),
+            _by_column(self._before_columns, self._before),
             np.array([row is not None for row in self._before], dtype=bool),
             self._unavailable,
         )

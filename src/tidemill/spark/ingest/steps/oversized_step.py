@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from msgspec.structs import replace
 
 from tidemill.base.errors import CorruptError
 from tidemill.shards.api import TIME, Part
 from tidemill.shards.parts.arrow_rows import Index, int64s
 from tidemill.shards.parts.checksums import checksum
 from tidemill.shards.parts.row_hash import U64, bucket_of, hash_rows
+from tidemill.shards.parts.schema import update_schema
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.ingest.dead_letters import letters_of_resolved, stop_of_rejected, violations_of_rejected
 from tidemill.spark.ingest.fetch_decode import decode_blocks, fetch_table
@@ -38,7 +40,7 @@ from tidemill.spark.merge.commands import (
 )
 from tidemill.spark.merge.mirror import Mirror
 from tidemill.spark.merge.range_mirror import cut_by_hash
-from tidemill.spark.merge.resolve import KeyChanges, no_changes, resolve
+from tidemill.spark.merge.resolve import KeyChanges, Resolved, no_changes, resolve
 from tidemill.spark.merge.sorted_runs import SortedRun
 from tidemill.spark.predicates.expectations import Violations
 from tidemill.spark.stores import Stores
@@ -72,6 +74,8 @@ class OversizedStep:
         self.changes: KeyChanges = no_changes(table.schema)
         self.rows = 0
         self.violations: list[Violations] = []
+        self.resolved: list[Resolved] = []
+        """Results of the ranges without their rows: tombstones and late records."""
 
     def run(self, bury: Callable[[pa.Table], None], stopping: Callable[[], bool]) -> bool:
         """Compute the step; False if it was stopped on the way. `bury` stores dead letters, always before the
@@ -85,6 +89,7 @@ class OversizedStep:
             if self.stop is not None and self.stop.time_ms < self.upper:  # by a command that a range rejected
                 self.upper = self.stop.time_ms
                 self.parts, self.changes, self.rows = [], no_changes(self._table.schema), 0
+                self.resolved = []
             return True
         finally:
             shutil.rmtree(self._directory, ignore_errors=True)
@@ -133,6 +138,9 @@ class OversizedStep:
 
     def _resolve_each_range(self, bury: Callable[[pa.Table], None]) -> Iterator[SortedRun]:
         schema, mirror = self._table.schema, self._table.operator.mirror
+        self._table.follow_tombstones()
+        tombstones = self._table.tombstones
+        sequence = tombstones.sequence if tombstones is not None else None
         for number in range(self._ranges):
             with pa.memory_map(str(self._file(number)), "rb") as source:
                 data = source.read_buffer()
@@ -145,7 +153,7 @@ class OversizedStep:
                 commands = filter_commands(commands, times_of(commands) < self.upper)
                 view = _RangeView(mirror, schema.key, number, self._ranges)
                 check = self._table.check
-                resolved = resolve(schema, commands, view, self._step.lower, self.upper, check=check)
+                resolved = resolve(schema, commands, view, self._step.lower, self.upper, check=check, sequence=sequence)
                 del rows, commands, data
             stop = stop_of_rejected(self._feed, resolved)
             if stop is not None:
@@ -154,6 +162,8 @@ class OversizedStep:
             bury(letters_of_resolved(self._feed, resolved))
             self.parts += self._table.portal.call(self._table.write(resolved.updates))
             self.rows += resolved.updates.num_rows
+            nothing = update_schema(schema).empty_table()
+            self.resolved.append(replace(resolved, updates=nothing, changes=no_changes(schema)))
             yield SortedRun(resolved.changes.rows, resolved.changes.hashes, resolved.changes.live)
 
     def _file(self, number: int) -> Path:

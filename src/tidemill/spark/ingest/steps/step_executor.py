@@ -143,7 +143,8 @@ class StepExecutor:
         self._round_bytes = sum(w.step.bytes for w in work)
         self.records += sum(w.step.records for w in work)
         self._prefetch_next(small, work, end)
-        big = [w for w in work if w.step.records > self._most_inline]
+        # Tasks have no tombstones.
+        big = [w for w in work if w.step.records > self._most_inline and w.table.tombstones is None]
         self._run_inline([w for w in work if w not in big])
         if big:
             self._run_distributed(big)
@@ -202,6 +203,7 @@ class StepExecutor:
         if decoded.stop is not None:
             item.upper = _stop_time(decoded.stop, item.step.lower)
         self._put_dead_letters(decoded.dead)
+        table.follow_tombstones()
         table.operator.replace_stash(decoded.commands)
         table.operator.advance(item.upper)
         item.pending = table.operator.drain()
@@ -214,6 +216,7 @@ class StepExecutor:
             item.pending = table.operator.drain()
         item.violations = decoded.violations + violations_of_rejected(item.pending)
         self._put_dead_letters(letters_of_resolved(_feed_of(item.seat), item.pending))
+        table.put_tombstones([item.pending])
 
     async def _append(self, item: _StepWork) -> bool:
         found = item.pending
@@ -287,8 +290,10 @@ class StepExecutor:
         table.dead_run.add_counted_step(step.records, buried)
         if large.stop is not None:
             large.upper = _stop_time(large.stop, step.lower)
+        table.put_tombstones(large.resolved)
         if self._portal.call(table.append(step.lower, large.upper, large.parts)):
             table.apply_external(large.changes, step.lower, large.upper, large.rows)
+            table.count_late(large.resolved)
             table.count_violations(large.violations, large.upper)
         else:
             table.follow()
