@@ -24,7 +24,7 @@ from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark import tombstones as tombstones_module
 from tidemill.spark.merge.commands import Truncate
 from tidemill.spark.merge.mirror import Mirror
-from tidemill.spark.merge.resolve import KeyChanges, resolve
+from tidemill.spark.merge.resolve import KeyChanges, resolve_in_sequence
 from tidemill.spark.merge.sequence import Sequence, SequenceRule, tombstone_schema
 from tidemill.spark.merge.sequence_ranks import rank_rows
 
@@ -86,7 +86,7 @@ def pure(types: tuple[str, ...], records: list[Record], width: int, rule: Sequen
         upper = min(end, lower + width)
         mine = [(at, r) for at, r in enumerate(records) if lower <= r[3] < upper]
         commands = commands_of(schema, mine)
-        found = resolve(schema, commands, mirror, lower, upper, sequence=Sequence(rule, buried))
+        found = resolve_in_sequence(schema, commands, mirror, lower, upper, Sequence(rule, buried))
         mirror.advance(found.changes, lower, upper)
         if found.tombstones is not None:
             hashes = hash_rows(found.tombstones, ("k",))
@@ -141,7 +141,7 @@ def test_expired_tombstones_and_truncations_are_the_same_for_any_drivers_and_kil
 
 
 def test_a_driver_that_was_left_behind_appends_no_tombstone() -> None:
-    """It reads the tombstones after one that its step needs was removed: its peers' table was past it."""
+    """The driver reads the tombstones after the removal of one that its step needs, because the table was past it."""
     records: list[Record] = [
         (0, (9,), None, 0),
         (0, (5,), None, 500),  # late

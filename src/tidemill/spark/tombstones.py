@@ -1,6 +1,6 @@
 """Tombstones of a table with a sequence: the sequences of deleted keys, in a shard next to the table (RFC 0013).
 
-    TABLE.tombstones.SHARD_ID    the key, the sequence, and _deleted_ms: the time of the deletion
+    TABLE.tombstones.ID    the key, the sequence, and _deleted_ms: the time of the deletion
 
 Invariant (tombstones first): for every key that is deleted below the table's upper, the tombstone is stored before the
 table's append. After a crash in between, the next writer finds tombstones at or above the upper: it ignores them until
@@ -8,7 +8,7 @@ the table has passed their times. It computes the same ones again, and appends o
 Invariant (nothing that counts is removed): only tombstones that no command from the table's upper on can meet are
 retracted: expired ones, and those of a key with a newer one below the upper.
 Invariant (no stale writer): tombstones are appended by compare-and-append at an upper of their shard at which the table
-was still at the step's lower. A writer that computed from less than all tombstones has lost the table by then.
+was still at the step's lower. A writer that lacked tombstones finds that it has lost the table.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Tombstones:
         """Retract the tombstones that no command from the table's `upper` on can meet, from time to time.
 
         They stay for a quarter of their time more: a checkpoint reads a table before its tombstones, and a restored
-        table needs those of its own upper.
+        table needs the tombstones at its upper.
         """
         clock_s = self._stores.clock.monotonic_s()
         due = upper - self._swept_ms >= self.rule.keep_ms // 4
