@@ -153,7 +153,7 @@ def running(
                 print(f"left out: {name}: {why}", file=sys.stderr)
                 continue
             if name.endswith("s3") and not emulator:
-                emulator = _emulator(stack)
+                emulator = start_emulator(stack)
             home = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=f"bench-{name}-")))
             brokers[name] = _start(name, home, emulator, more or {})
             stack.callback(brokers[name].stop)
@@ -220,7 +220,7 @@ def _kraft(name: str, home: Path, port: int) -> list[str]:
     return [*java, "kafka.Kafka", str(properties)]
 
 
-def _emulator(stack: contextlib.ExitStack) -> str:
+def start_emulator(stack: contextlib.ExitStack) -> str:
     """Start moto's server in a separate process, with an empty bucket."""
     port = free_port()
     process = subprocess.Popen(

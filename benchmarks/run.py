@@ -35,6 +35,7 @@ NAMES = (
     "http_servers",
     "positions",
     "lake",
+    "lake_parts",
     "scan",
     "scan_python",
     "shard_commits",

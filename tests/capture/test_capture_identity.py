@@ -15,6 +15,7 @@ from support.capture.on_every_server import (
     test_an_unchanged_toasted_value_is_named_and_left_out_and_each_identity_is_right_when_it_is_switched,
     unchanged,
 )
+from support.capture.rights import statements_in
 from support.capture.world import World
 from support.waiting import until
 from tidemill.base.errors import InvalidError
@@ -150,7 +151,7 @@ async def test_f472_a_manual_capture_alters_nothing_and_says_what_is_missing_unt
         manual: dict[str, Any] = {"manual": True, "table_poll_s": 0.1}
         with pytest.raises(InvalidError, match="must not do") as reported:
             await check_capture(world.config(**manual))
-        statements = reported.value.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
+        statements = statements_in(reported.value.fix)
         capture = world.new_capture(**manual)
         running = asyncio.ensure_future(capture.run())
         try:

@@ -41,7 +41,10 @@ def test_of_a_cluster_without_a_process(tmp_path: Path, command: str) -> None:
     create_stores(tmp_path / "tidemill.toml")
     done = run_tidemill(command, cwd=tmp_path)
     assert (done.exit_code, done.output) == (4, "")
-    assert done.errors == "tidemill: no process of the cluster is running. Start one: tidemill up.\n"
+    assert (
+        done.errors
+        == "tidemill: no process of the cluster is running. Start one: tidemill up. It reports after some seconds.\n"
+    )
 
 
 @pytest.mark.parametrize("command", ["status", "topic list", "topic create clicks"])

@@ -19,7 +19,9 @@ from tidemill.metastore.catalogue import CaptureTableRow
 
 REPORT = StatusReport("node:n1", 1, (StageStatus("capture:shop/topics", 1, 1), StageStatus("node:n1", 1, 1)))
 """The report of a node that has been silent for a long time."""
-AWAY = UnavailableError("no process of the cluster is running.", fix="Start one: tidemill up.")
+AWAY = UnavailableError(
+    "no process of the cluster is running.", fix="Start one: tidemill up. It reports after some seconds."
+)
 
 
 @pytest.fixture

@@ -7,14 +7,18 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
 import pyarrow as pa
 import pytest
+from joserfc import jwt
+from joserfc.jwk import OctKey
 
 from support.faults.served import Served, World
 from support.lake.readers import FROM_CATALOGUE, INSTALLED, ForeignReader, ReadError
@@ -24,6 +28,8 @@ from support.waiting import eventually
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.metastore.catalogue import PipelineRow
+from tidemill.security.acl_cache import AclCache
+from tidemill.security.acls import AclRule, Operation, Pattern, Permission, Resource
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import Stores, open_stores
@@ -33,6 +39,7 @@ pytestmark = [pytest.mark.lake, pytest.mark.processes]
 GUIDE = Path(__file__).parents[2] / "docs/guides/lake.md"
 ADDRESS = "http://127.0.0.1:8600"
 """Address of the node in the guide."""
+SECRET = "a secret of thirty-two bytes or more"
 TABLES = {
     "orders": ShardSchema((Column("id", "int64"), Column("status", "string")), ("id",)),
     "customers": ShardSchema((Column("id", "int64"), Column("name", "string")), ("id",)),
@@ -69,6 +76,16 @@ class Lake:
         for shard, upper in zip(shards, uppers, strict=True):
             await shard.compare_and_append(upper, max(uppers) + 1, [], "")
 
+    def allow(self, user: str, table: str) -> None:
+        """Let a user read a table."""
+
+        async def add() -> None:
+            rules = AclCache(self._stores.metastore, self._stores.clock, [])
+            topic = (int(Resource.TOPIC), int(Pattern.LITERAL), f"shard.{table}")
+            await rules.add([AclRule(*topic, f"User:{user}", "*", int(Operation.READ), int(Permission.ALLOW))])
+
+        self._portal.call(add())
+
     def contents(self, table: str) -> pa.Table:
         async def read() -> pa.Table:
             shard = await self._stores.shard(table, TABLES[table])
@@ -79,9 +96,12 @@ class Lake:
 
 
 @contextmanager
-def served_lake(directory: Path, objects_url: str, settings: dict[str, Any] | None = None) -> Iterator[Lake]:
+def served_lake(
+    directory: Path, objects_url: str, settings: dict[str, Any] | None = None, **more: dict[str, Any]
+) -> Iterator[Lake]:
+    """Serve a lake with these settings, and further sections of the configuration."""
     urls = StoreUrls(objects_url, f"sqlite://{directory}/consensus.db")
-    sections = {"objects": {"url": urls.objects}, "consensus": {"url": urls.consensus}}
+    sections = {"objects": {"url": urls.objects}, "consensus": {"url": urls.consensus}, **more}
     world = World()
     served = Served(directory, sections | {"lake": {"enabled": True, "interval_s": 0.2, **(settings or {})}})
     stop = asyncio.Event()
@@ -161,6 +181,39 @@ def test_a_reader_without_keys_reads_a_bucket_with_those_of_the_catalogue(
             eventually(lambda: current(reader, lake) == want, "the contents on S3")
     finally:
         server.stop()
+
+
+def test_a_reader_with_a_token_reads_what_its_principal_may_read_and_no_other_token_is_accepted(
+    tmp_path: Path, open_reader: Callable[[str], ForeignReader]
+) -> None:
+    reader = open_reader("pyiceberg")
+
+    def token(user: str, secret: str = SECRET, lives_s: float = 600.0) -> str:
+        claims = {"sub": user, "exp": int(time.time() + lives_s)}
+        return jwt.encode({"alg": "HS256"}, claims, OctKey.import_key(secret))
+
+    guarded = {"http": {"authenticate": True}, "security": {"oauth": {"secret": SECRET}}}
+    with served_lake(tmp_path, f"file://{tmp_path}/objects", None, **guarded) as lake:
+        lake.allow("alice", "orders")
+        read = partial(reader.read_catalogue, lake.catalogue)
+        want = rows_of(lake.contents("orders"))
+
+        refused: list[str] = []
+
+        def readable() -> bool:
+            try:
+                return rows_of(read("orders", token=token("alice"))) == want
+            except ReadError as error:  # the node reads rules again after seconds
+                refused.append(str(error))
+                return False
+
+        eventually(readable, lambda: refused[-1:])
+        for table, wrong in (("customers", token("alice")), ("orders", token("bob"))):
+            with pytest.raises(ReadError, match=r"(?i)forbidden|403"):
+                read(table, token=wrong)
+        for wrong in (token("alice", SECRET[::-1]), token("alice", lives_s=-60.0), None):
+            with pytest.raises(ReadError, match=r"(?i)unauthorized|401"):
+                read("orders", token=wrong)
 
 
 def blocks(language: str) -> list[str]:

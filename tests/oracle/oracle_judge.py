@@ -238,13 +238,18 @@ class Judge:
         kinds = {c.name: c.type_name for c in row.columns}
         what = f"the topic of {table.sql_name}" + (f" parked at {row.paused_lsn}: {row.reason}" if paused else "")
         if paused and table.deferrable:
-            later = [v for v in self._history.of[table.number] if v.new is not None and lsn_of[v.xid] >= row.paused_lsn]
+            later = [v for v in self._history.of[table.number] if lsn_of[v.xid] >= row.paused_lsn]
             for key in [key for key in found if different("", {key: wanted.get(key)}, {key: found[key]}, kinds)]:
-                rows = [v.new for v in later if v.new is not None and tuple(v.new.get(n) for n in table.key) == key]
+                rows = [v.new for v in later if v.new is not None and _key_in(table, v.new) == key]
                 same = [r for r in rows if not different("", {key: r}, {key: found[key]}, kinds)]
                 if same:  # the database answered with the row that a transaction behind the pause left there
                     wanted[key] = same[0]
                     self.counts["rows of after the pause"] += 1
+            emptied = any(v.op == "T" for v in later)
+            left = {_key_in(table, v.old) for v in later if v.old is not None}
+            for key in [key for key in wanted if key not in found and (emptied or key in left)]:
+                del wanted[key]  # it answered that a transaction behind the pause left no row there
+                self.counts["rows that left after the pause"] += 1
         problems = different(what, wanted, found, kinds)
         self.counts["topics"] += not problems
         return [f"{problem} changes={table.changed}" for problem in problems]
@@ -397,6 +402,10 @@ def different(
             shown = f"{a} / {b}" if a is None or b is None else str({n: (a[n], b[n]) for n in names})
             problems.append(f"{what}: key {key}: wanted/found {shown}")
     return problems[:EXAMPLES]
+
+
+def _key_in(table: Table, row: Row) -> Shown:
+    return tuple(row.get(name) for name in table.key)
 
 
 def _said(view: View) -> str:

@@ -39,8 +39,10 @@ from tidemill.shapes.shards.pg_text import (
     timestamp_text,
 )
 from tidemill.shapes.where import compile_where
+from tidemill.shapes.where.types import WhereError
 from tidemill.shards.api import Column, Shard, ShardSchema
 from tidemill.shards.handle import LogShard
+from tidemill.shards.parts.schema import update_schema
 from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.shards.registry import open_shard
 
@@ -139,6 +141,25 @@ def test_times_are_applied_in_order_even_when_rows_are_not() -> None:
         ("update", "20"),
         ("update", "30"),
     ]
+
+
+def test_nested_values_are_json() -> None:
+    columns = (Column("id", "int32"), Column("tags", "array<string>"), Column("m", "map<string,struct<x:float64>>"))
+    bench = Bench(ShardSchema(columns, ("id",)))
+    run(bench.feed.load(bench.shape))
+    old: dict[str, Any] = {"id": 1, "tags": ['a"', None], "m": [("k", {"x": 0.5}), ("z", None)]}
+    updates = [(5, 1, old), (6, -1, old), (6, 1, old | {"tags": [], "m": None})]
+    target = update_schema(bench.shard.schema)
+    rows = [{**row, "_time": time, "_diff": diff} for time, diff, row in updates]
+    run(bench.feed.apply(bench.shape, pa.Table.from_pylist(rows, target), 10))
+    assert [(op, value) for op, value, _ in bench.operations] == [
+        ("insert", {"id": "1", "tags": '["a\\"",null]', "m": '{"k":{"x":0.5},"z":null}'}),
+        ("update", {"id": "1", "tags": "[]", "m": None}),
+    ]
+    shown = json.loads(shard_schema_json(bench.shard.schema, ()))
+    assert shown["tags"] == shown["m"] == {"type": "json", "dims": 0}
+    with pytest.raises(WhereError, match="type json is not supported"):
+        compile_where("tags = '[]'", (), shard_where_types(bench.shard.schema))
 
 
 def test_progress_alone_moves_last_seen_and_adds_nothing() -> None:

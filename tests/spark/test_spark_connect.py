@@ -7,6 +7,7 @@ The server is a process of Spark's own class. Its clients are processes whose pa
 from __future__ import annotations
 
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -16,19 +17,44 @@ from typing import Any
 
 import pytest
 
+from support.spark.connector import EXTRA, HAS_S3
 from support.waiting import SCENARIO_S
 
 pytestmark = [pytest.mark.spark, pytest.mark.processes]
 
 TESTS = Path(__file__).parents[1]
+BUCKETS = ("connect-open", "connect-closed")
+COUNT = 10_000
+"""Rows of a table in a bucket: enough for a part that is an object."""
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """Run one server for all tests, and yield its URL."""
+def s3() -> Iterator[str]:
+    """Yield the endpoint of an S3 server."""
+    from support.objects.moto_access import start_server
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    found = start_server()
+    host, port = found.get_host_and_port()
+    yield f"http://{host}:{port}"
+    found.stop()
+
+
+@pytest.fixture(scope="module")
+def server(s3: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """Run one server for all tests, and yield its URL. It can open only the first of the buckets in S3."""
     from support.spark.connect_server import connect_server
 
-    with connect_server(tmp_path_factory.mktemp("server")) as url:
+    opens, cannot_open = (f"spark.hadoop.fs.s3a.bucket.{name}." for name in BUCKETS)
+    settings = {
+        f"{opens}endpoint": s3,
+        f"{opens}endpoint.region": "us-east-1",
+        f"{opens}path.style.access": "true",
+        f"{opens}access.key": "of-the-server",
+        f"{opens}secret.key": "of-the-server",
+        f"{cannot_open}aws.credentials.provider": "not.installed.Provider",
+    }
+    with connect_server(tmp_path_factory.mktemp("server"), settings | EXTRA) as url:
         yield url
 
 
@@ -74,10 +100,35 @@ def harbour(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def seen(server: str, path: list[Path], harbour: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def in_s3(s3: str, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Create a cluster with a table `t` in each bucket, and return their URLs."""
+    import boto3
+
+    from support.spark.harbour import Harbour
+    from support.spark.wide_table import append, merge, rows
+    from tidemill.spark.settings import StoreUrls
+
+    keys = {"aws_access_key_id": "test", "aws_secret_access_key": "test", "region_name": "us-east-1"}
+    found = []
+    for name in BUCKETS:
+        boto3.client("s3", endpoint_url=s3, **keys).create_bucket(Bucket=name)
+        objects = f"s3://{name}/p?endpoint={s3}&access_key_id=test&secret_access_key=test"
+        urls = StoreUrls(objects, f"sqlite://{tmp_path_factory.mktemp(name)}/consensus.db")
+        harbour = Harbour(Path(), urls)
+        append(harbour, "t", 10, rows(range(COUNT), 0, 5, 1))
+        merge(harbour, "t", 9)
+        harbour.close()
+        found += [urls.objects, urls.consensus]
+    return found
+
+
+@pytest.fixture(scope="module")
+def seen(
+    server: str, path: list[Path], harbour: Any, in_s3: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
     """Return the results of one client of the server (`connect_client.py`)."""
-    directory = tmp_path_factory.mktemp("client")
-    return client(path, "connect_client.py", server, harbour.urls.objects, harbour.urls.consensus, directory)
+    directory, urls = tmp_path_factory.mktemp("client"), harbour.urls
+    return client(path, "connect_client.py", server, urls.objects, urls.consensus, directory, *in_s3)
 
 
 def stored(harbour: Any, table: str) -> list[list[Any]]:
@@ -108,6 +159,16 @@ def test_foreach_batch_upserts_on_the_server(seen: dict[str, Any], harbour: Any)
 
 def test_a_registered_cluster_need_not_be_named(seen: dict[str, Any], harbour: Any) -> None:
     assert seen["named"] == seen["plan"] == stored(harbour, "named") == [[7, 71]]
+
+
+def test_the_server_reads_a_bucket_that_it_can_open_itself_and_another_one_through_the_data_source(
+    seen: dict[str, Any],
+) -> None:
+    if not HAS_S3:
+        pytest.skip("hadoop-aws is not installed: tests/clients/install brings it where Maven is")
+    opened, (counted, because) = seen["buckets"]
+    assert opened == [COUNT - 5] and counted == COUNT - 5
+    assert because.startswith("Spark cannot open the bucket: ")
 
 
 @pytest.mark.parametrize("what", ["run", "build_session"])

@@ -12,7 +12,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from support.spark.pipelines import until
-from support.spark.wide_table import COLUMNS, SCHEMA, append, holds, merge, rows
+from support.spark.wide_table import COLUMNS, SCHEMA, append, explained, holds, merge, rows, same
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.spark import read
@@ -21,30 +21,6 @@ from tidemill.spark import table_reader as reading
 pytestmark = pytest.mark.spark
 
 COUNT = 30_000
-
-
-def same(harbour: Any, name: str, frame: Any, as_of: int) -> int:
-    """Check that the rows equal the shard's own snapshot, bit for bit. Return their number."""
-    want = harbour.portal.call(harbour.shard(name).snapshot(as_of, 10))
-    found = frame.toArrow().cast(want.schema)
-    order = [("k", "ascending")]
-    # As bytes: NaN is NaN, and 0.0 is not -0.0.
-    assert [c.to_pylist() for c in _bits(found.sort_by(order)).columns] == [
-        c.to_pylist() for c in _bits(want.sort_by(order)).columns
-    ]
-    return found.num_rows
-
-
-def _bits(table: pa.Table) -> pa.Table:
-    whole = table.select(["k", "v", "m", "b", "s"])
-    for name, kind in (("x", pa.int64()), ("at", pa.int64()), ("d", pa.int32())):
-        whole = whole.append_column(name, table.column(name).combine_chunks().view(kind))
-    return whole
-
-
-def explained(spark: Any, frame: Any) -> str:
-    said: str = spark._jvm.PythonSQLUtils.explainString(frame._jdf.queryExecution(), "formatted")
-    return said
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -70,7 +71,12 @@ def calls(tree: ast.AST) -> list[tuple[str, str, int]]:
 
 @functools.cache
 def tree_of(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+    """Parse a file once for all rules, without the garbage collector, which would visit every kept tree again."""
+    gc.disable()
+    try:
+        return ast.parse(path.read_text())
+    finally:
+        gc.enable()
 
 
 def test_clock_and_randomness_are_passed_in() -> None:
@@ -205,10 +211,15 @@ def test_no_file_imports_a_test_file(folder: str) -> None:
         f"{relative(path)} imports {module}"
         for path in sorted((ROOT / folder).rglob("*.py"))
         if "node_modules" not in path.parts
-        for module in imported_modules(ast.parse(path.read_text()))
+        for module in imports_of(path)
         if module.rpartition(".")[2] in TEST_MODULES
     ]
     assert not found, f"move what they share to tests/support: {found}"
+
+
+@functools.cache
+def imports_of(path: Path) -> set[str]:
+    return imported_modules(ast.parse(path.read_text()))
 
 
 def imported_modules(tree: ast.AST) -> set[str]:
@@ -224,11 +235,11 @@ def imported_modules(tree: ast.AST) -> set[str]:
 def test_the_demo_imports_nothing_of_the_tests_and_only_its_own_tests_import_it() -> None:
     names = {path.name for path in (ROOT / "tests").iterdir()}
     for path in sorted((ROOT / "demo").rglob("*.py")):
-        packages = {module.partition(".")[0] for module in imported_modules(ast.parse(path.read_text()))}
+        packages = {module.partition(".")[0] for module in imports_of(path)}
         assert not packages & {*names, "tests"}, f"{relative(path)} imports a helper of the tests"
     for path in sorted((ROOT / "tests").rglob("*.py")):
         if "node_modules" not in path.parts and path.parent.name != "e2e":
-            packages = {module.partition(".")[0] for module in imported_modules(ast.parse(path.read_text()))}
+            packages = {module.partition(".")[0] for module in imports_of(path)}
             assert "demo" not in packages, f"{relative(path)} imports the demo: use tests/support"
 
 

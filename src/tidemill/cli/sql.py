@@ -141,6 +141,14 @@ _TEXT_RENDERED_TYPES = ("DATE", "TIMESTAMP", "BLOB")
 """Types whose values are shown as DuckDB's own text."""
 
 
+def _is_shown_as_text(kind: Any) -> bool:
+    """Return whether values are shown as DuckDB's text; nested ones with such values inside are as a whole."""
+    name = str(kind)
+    if kind.id in ("list", "array", "struct", "map"):
+        return any(each in name for each in _TEXT_RENDERED_TYPES)
+    return name.startswith(_TEXT_RENDERED_TYPES)
+
+
 def _run_query(connection: Any, query: str) -> tuple[list[str], list[Any]]:
     import duckdb
 
@@ -150,7 +158,7 @@ def _run_query(connection: Any, query: str) -> tuple[list[str], list[Any]]:
         if result is None:
             return [], []
         # Converted to Python, DuckDB's infinity is the last moment of 9999, and -infinity the first of the year 1.
-        texts = [str(kind).startswith(_TEXT_RENDERED_TYPES) for kind in result.types]
+        texts = [_is_shown_as_text(kind) for kind in result.types]
         shown = [f"CAST(#{at} AS VARCHAR)" if text else f"#{at}" for at, text in enumerate(texts, 1)]
         return list(result.columns), (result.project(", ".join(shown)) if any(texts) else result).fetchall()
     except duckdb.IOException as error:

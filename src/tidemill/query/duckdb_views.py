@@ -136,11 +136,44 @@ def _select_sql(plan: ReadPlan, key: tuple[str, ...], live: str, gone: str, path
 
 
 def _column_sql(field: pa.Field) -> str:
-    """Return SQL for a column of a part's file in the table's type: `int16` is stored as int32."""
+    """Return SQL for a column of a part's file in the table's type: `int16` is stored as int32, also within
+    nested values."""
     import pyarrow as pa
 
     name = quote_identifier(field.name)
-    return f"s.{name}::SMALLINT AS {name}" if field.type == pa.int16() else f"s.{name}"
+    if field.type == pa.int16() or (pa.types.is_nested(field.type) and "int16" in str(field.type)):
+        return f"s.{name}::{_sql_type(field.type)} AS {name}"
+    return f"s.{name}"
+
+
+def _sql_type(kind: pa.DataType) -> str:
+    """Return DuckDB's name of a column's type."""
+    import pyarrow as pa
+
+    if pa.types.is_list(kind):
+        return f"{_sql_type(kind.value_type)}[]"
+    if pa.types.is_map(kind):
+        return f"MAP({_sql_type(kind.key_type)}, {_sql_type(kind.item_type)})"
+    if pa.types.is_struct(kind):
+        return f"STRUCT({', '.join(f'{quote_identifier(field.name)} {_sql_type(field.type)}' for field in kind)})"
+    if pa.types.is_decimal(kind):
+        return f"DECIMAL({kind.precision}, {kind.scale})"
+    if pa.types.is_timestamp(kind):
+        return "TIMESTAMP WITH TIME ZONE" if kind.tz else "TIMESTAMP"
+    return _SQL_TYPES[str(kind)]
+
+
+_SQL_TYPES = {
+    "bool": "BOOLEAN",
+    "int16": "SMALLINT",
+    "int32": "INTEGER",
+    "int64": "BIGINT",
+    "float": "FLOAT",
+    "double": "DOUBLE",
+    "string": "VARCHAR",
+    "binary": "BLOB",
+    "date32[day]": "DATE",
+}
 
 
 def _key_equality_sql(left: str, right: str, of: pa.DataType) -> str:

@@ -2,12 +2,13 @@
 
     schema     column (, column)*       or struct< column (, column)* >; with a colon after a name as in struct<…>
     column     name [:] type [NOT NULL] [COMMENT 'text']
+    type       scalar, array< type >, map< type, type >, or struct< column (, column)* >
     name       letters, digits and _, or any text in backquotes, where two backquotes are one
 
 A pipeline file is checked on machines that have no Spark. A text that Spark's own parser accepts is accepted here with
 the same meaning, or its type is refused by name (tests/spark/test_spark_ddl.py). NOT NULL, COMMENT and the length of
 `char(n)` and `varchar(n)` have no effect, as in Spark's JSON reader. Accepted too are the types `json` and `bool`, and
-letters of any language in a name without backquotes.
+letters of any language in a name without backquotes. Limits of nested types: shards/nested/type_names.py.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import NamedTuple, NoReturn
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column
+from tidemill.shards.nested.type_names import DEPTH_MAX, array_name, map_name, struct_name
 from tidemill.shards.parts.schema import canonical_type
 
 TYPES = {
@@ -51,8 +53,8 @@ TYPES = {
 }
 """Spark's names of types, in upper case, and ours."""
 TEXTS = ("STRING", "CHAR", "CHARACTER", "VARCHAR")
-NESTED = ("ARRAY", "MAP", "STRUCT", "VARIANT")
-OTHERS = ("INTERVAL", "TIME", "VOID", "GEOMETRY", "GEOGRAPHY")
+NESTED = ("ARRAY", "MAP", "STRUCT")
+OTHERS = ("VARIANT", "INTERVAL", "TIME", "VOID", "GEOMETRY", "GEOGRAPHY")
 PARAMETER_MAX = 2**31 - 1
 
 _SPACE = "[\\t-\\r \\x85\\xa0\\u1680\\u2000-\\u200a\\u2028\\u2029\\u202f\\u205f\\u3000]+"
@@ -132,12 +134,13 @@ class _Reader:
         self._what = what
         self._fix = fix
         self._next: Token | None = None
+        self._depth = 0
 
-    def column(self, *, colon: bool) -> Column:
+    def column(self, *, colon: bool, other: Callable[[str], str] | None = None) -> Column:
         name = self.name()
         if colon:
             self.take_mark(":")
-        kind = self.type()
+        kind = self.type(other)
         if self.take_keyword("NOT") or self.take_mark("!"):
             self._require(self.take_keyword("NULL"))
         if self.take_keyword("COMMENT"):
@@ -159,7 +162,9 @@ class _Reader:
         token, name = self.peek(), self.peek().keyword
         if not name:
             self.fail()
-        if name in NESTED or name in OTHERS:
+        if name in NESTED:
+            return self._nested(name, other)
+        if name in OTHERS:
             self._refuse_type(token.text)
         if name not in TYPES and other is None:
             raise InvalidError(
@@ -186,6 +191,32 @@ class _Reader:
             return canonical_type(f"decimal({precision},{scale})")
         return TYPES[name]
 
+    def _nested(self, name: str, other: Callable[[str], str] | None) -> str:
+        self._next_token()
+        self._require(self.take_mark("<"))
+        self._depth += 1
+        if self._depth > DEPTH_MAX:
+            raise InvalidError(
+                f"type is nested too deeply: {self._what}={self._text[:200]!r} levels_max={DEPTH_MAX}.",
+                fix="Declare the inner levels as one column of type json, which keeps the value's text.",
+            )
+        if name == "STRUCT":
+            fields: list[Column] = []
+            if self.peek().text != ">":
+                fields.append(self.column(colon=True, other=other))
+                while self.take_mark(","):
+                    fields.append(self.column(colon=True, other=other))
+            found = struct_name([(field.name, field.type) for field in fields])
+        elif name == "ARRAY":
+            found = array_name(self.type(other))
+        else:
+            key = self.type(other)
+            self._require(self.take_mark(","))
+            found = map_name(key, self.type(other))
+        self._require(self.take_mark(">"))
+        self._depth -= 1
+        return canonical_type(found)
+
     def _zone(self, name: str) -> str:
         """Read WITHOUT TIME ZONE or WITH LOCAL TIME ZONE."""
         local = self._next_token().keyword == "WITH"
@@ -209,10 +240,10 @@ class _Reader:
         return int(self._next_token().text)
 
     def _refuse_type(self, name: str) -> NoReturn:
-        nested = name.upper() in NESTED
+        variant = name.upper() == "VARIANT"
         raise InvalidError(
             f"type is not supported in a table: type={name!r}.",
-            fix="Use json, which keeps the value's text." if nested else "Use string, or another type.",
+            fix="Use json, which keeps the value's text." if variant else "Use string, or another type.",
         )
 
     # tokens ---------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.bucket_claim import BucketOwnership
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.metastore.factory import create_metastore
-from tidemill.objects.factory import local_directory, open_objects
+from tidemill.objects.factory import open_objects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Remap, RunCpuWork, ShardSchema, run_on_pool
@@ -46,8 +46,8 @@ class Stores:
         from tidemill.topics.partition_reader import LogPartitionReader
 
         self.urls = urls
-        self.directory = local_directory(urls.objects)
-        """Directory of the bucket if it is on this machine, independent of the URLs that workers receive."""
+        self.objects_url = urls.objects
+        """URL of the bucket, with its secrets, independent of the URLs that workers receive."""
         self.objects = objects
         self.consensus = consensus
         self.clock = clock

@@ -29,6 +29,7 @@ from tidemill.shards.api import TIME, ShardSchema
 from tidemill.shards.parts.schema import part_schema
 from tidemill.shards.read.holds import as_of_ms, hold_during
 from tidemill.shards.read.read_plan import PlanNotPossibleError, plan_parts
+from tidemill.spark.file_access import files_base, report_unreadable
 from tidemill.spark.session.python_worker import translate_missing_source
 from tidemill.spark.settings import find_cluster
 from tidemill.spark.source import registered_urls, source_format
@@ -47,7 +48,6 @@ LINGER_S = 300.0
 """Time that a job of Spark Connect may run after its client has released the frame."""
 HOLDS_BEFORE_GC = 64
 """Number of holds from which on a read first makes Python and the JVM collect garbage, to release frames out of use."""
-GLOB = set("*?[]{}\\")
 SUPERSEDED_PREFIX = "_gone"
 VERIFY_CHECKSUM_SETTING = "parquet.page.verify-checksum.enabled"
 """Setting that makes Spark's Parquet reader verify the checksums of pages, which it does not by default. The checksum
@@ -186,10 +186,8 @@ def _track_use(frame: DataFrame) -> _FrameUse:
     return _FrameUse(in_use)
 
 
-def _reason_against_files(directory: str | None, schema: ShardSchema) -> str:
-    """Return why Spark cannot read the parts itself, or ""."""
-    if directory is None or GLOB & set(directory):
-        return "the bucket is not a directory that Spark itself can read"
+def _reason_against_files(schema: ShardSchema) -> str:
+    """Return why Spark cannot read the parts of this table itself, or ""."""
     stored = [name.lower() for name in part_schema(schema).names]
     if len(set(stored)) < len(stored):
         return "Spark ignores the case of Parquet column names, and two columns differ only in case"
@@ -200,9 +198,12 @@ def _native_plan(
     spark: SparkSession, portal: BlockingPortal, stores: Stores, shard: LogShard, at: int, again: bool
 ) -> DataFrame:
     """Return a native plan. Raises PlanNotPossibleError."""
-    directory = stores.directory
     chosen = portal.call(shard.batches_until(at))
-    no_files = _reason_against_files(directory, shard.schema)
+    base, no_files = "", _reason_against_files(shard.schema)
+    try:
+        base = files_base(spark, stores.objects_url)
+    except PlanNotPossibleError as why:  # a small shard is read without files
+        no_files = no_files or str(why)
     plan = plan_parts(portal, stores.objects, shard, chosen, at, again=again, no_files=no_files)
     columns = spark_schema(shard.schema.columns)
     if not plan.settled:
@@ -211,7 +212,9 @@ def _native_plan(
     # Stored times use the proleptic Gregorian calendar; the files carry no writer version that Spark would accept as
     # proof.
     reader = spark.read.schema(wanted).option("datetimeRebaseMode", "CORRECTED").option(VERIFY_CHECKSUM_SETTING, "true")
-    rows = reader.parquet(*(f"file://{directory}/{part.object_key}" for part in plan.settled))
+    with report_unreadable(base):
+        rows = reader.parquet(*(f"{base}/{part.object_key}" for part in plan.settled))
+        _ = rows.schema  # a client of Spark Connect analyses a plan only when asked
     if plan.gone.num_rows:
         names = [f"{SUPERSEDED_PREFIX}{place}" for place in range(plan.gone.num_columns)]
         gone = spark.createDataFrame(plan.gone.rename_columns(names))

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.schema import check_schema
+from tidemill.shards.nested.type_names import ArrayType, MapType, array_name, map_name, nested_type, struct_name
+from tidemill.shards.parts.schema import canonical_type, check_schema
 from tidemill.spark.ddl import parse_ddl
 
 if TYPE_CHECKING:
@@ -22,6 +23,13 @@ COMMAND_META = (("_time", "int64"), ("_order", "int64"), ("_partition", "int32")
 def spark_type(type_name: str) -> DataType:
     from pyspark.sql import types as t
 
+    nested = nested_type(type_name)
+    if isinstance(nested, ArrayType):
+        return t.ArrayType(spark_type(nested.element))
+    if isinstance(nested, MapType):
+        return t.MapType(spark_type(nested.key), spark_type(nested.value))
+    if nested is not None:
+        return t.StructType([t.StructField(name, spark_type(kind)) for name, kind in nested.fields])
     if type_name.startswith("decimal("):
         precision, scale = type_name[8:-1].split(",")
         return t.DecimalType(int(precision), int(scale))
@@ -52,6 +60,11 @@ def spark_schema(columns: Iterable[Column]) -> StructType:
 def columns_of(schema: StructType) -> tuple[Column, ...]:
     """Return a DataFrame's columns as shard columns. Raises InvalidError for a column type that shards do not
     support."""
+    return tuple(Column(field.name, _column_type(field, field.dataType)) for field in schema.fields)
+
+
+def _column_type(field: StructField, kind: DataType) -> str:
+    """Return the type of a column of `field`, or of a part of it."""
     from pyspark.sql import types as t
 
     names = {
@@ -70,16 +83,17 @@ def columns_of(schema: StructType) -> tuple[Column, ...]:
         t.TimestampType: "timestamp",
         t.TimestampNTZType: "timestamp_ntz",
     }
-    out = []
-    for field in schema.fields:
-        kind = field.dataType
-        if isinstance(kind, t.DecimalType):
-            out.append(Column(field.name, f"decimal({kind.precision},{kind.scale})"))
-        elif type(kind) in names:
-            out.append(Column(field.name, names[type(kind)]))
-        else:
-            raise _unsupported_type_error(field)
-    return tuple(out)
+    if isinstance(kind, t.DecimalType):
+        return f"decimal({kind.precision},{kind.scale})"
+    if isinstance(kind, t.ArrayType):
+        return canonical_type(array_name(_column_type(field, kind.elementType)))
+    if isinstance(kind, t.MapType):
+        return canonical_type(map_name(_column_type(field, kind.keyType), _column_type(field, kind.valueType)))
+    if isinstance(kind, t.StructType):
+        return canonical_type(struct_name([(each.name, _column_type(field, each.dataType)) for each in kind.fields]))
+    if type(kind) not in names:
+        raise _unsupported_type_error(field)
+    return names[type(kind)]
 
 
 def _unsupported_type_error(field: StructField) -> InvalidError:

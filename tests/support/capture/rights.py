@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -42,5 +43,12 @@ async def missing(world: World, **settings: Any) -> list[str]:
     try:
         await check_capture(world.config(tables=NAMED, **settings))
     except InvalidError as error:
-        return error.fix.removeprefix("Have an administrator run: ").rstrip(";").split("; ")
+        return statements_in(error.fix)
     return []
+
+
+def statements_in(fix: str) -> list[str]:
+    """The statements that an administrator has to run, without those that undo them."""
+    head, _, rest = fix.partition("Have an administrator run:\n")
+    assert rest, head
+    return [line.strip().rstrip(";") for line in itertools.takewhile(lambda line: line[:2] == "  ", rest.split("\n"))]

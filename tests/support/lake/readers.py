@@ -14,6 +14,7 @@ import pyarrow as pa
 import pytest
 
 from support.waiting import slowness
+from tidemill.spark.session.session import QUICK_JVM
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "tests/lake/readers"
@@ -72,7 +73,7 @@ class ForeignReader:
     def _start(self) -> subprocess.Popen[str]:
         jars = (INSTALLED / "spark").glob("*.jar") if self.name == "spark" else ()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("SPARK_", "PYSPARK_"))}
-        environment |= {"PYTHONPATH": str(self._packages), "TZ": "UTC"}
+        environment |= {"PYTHONPATH": str(self._packages), "TZ": "UTC", "JDK_JAVA_OPTIONS": " ".join(QUICK_JVM)}
         with (self._scratch / "log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, str(SCRIPTS / f"{self.name}_reader.py"), *map(str, jars)],
@@ -99,16 +100,20 @@ class ForeignReader:
 
 def plain_types(table: pa.Table) -> pa.Table:
     """Return the table with one Arrow type per Iceberg type: readers choose among large and view types, and units."""
-    fields = []
-    for field in table.schema:
-        kind = field.type
-        if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
-            kind = pa.string()
-        elif pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
-            kind = pa.binary()
-        elif pa.types.is_timestamp(kind):
-            kind = pa.timestamp("us", "UTC" if kind.tz else None)
-        elif pa.types.is_int16(kind):
-            kind = pa.int32()  # Iceberg has no smaller integer
-        fields.append(pa.field(field.name, kind))
-    return table.cast(pa.schema(fields))
+    return table.cast(pa.schema([pa.field(field.name, _plain_type(field.type)) for field in table.schema]))
+
+
+def _plain_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_large_list(kind) or pa.types.is_list(kind):
+        return pa.list_(pa.field("element", _plain_type(kind.value_type)))
+    if pa.types.is_map(kind):
+        return pa.map_(_plain_type(kind.key_type), _plain_type(kind.item_type))
+    if pa.types.is_struct(kind):
+        return pa.struct([pa.field(field.name, _plain_type(field.type)) for field in kind])
+    if pa.types.is_large_string(kind) or pa.types.is_string_view(kind):
+        return pa.string()
+    if pa.types.is_large_binary(kind) or pa.types.is_binary_view(kind):
+        return pa.binary()
+    if pa.types.is_timestamp(kind):
+        return pa.timestamp("us", "UTC" if kind.tz else None)
+    return pa.int32() if pa.types.is_int16(kind) else kind  # Iceberg has no smaller integer

@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -32,15 +32,19 @@ NOT_OF_THE_CLIENT = {"core", "bin", "data", "examples", "jars", "licenses", "pyt
 
 
 @contextmanager
-def connect_server(root: Path) -> Iterator[str]:
+def connect_server(root: Path, more_settings: Mapping[str, str] | None = None) -> Iterator[str]:
     """Run a server with two cores, whose Python is this one; yield its URL. Its log is `server.log` in `root`."""
     port = free_port()
-    settings = SETTINGS | {
-        "spark.connect.grpc.binding.address": "127.0.0.1",
-        "spark.connect.grpc.binding.port": str(port),
-        "spark.sql.warehouse.dir": str(root / "warehouse"),
-        "spark.driver.extraJavaOptions": " ".join([log_option(), *archive_options(), *QUICK_JVM]),
-    }
+    settings = (
+        SETTINGS
+        | dict(more_settings or {})
+        | {
+            "spark.connect.grpc.binding.address": "127.0.0.1",
+            "spark.connect.grpc.binding.port": str(port),
+            "spark.sql.warehouse.dir": str(root / "warehouse"),
+            "spark.driver.extraJavaOptions": " ".join([log_option(), *archive_options(), *QUICK_JVM]),
+        }
+    )
     home = ensure_spark_home() or str(Path(pyspark.__file__).parent)
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYSPARK_", "SPARK_"))}
     environ |= {

@@ -61,3 +61,27 @@ def holds(harbour: Any, name: str) -> list[str]:
     shard = harbour.shard(name)
     harbour.portal.call(shard.frontiers())
     return [h.reader.partition("/")[0] for h in shard.state.holds if h.reader != "keeper"]
+
+
+def same(harbour: Any, name: str, frame: Any, as_of: int) -> int:
+    """Check that the rows equal the shard's own snapshot, bit for bit. Return their number."""
+    want = harbour.portal.call(harbour.shard(name).snapshot(as_of, 10))
+    found = frame.toArrow().cast(want.schema)
+    order = [("k", "ascending")]
+    # As bytes: NaN is NaN, and 0.0 is not -0.0.
+    assert [c.to_pylist() for c in _bits(found.sort_by(order)).columns] == [
+        c.to_pylist() for c in _bits(want.sort_by(order)).columns
+    ]
+    return found.num_rows
+
+
+def _bits(table: pa.Table) -> pa.Table:
+    for name, kind in (("x", pa.int64()), ("at", pa.int64()), ("d", pa.int32())):
+        column = table.column(name).combine_chunks().view(kind)
+        table = table.set_column(table.column_names.index(name), name, column)
+    return table
+
+
+def explained(spark: Any, frame: Any, mode: str = "formatted") -> str:
+    said: str = spark._jvm.PythonSQLUtils.explainString(frame._jdf.queryExecution(), mode)
+    return said

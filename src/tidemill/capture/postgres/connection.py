@@ -139,7 +139,9 @@ def _parse_dsn(dsn: str) -> dict[str, Any]:
     except psycopg.ProgrammingError as error:
         # libpq quotes the offending text, which may contain a password: name only the kind of error.
         raise InvalidError(
-            "the DSN cannot be read.", fix="Write it as postgresql://user:password@host:5432/database."
+            "the DSN cannot be read.",
+            fix="Write it as postgresql://user:password@host:5432/database. Percent-encode spaces (%20) and reserved"
+            " characters (@ is %40).",
         ) from error
     # libpq ends the password at its first reserved character: the rest, which no message may show, became host or name.
     names = [str(parts.get(name, "")) for name in ("host", "port", "dbname")]

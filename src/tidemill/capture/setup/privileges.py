@@ -10,7 +10,7 @@ https://www.postgresql.org/docs/current/sql-createpublication.html, …/logical-
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -93,7 +93,7 @@ async def diagnose_capture(
         await wire.aclose()
     if asked and keep is not None:
         await keep(asked)
-    run = f"Have an administrator run: {'; '.join(missing)};" if missing else ""
+    run = _format_fix(missing, asked) if missing else ""
     if found.objected:
         first, more = found.objected[0], len(found.objected) - 1
         said = f"{first.reason.rstrip('.')} more={more}." if more else first.reason
@@ -102,7 +102,7 @@ async def diagnose_capture(
         problems.append(
             InvalidError(
                 f"the role {'must not' if config.manual else 'may not'} do everything that its capture needs:"
-                f" capture={config.name} statements={len(missing)}{_format_way_back(asked)}.",
+                f" capture={config.name} statements={len(missing)}.",
                 fix=run,
             )
         )
@@ -154,11 +154,15 @@ async def find_replaced_identities(
     return found
 
 
-def _format_way_back(asked: dict[str, Identities]) -> str:
+def _format_fix(missing: Sequence[str], asked: Mapping[str, Identities]) -> str:
+    """Return the missing statements, and those that restore the replica identities which they replace, one a line."""
     back = [
         f"ALTER TABLE {name} REPLICA IDENTITY {before}" for each in asked.values() for name, before in each.values()
     ]
-    return f" way_back={'; '.join(back)!r}" if back else ""
+    lines = ["Have an administrator run:", *(f"  {statement};" for statement in missing)]
+    if back:
+        lines += ["Once the capture is dropped, these restore the tables:", *(f"  {statement};" for statement in back)]
+    return "\n".join(lines)
 
 
 class _DatabaseCheck(msgspec.Struct, frozen=True):

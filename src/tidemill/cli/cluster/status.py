@@ -122,7 +122,9 @@ def read_reports(opened: OpenConsensus) -> list[StatusReport]:
     board = StatusBoard(opened.consensus, opened.rand)
     reports = opened.portal.call(board.reports_or_raise(opened.consensus.trouble))
     if not reports:
-        raise UnavailableError("no process of the cluster is running.", fix="Start one: tidemill up.")
+        raise UnavailableError(
+            "no process of the cluster is running.", fix="Start one: tidemill up. It reports after some seconds."
+        )
     return reports
 
 

@@ -1,7 +1,8 @@
 """Bounds and null counts of a part's columns, from its footer: by them readers skip files.
 
 Parts have statistics of their key columns, except floats (readers order NaN differently). A column without statistics
-in any row group has no bounds. A column that was widened since has the bounds in its present type.
+in any row group has no bounds, nor has a nested column. A column that was widened since has the bounds in its present
+type.
 
 Invariant (superset): the bounds contain every value of the file, also of rows that do not count.
 
@@ -16,8 +17,11 @@ from typing import Any, Final
 
 import msgspec
 
-from tidemill.lake.format.schema import FIRST_ID, iceberg_type
+from tidemill.lake.format.schema import iceberg_type
 from tidemill.shards.api import ShardSchema
+from tidemill.shards.nested.field_ids import FIRST_ID
+from tidemill.shards.nested.type_names import is_nested
+from tidemill.shards.parts.stored_types import chunk_places
 
 TEXT_BYTES: Final = 64
 """Limit for bounds of text and bytes, of which a manifest has two per file: a longer lower one is cut, a longer upper
@@ -35,16 +39,16 @@ class Bounds(msgspec.Struct, frozen=True):
 
 def bounds_of(schema: ShardSchema, footer: Any) -> Bounds:
     """Return the bounds of the columns of `schema` in the file with this footer (`pyarrow.parquet.FileMetaData`)."""
-    places = {footer.row_group(0).column(at).path_in_schema: at for at in range(footer.num_columns)}
+    places = chunk_places(footer.schema.to_arrow_schema())
     groups = [footer.row_group(at) for at in range(footer.num_row_groups)]
     lower: dict[int, bytes] = {}
     upper: dict[int, bytes] = {}
     values: dict[int, int] = {}
     nulls: dict[int, int] = {}
     for number, column in enumerate(schema.columns, FIRST_ID):
-        if column.name not in places:
+        if column.name not in places or is_nested(column.type):
             continue
-        chunks = [group.column(places[column.name]) for group in groups]
+        chunks = [group.column(places[column.name].start) for group in groups]
         stats = [chunk.statistics for chunk in chunks]
         if any(each is None or not each.has_null_count for each in stats):
             continue

@@ -1,10 +1,10 @@
 """Iceberg schemas of a table's schema versions: field ids, types, defaults, published names, and the name mapping.
 
-    field id  1 `_hash`, 2 `_time`, 3 `_diff`: reserved, in no schema;  4 …: the table's columns, in their order
+    field id  as in shards/nested/field_ids.py; the ids of `_hash`, `_time` and `_diff` are in no schema
 
-A table's columns are only ever appended (RFC 0003), so a column's id is permanent. Files carry no ids: readers find
-columns by the name mapping, which names every column of the files. Readers differ in what they do about a column that
-the mapping lacks, hence the reserved ids.
+Files of tables with nested columns carry the ids, since some readers find fields within a column only by them. All
+others carry none: readers find columns by the name mapping, which names every column of the files. Readers differ in
+what they do about a column that the mapping lacks, hence the reserved ids.
 
 Names that Iceberg reserves for metadata columns are published with `_` appended, since some readers would return the
 metadata.
@@ -15,6 +15,7 @@ Sources: the table specification, "Schemas and Data Types", "Default Values", "C
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from datetime import UTC
 from functools import lru_cache
 from typing import Any
@@ -24,12 +25,13 @@ import pyarrow as pa
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
+from tidemill.shards.nested.field_ids import FIRST_ID, ids_within
+from tidemill.shards.nested.type_names import ArrayType, MapType, is_nested, nested_type
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.shards.parts.schema_evolution import default_value
 
 FILE_COLUMNS = (HASH, TIME, DIFF)
 """Columns of every file that no schema names, in the order of their field ids."""
-FIRST_ID = len(FILE_COLUMNS) + 1
 
 METADATA_COLUMNS = frozenset(
     {
@@ -57,12 +59,15 @@ _TYPES = {
 
 
 class Field(msgspec.Struct, frozen=True, rename="kebab", omit_defaults=True):
-    """A column. `required` is always false: NOT NULL is a rule of the source, which may drop it."""
+    """A column. `required` is always false: NOT NULL is a rule of the source, which may drop it.
+
+    `type`: the name of a primitive type, or the object of a nested one.
+    """
 
     id: int
     name: str
     required: bool
-    type: str
+    type: Any
     doc: str = ""
     initial_default: Any = None
     write_default: Any = None
@@ -81,10 +86,42 @@ def field_id(schema: ShardSchema, name: str) -> int:
 
 
 def last_column_id(schema: ShardSchema) -> int:
-    return FIRST_ID + len(schema.columns) - 1
+    """Return the greatest id of a column, or of a field within one."""
+    nested = [at for at, column in enumerate(schema.columns) if is_nested(column.type)]
+    if not nested:
+        return FIRST_ID + len(schema.columns) - 1
+    ids = ids_within(nested[-1])
+    _field_type(schema.columns[nested[-1]].type, ids)
+    return next(ids) - 1
+
+
+def _field_type(type_name: str, ids: Iterator[int]) -> Any:
+    """Return the type as JSON has it."""
+    kind = nested_type(type_name)
+    if kind is None:
+        return iceberg_type(type_name)
+    if isinstance(kind, ArrayType):
+        number = next(ids)
+        element = _field_type(kind.element, ids)
+        return {"type": "list", "element-id": number, "element": element, "element-required": False}
+    if isinstance(kind, MapType):
+        key, value = next(ids), next(ids)
+        return {
+            "type": "map", "key-id": key, "key": _field_type(kind.key, ids), "value-id": value,
+            "value": _field_type(kind.value, ids), "value-required": False,
+        }  # fmt: skip
+    numbers = [next(ids) for _ in kind.fields]
+    return {
+        "type": "struct",
+        "fields": [
+            {"id": number, "name": name, "required": False, "type": _field_type(inner, ids)}
+            for number, (name, inner) in zip(numbers, kind.fields, strict=True)
+        ],
+    }
 
 
 def iceberg_type(type_name: str) -> str:
+    """Return the name of a primitive type."""
     if type_name in _TYPES:
         return _TYPES[type_name]
     kind = arrow_type(type_name)
@@ -123,7 +160,8 @@ def _publish_column(column: Column, number: int, name: str, version: int) -> Fie
             fix="Publish the table with lake.format = 3.",
         )
     doc = f"absent in the source since schema version {column.retired}" if column.retired else ""
-    return Field(number, name, False, iceberg_type(column.type), doc, default, default)
+    kind = _field_type(column.type, ids_within(number - FIRST_ID))
+    return Field(number, name, False, kind, doc, default, default)
 
 
 def default_json(column: Column) -> Any:
@@ -156,6 +194,23 @@ def _no_json(column: Column) -> InvalidError:
 
 def name_mapping(schema: ShardSchema) -> str:
     """Return the name mapping: every column of the files, with its id, as JSON."""
-    entries = [(number, name) for number, name in enumerate(FILE_COLUMNS, 1)]
-    entries += [(FIRST_ID + at, column.name) for at, column in enumerate(schema.columns)]
-    return json.dumps([{"field-id": number, "names": [name]} for number, name in entries], separators=(",", ":"))
+    entries: list[dict[str, Any]] = [
+        {"field-id": number, "names": [name]} for number, name in enumerate(FILE_COLUMNS, 1)
+    ]
+    for at, column in enumerate(schema.columns):
+        kind = _field_type(column.type, ids_within(at))
+        entries.append(_mapped(FIRST_ID + at, column.name, kind))
+    return json.dumps(entries, separators=(",", ":"))
+
+
+def _mapped(number: int, name: str, kind: Any) -> dict[str, Any]:
+    """Return the mapping of a field and of all fields within it, which have their names in the files."""
+    entry: dict[str, Any] = {"field-id": number, "names": [name]}
+    if isinstance(kind, str):
+        return entry
+    if kind["type"] == "struct":
+        inner = [(field["id"], field["name"], field["type"]) for field in kind["fields"]]
+    else:
+        parts = ("element",) if kind["type"] == "list" else ("key", "value")
+        inner = [(kind[f"{part}-id"], part, kind[part]) for part in parts]
+    return entry | {"fields": [_mapped(*each) for each in inner]}

@@ -221,7 +221,7 @@ class _Publication:
         if uri:
             known = next(group.entries[uri].file for group in stored.data if uri in group.entries)
         else:
-            data = await self._stores.cpu(lambda: encode_loose_rows(rows))
+            data = await self._stores.cpu(lambda: encode_loose_rows(self._contents.schema, rows))
             uri = await self._put("data", data, ".parquet")
             known = ContentFile(uri, rows.num_rows, len(data))
         return replace(stored, loose_uri=uri), replace(files, data={**files.data, uri: known})

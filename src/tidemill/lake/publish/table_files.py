@@ -20,7 +20,7 @@ from tidemill.lake.vectors.evaluation import Evaluation
 from tidemill.shards.api import HASH, Part, ShardSchema
 from tidemill.shards.parts.parts import decode_part
 from tidemill.shards.parts.schema import contents_schema
-from tidemill.shards.parts.stored_types import stored_field
+from tidemill.shards.parts.stored_types import file_schema
 
 
 class SnapshotFiles(msgspec.Struct, frozen=True):
@@ -60,10 +60,10 @@ def loose_rows(schema: ShardSchema, found: Evaluation) -> pa.Table:
     return pa.concat_tables(tables)
 
 
-def encode_loose_rows(rows: pa.Table) -> bytes:
+def encode_loose_rows(schema: ShardSchema, rows: pa.Table) -> bytes:
     """Return the rows as Parquet, with the types of parts."""
-    fields = [stored_field(field) for field in rows.schema]
+    target = file_schema(rows.schema, schema)
     sink = pa.BufferOutputStream()
-    with pq.ParquetWriter(sink, pa.schema(fields), compression="zstd", write_page_checksum=True) as writer:
-        writer.write_table(rows.cast(pa.schema(fields)))
+    with pq.ParquetWriter(sink, target, compression="zstd", write_page_checksum=True) as writer:
+        writer.write_table(rows.cast(target))
     return bytes(sink.getvalue())

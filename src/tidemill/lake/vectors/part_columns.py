@@ -31,7 +31,7 @@ from tidemill.shards.parts.checksums import TAIL_BYTES, footer_bytes, open_part,
 from tidemill.shards.parts.parquet_pages import chunk_range
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.parts.schema_evolution import convert_to_schema
-from tidemill.shards.parts.stored_types import bounds_of_hashes, hashes_of
+from tidemill.shards.parts.stored_types import bounds_of_hashes, chunk_places, hashes_of
 from tidemill.shards.read.part_reader import WHOLE_FETCH_BYTES, read_part_bytes
 
 CACHE_BYTES = 128 * MIB
@@ -80,7 +80,8 @@ class _File(msgspec.Struct, frozen=True):
     """Footer of a part, and its bytes if it is small."""
 
     summary: PartSummary
-    names: list[str]
+    places: dict[str, range]
+    """Chunks of a row group by column."""
     metadata: Any  # pq.FileMetaData
     data: Any  # bytes, or None
 
@@ -136,7 +137,7 @@ class PartColumns:
     async def rows(self, part: Part, groups: Sequence[int], schema: ShardSchema) -> list[pa.Table]:
         """Return the shard's columns of these row groups, under `schema`. Raises as `summary`."""
         file = await self._file(part)
-        names = [column.name for column in schema.columns if column.name in file.names]
+        names = [column.name for column in schema.columns if column.name in file.places]
         tables = await self._read(part, groups, names)
         return [convert_to_schema(schema, table, contents_schema(schema)) for table in tables]
 
@@ -195,23 +196,23 @@ def _open(part: Part, footer: Any, data: Any) -> _File:
     try:
         metadata = pq.read_metadata(pa.BufferReader(footer))
         columns = metadata.schema.to_arrow_schema()
-        return _File(_summarize(metadata, columns), columns.names, metadata, data)
+        return _File(_summarize(metadata, columns), chunk_places(columns), metadata, data)
     except (pa.ArrowException, OSError) as error:
         raise CorruptError(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
 
 
 def _summarize(metadata: Any, columns: pa.Schema) -> PartSummary:
     groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
+    places = {name: chunks.start for name, chunks in chunk_places(columns).items()}
 
     def overall(name: str) -> tuple[int, int] | None:
-        found = [group.column(columns.names.index(name)).statistics for group in groups]
+        found = [group.column(places[name]).statistics for group in groups]
         if not found or any(each is None or not each.has_min_max for each in found):
             return None
         return min(each.min for each in found), max(each.max for each in found)
 
-    place = columns.get_field_index(HASH)
-    kind = columns.field(place).type
-    hashes = [bounds_of_hashes(group.column(place).statistics, kind) or ALL_HASHES for group in groups]
+    kind = columns.field(HASH).type
+    hashes = [bounds_of_hashes(group.column(places[HASH]).statistics, kind) or ALL_HASHES for group in groups]
     starts = np.cumsum([0, *(group.num_rows for group in groups)])
     low, high = (np.array(each, dtype=np.uint64) for each in zip(*hashes, strict=True))
     return PartSummary(starts, low, high, overall(TIME), overall(DIFF))
@@ -220,7 +221,7 @@ def _summarize(metadata: Any, columns: pa.Schema) -> PartSummary:
 def _chunks(file: _File, group: int, names: Sequence[str]) -> list[tuple[int, int]]:
     """Return the byte ranges of columns of a row group."""
     columns = file.metadata.row_group(group)
-    return [chunk_range(columns.column(file.names.index(name))) for name in names]
+    return [chunk_range(columns.column(place)) for name in names for place in file.places[name]]
 
 
 def _decode(part: Part, file: _File, source: Any, groups: Sequence[int], names: Sequence[str]) -> list[pa.Table]:

@@ -19,7 +19,7 @@ import pyarrow.compute as pc
 from tidemill.base.errors import CorruptError
 from tidemill.lake.vectors.part_columns import Array
 from tidemill.shards.api import DIFF
-from tidemill.shards.parts.arrow_rows import Index, Mask
+from tidemill.shards.parts.arrow_rows import Index, Mask, with_numbered_values
 
 _ROW = "_row"
 
@@ -65,7 +65,7 @@ def sum_rows(rows: pa.Table, diffs: Index, newness: Index) -> tuple[Mask, Index]
     """
     counting = np.zeros(rows.num_rows, dtype=bool)
     names = [f"c{at}" for at in range(rows.num_columns)]
-    table = rows.rename_columns(names).append_column(DIFF, pa.array(diffs))
+    table = with_numbered_values(rows.rename_columns(names)).append_column(DIFF, pa.array(diffs))
     table = table.append_column(_ROW, pa.array(np.arange(rows.num_rows)))
     # One thread, so that the groups are in order of first appearance.
     groups = table.group_by(names, use_threads=False).aggregate([(DIFF, "sum"), (_ROW, "list")])

@@ -23,6 +23,7 @@ from tidemill.shapes.shards.pg_text import Row, slice_rows, table_slices
 from tidemill.shapes.tables.change_translator import row_failure_error
 from tidemill.shapes.where import EvaluationError, Type, Where
 from tidemill.shards.api import DIFF, TIME, HistoryLostError, Shard, ShardSchema
+from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.schema import canonical_type
 
 if TYPE_CHECKING:
@@ -49,7 +50,9 @@ LOAD_ATTEMPTS = 5
 
 
 def pg_type_name(type_name: str) -> str:
-    """Return the PostgreSQL type that a shard column is shown as."""
+    """Return the PostgreSQL type that a shard column is shown as; nested values are shown as JSON."""
+    if is_nested(type_name):
+        return "json"
     if type_name.startswith("decimal"):
         return "numeric"
     return _PG_NAMES[canonical_type(type_name)]

@@ -5,7 +5,7 @@
                                                          a zone)
     floats      shortest digits that read    decimal     digits with the column's scale
                 back, 1e+20, NaN, Infinity   binary      \\x00ff
-    string, json unchanged
+    string, json unchanged                   array, struct, map   as JSON (json_text.py)
 
 Years outside 1 … 9999 are beyond Python's datetime, so dates are computed from day counts here.
 """
@@ -26,13 +26,19 @@ if TYPE_CHECKING:
 
 def text_columns(table: pa.Table, names: Sequence[str]) -> list[list[str | None]]:
     """Return the named columns as lists of text, None for NULL."""
-    return [_column_text(table.column(name)) for name in names]
+    return [column_text(table.column(name)) for name in names]
 
 
-def _column_text(array: pa.ChunkedArray) -> list[str | None]:
+def column_text(array: Any) -> list[str | None]:
+    """Return the values of an Arrow array, or a chunked one, as text; None for NULL."""
     import pyarrow as pa
 
     kind = array.type
+    if pa.types.is_nested(kind):
+        from tidemill.shapes.shards.json_text import nested_texts  # which prints leaves with this function
+
+        chunks = array.chunks if isinstance(array, pa.ChunkedArray) else [array]
+        return [text for chunk in chunks for text in nested_texts(chunk)]
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return list(array.to_pylist())
     if pa.types.is_date32(kind):

@@ -15,11 +15,15 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tidemill.shards.nested.values import leaf_bits, value_numbers, value_sizes, values_equal
+
 Index = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
 
 CHUNK_BYTES = 1 << 30
 """Limit for the texts of one array created here."""
+NESTED_ROWS = 4096
+"""Number of nested values that are compared at a time."""
 
 
 def to_mask(array: Any) -> Mask:
@@ -63,10 +67,13 @@ def rows_equal(left: pa.Table, at: Index, right: pa.Table, to: Index, columns: S
             break
         a = values_at(left.column(name), at if open_rows is None else at[open_rows])
         b = values_at(right.column(name), to if open_rows is None else to[open_rows])
-        a, b = float_bits(a), float_bits(b)
-        equal = to_mask(pc.equal(a, b))
-        if a.null_count or b.null_count:
-            equal |= to_mask(pc.and_(pc.is_null(a), pc.is_null(b)))
+        if pa.types.is_nested(a.type):
+            equal = _nested_equal(a, b)
+        else:
+            a, b = float_bits(a), float_bits(b)
+            equal = to_mask(pc.equal(a, b))
+            if a.null_count or b.null_count:
+                equal |= to_mask(pc.and_(pc.is_null(a), pc.is_null(b)))
         if open_rows is None:
             out = equal
         else:
@@ -74,11 +81,31 @@ def rows_equal(left: pa.Table, at: Index, right: pa.Table, to: Index, columns: S
     return out
 
 
+def _nested_equal(left: Any, right: Any) -> Mask:
+    """Compare nested values piece by piece: a column may be too large for one array."""
+    out = np.empty(len(left), dtype=bool)
+    for start in range(0, len(left), NESTED_ROWS):
+        pieces = [each.slice(start, NESTED_ROWS) for each in (left, right)]
+        a, b = (p.combine_chunks() if isinstance(p, pa.ChunkedArray) else p for p in pieces)
+        out[start : start + NESTED_ROWS] = values_equal(a, b)
+    return out
+
+
+def with_numbered_values(table: pa.Table) -> pa.Table:
+    """Return the table with numbers instead of nested values, equal exactly if the values are: such a table can be
+    grouped."""
+    for at, field in enumerate(table.schema):
+        if pa.types.is_nested(field.type):
+            numbers = value_numbers(pa.concat_arrays(table.column(at).chunks or [pa.nulls(0, field.type)]))
+            table = table.set_column(at, field.name, pa.array(numbers))
+    return table
+
+
 def float_bits(array: Any) -> Any:
     """Return floats and times as the integers of their bits, which exist for every value; others unchanged."""
     if not (pa.types.is_floating(array.type) or pa.types.is_temporal(array.type)):
         return array
-    return _combine_chunks(array).view({16: pa.int16(), 32: pa.int32(), 64: pa.int64()}[array.type.bit_width])
+    return leaf_bits(_combine_chunks(array))
 
 
 def format_scalar(value: Any) -> str:
@@ -110,7 +137,7 @@ def values_at(column: Any, at: Index, limit_bytes: int = CHUNK_BYTES) -> Any:
     if found is not None:
         return column.slice(*found)
     column = _combine_chunks(column, limit_bytes)
-    if not _is_text(column.type) or _fits_one_array(column, at, limit_bytes):
+    if not _has_offsets(column.type) or _fits_one_array(column, at, limit_bytes):
         return column.take(pa.array(at))
     if isinstance(column, pa.Array):
         sizes = _sizes(column, at)
@@ -130,6 +157,8 @@ def _fits_one_array(column: Any, at: Index, limit_bytes: int) -> bool:
     """
     if not isinstance(column, pa.Array) or not len(column):
         return False
+    if pa.types.is_nested(column.type):
+        return column.nbytes <= limit_bytes and bool((at[1:] > at[:-1]).all())
     offsets = _offsets(column)
     return int(offsets[-1]) - int(offsets[0]) <= limit_bytes and bool((at[1:] > at[:-1]).all())
 
@@ -156,6 +185,8 @@ def _take_from_chunks(column: pa.ChunkedArray, starts: Index, at: Index) -> pa.A
 
 
 def _sizes(array: pa.Array, at: Index) -> Index:
+    if pa.types.is_nested(array.type):
+        return value_sizes(array)[at]
     offsets = _offsets(array)
     return np.asarray(offsets[at + 1] - offsets[at], dtype=np.int64)
 
@@ -176,16 +207,18 @@ def row_sizes(table: pa.Table) -> Index:
     """Estimate the size of each row in memory, in bytes."""
     sizes = np.zeros(table.num_rows, dtype=np.int64)
     for column in table.columns:
-        if not _is_text(column.type):
+        if pa.types.is_nested(column.type):
+            sizes += np.concatenate([np.zeros(0, dtype=np.int64), *map(value_sizes, column.chunks)])
+        elif not _has_offsets(column.type):
             sizes += -(-column.type.bit_width // 8)
         elif column.num_chunks:
             sizes += 4 + np.concatenate([np.diff(_offsets(chunk)) for chunk in column.chunks])
     return sizes
 
 
-def _is_text(kind: pa.DataType) -> bool:
+def _has_offsets(kind: pa.DataType) -> bool:
     """Return whether the type has 32-bit offsets, so that an array of it holds less than 2 GiB."""
-    return bool(pa.types.is_string(kind) or pa.types.is_binary(kind))
+    return bool(pa.types.is_string(kind) or pa.types.is_binary(kind) or pa.types.is_nested(kind))
 
 
 def _offsets(array: Any) -> npt.NDArray[np.int32]:
@@ -195,7 +228,9 @@ def _offsets(array: Any) -> npt.NDArray[np.int32]:
 
 
 def _data_bytes(column: pa.ChunkedArray) -> int:
-    if not _is_text(column.type):
+    if pa.types.is_nested(column.type):
+        return int(column.nbytes)
+    if not _has_offsets(column.type):
         return 0
     ends = [_offsets(chunk)[[0, -1]] for chunk in column.chunks]
     return sum(int(last) - int(first) for first, last in ends)

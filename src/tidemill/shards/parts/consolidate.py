@@ -33,11 +33,13 @@ from tidemill.shards.parts.arrow_rows import (
     format_scalar,
     rows_at,
     rows_equal,
+    with_numbered_values,
 )
 from tidemill.shards.parts.parts import sort_updates
 from tidemill.shards.parts.row_hash import U64, bucket_of, hash_rows
 from tidemill.shards.parts.schema import contents_schema, hash_columns, part_schema
 
+_PLACE = "_place"
 COMPARED_ROWS = 1 << 16
 COMPARED_BYTES = 32 * MIB
 """Rows compared at a time, by their mean size. Their copies are the memory of a merge in addition to input and result.
@@ -146,11 +148,24 @@ def _sum_groups(schema: ShardSchema, updates: pa.Table, names: Sequence[str]) ->
 
 
 def _sum_equal_rows(updates: pa.Table, names: Sequence[str]) -> pa.Table:
+    if any(pa.types.is_nested(updates.schema.field(name).type) for name in names):
+        return _sum_equal_nested(updates.select([*names, DIFF]))
     # One thread, so that the result is in the order of first appearance, the same in every run.
     summed = updates.select([*names, DIFF]).group_by(list(names), use_threads=False).aggregate([(DIFF, "sum")])
     summed = summed.rename_columns([*names, DIFF] if summed.column_names[-1] == f"{DIFF}_sum" else [DIFF, *names])
     summed = summed.select([*names, DIFF])
     return summed.filter(pc.not_equal(summed.column(DIFF), 0))
+
+
+def _sum_equal_nested(updates: pa.Table) -> pa.Table:
+    """Group rows with nested columns, which Arrow cannot group by: their distinct values are numbered."""
+    rows = updates.drop_columns([DIFF])
+    numbered = with_numbered_values(rows).append_column(DIFF, updates.column(DIFF))
+    numbered = numbered.append_column(_PLACE, pa.array(np.arange(rows.num_rows)))
+    groups = numbered.group_by(rows.column_names, use_threads=False).aggregate([(DIFF, "sum"), (_PLACE, "min")])
+    groups = groups.filter(pc.not_equal(groups.column(f"{DIFF}_sum"), 0))
+    found = rows_at(rows, np.asarray(groups.column(f"{_PLACE}_min").to_numpy(), dtype=np.int64))
+    return found.append_column(DIFF, groups.column(f"{DIFF}_sum"))
 
 
 def _hashes(schema: ShardSchema, updates: pa.Table) -> U64:

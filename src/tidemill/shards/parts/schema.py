@@ -11,6 +11,9 @@
     timestamp        timestamp(us, UTC)        the spelling `timestamp(us, UTC)` is accepted, too
     timestamp_ntz    timestamp(us)             local date and time without a zone (RFC 0007)
     decimal(p,s)     decimal128(p, s)          1 ≤ p ≤ 38, 0 ≤ s ≤ p
+    array<T>         list<element: T>          grammar and limits of nested types: shards/nested/type_names.py
+    struct<a:T,b:U>  struct<a: T, b: U>
+    map<K,V>         map<K, V>                 entries in ascending order of their keys
 
 Stored order: columns, `_time` int64 (ms), `_diff` int64, `_hash` uint64. All columns are nullable on disk: NOT NULL is
 a rule of the source, and a source may drop it. Permitted changes of a schema: `schema_evolution`.
@@ -25,6 +28,8 @@ import pyarrow as pa
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
+from tidemill.shards.nested.type_names import ArrayType, MapType, canonical_nested, is_nested, nested_type
+from tidemill.shards.nested.values import contains_map, normalize_maps
 from tidemill.shards.parts.numbers import rescale_decimals
 
 FLOATS = ("float32", "float64")
@@ -55,6 +60,8 @@ def canonical_type(type_name: str) -> str:
     """Return the canonical spelling of a type string. Raises InvalidError for a type that shards do not have."""
     if type_name in _PLAIN:
         return type_name
+    if is_nested(type_name):
+        return canonical_nested(type_name, canonical_type)
     if _TIMESTAMP.fullmatch(type_name):
         return "timestamp"
     found = _DECIMAL.fullmatch(type_name)
@@ -64,15 +71,27 @@ def canonical_type(type_name: str) -> str:
             return f"decimal({precision},{scale})"
     raise InvalidError(
         f"no such column type: type={type_name!r}.",
-        fix=f"Use one of {' '.join(sorted(_PLAIN))} decimal(p,s).",
+        fix=f"Use one of {' '.join(sorted(_PLAIN))} decimal(p,s) array<…> struct<…> map<…>.",
     )
 
 
 def arrow_type(type_name: str) -> pa.DataType:
     """Return the Arrow type of a type string. Raises InvalidError."""
     name = canonical_type(type_name)
+    return _canonical_arrow_type(name)
+
+
+@lru_cache(maxsize=1024)
+def _canonical_arrow_type(name: str) -> pa.DataType:
     if name in _PLAIN:
         return _PLAIN[name]
+    kind = nested_type(name)
+    if isinstance(kind, ArrayType):
+        return pa.list_(pa.field("element", _canonical_arrow_type(kind.element)))
+    if isinstance(kind, MapType):
+        return pa.map_(_canonical_arrow_type(kind.key), _canonical_arrow_type(kind.value))
+    if kind is not None:
+        return pa.struct([pa.field(field, _canonical_arrow_type(inner)) for field, inner in kind.fields])
     found = _DECIMAL.fullmatch(name)
     assert found is not None
     return pa.decimal128(int(found[1]), int(found[2]))
@@ -93,6 +112,12 @@ def check_schema(schema: ShardSchema) -> ShardSchema:
     for name in schema.key:
         if name not in seen:
             raise InvalidError(f"key column is not a column: key={name}.", fix="Name only columns of the table.")
+    for column in columns:
+        if is_nested(column.type) and (column.name in schema.key or not schema.key):
+            raise InvalidError(
+                f"a column of a nested type cannot be part of a key: column={column.name} type={column.type}.",
+                fix="Use a key of scalar columns, for example of the fields that identify the row.",
+            )
     if len(set(schema.key)) != len(schema.key):
         raise InvalidError(f"key names a column twice: key={','.join(schema.key)}.", fix="Name each key column once.")
     if not 1 <= schema.buckets <= _BUCKETS_MAX:
@@ -154,7 +179,8 @@ def conform_rows(rows: pa.Table, target: pa.Schema) -> pa.Table:
     """Return `rows` with exactly the columns, order and types of `target`. Raises InvalidError that names the column.
 
     Casts are safe ones only (int32 → int64, but InvalidError for a value that does not fit). A timestamp with a zone is
-    not cast to one without, or back, although Arrow would.
+    not cast to one without, or back, although Arrow would. Within nested values no type is cast. Maps get their normal
+    form.
     """
     columns = []
     for field in target:
@@ -164,6 +190,8 @@ def conform_rows(rows: pa.Table, target: pa.Schema) -> pa.Table:
         column = rows.column(index)
         if not column.type.equals(field.type):
             try:
+                if pa.types.is_nested(field.type) and not _has_same_values(column.type, field.type):
+                    raise pa.ArrowInvalid("nested types are not cast")
                 if pa.types.is_timestamp(field.type) and bool(field.type.tz) != bool(getattr(column.type, "tz", "")):
                     raise pa.ArrowInvalid("only one of the two has a zone")
                 both = pa.types.is_decimal(field.type) and pa.types.is_decimal(column.type)
@@ -173,5 +201,29 @@ def conform_rows(rows: pa.Table, target: pa.Schema) -> pa.Table:
                     f"column does not fit: column={field.name} type={field.type} got={column.type} ({error}).",
                     fix="Cast the column before writing it.",
                 ) from error
-        columns.append(column)
+        columns.append(_with_normal_maps(field, column) if contains_map(field.type) else column)
     return pa.Table.from_arrays(columns, schema=target)
+
+
+def _has_same_values(have: pa.DataType, want: pa.DataType) -> bool:
+    """Return whether two types differ at most in nullability and in the names of elements, keys and values."""
+    if not pa.types.is_nested(want) or have.id != want.id:
+        return bool(have.equals(want))
+    inner = list(zip(_inner_fields(have), _inner_fields(want), strict=False))
+    alike = have.num_fields == want.num_fields and all(_has_same_values(a.type, b.type) for a, b in inner)
+    return alike and (not pa.types.is_struct(want) or all(a.name == b.name for a, b in inner))
+
+
+def _inner_fields(kind: pa.DataType) -> list[pa.Field]:
+    if pa.types.is_map(kind):
+        return [kind.key_field, kind.item_field]
+    return [kind.field(at) for at in range(kind.num_fields)]
+
+
+def _with_normal_maps(field: pa.Field, column: pa.ChunkedArray) -> pa.ChunkedArray:
+    try:
+        return pa.chunked_array([normalize_maps(chunk) for chunk in column.chunks], field.type)
+    except ValueError as error:
+        raise InvalidError(
+            f"column does not fit: column={field.name} ({error}).", fix="Write each key of a map once."
+        ) from error

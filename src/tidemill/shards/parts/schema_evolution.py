@@ -29,6 +29,7 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.shards.api import Batch, Column, SchemaEvolvedError, ShardSchema
+from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.pg_columns import parse_column
 from tidemill.shards.parts.schema import arrow_type, canonical_type, check_name, describe_difference
 from tidemill.shards.parts.stored_types import restored_column
@@ -147,6 +148,11 @@ def canonical_default(column: Column) -> str | None:
     if text is None:
         return None
     kind = canonical_type(column.type)
+    if is_nested(kind):
+        raise InvalidError(
+            f"a column of a nested type cannot have a default: column={column.name} type={kind}.",
+            fix="Add it without a default: earlier rows are null in it.",
+        )
     if kind == "json":
         _check_json(column.name, text)
     if kind == "bool":
@@ -171,6 +177,8 @@ def _check_json(name: str, text: str) -> None:
 @lru_cache(maxsize=1024)
 def default_value(column: Column) -> Any:
     """Return the value of rows that were written before the column existed: one Arrow scalar of its type."""
+    if column.default is None:
+        return pa.scalar(None, arrow_type(column.type))
     return parse_column([column.default], column)[0]
 
 
@@ -196,12 +204,17 @@ def convert_to_schema(schema: ShardSchema, rows: pa.Table, target: pa.Schema) ->
     for field in target:
         index = rows.schema.get_field_index(field.name)
         if index < 0 and field.name in added:
-            columns.append(pa.repeat(default_value(added[field.name]), rows.num_rows))
+            columns.append(_default_column(added[field.name], rows.num_rows))
         elif index < 0:
             raise CorruptError(f"stored rows lack a column: column={field.name}.")
         else:
             columns.append(_widen_column(_restored(rows.column(index), field), field))
     return pa.Table.from_arrays(columns, schema=target)
+
+
+def _default_column(column: Column, count: int) -> pa.Array:
+    value = default_value(column)
+    return pa.repeat(value, count) if value.is_valid else pa.nulls(count, value.type)
 
 
 def _restored(column: Any, field: pa.Field) -> Any:

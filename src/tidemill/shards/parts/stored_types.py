@@ -1,6 +1,7 @@
 """Types of a part's file, where they differ from those in memory, so that every Parquet reader can read the file.
 
-    int16            stored as int32: some engines have no smaller integer
+    nested types     with field ids (shards/nested/field_ids.py), and so are all columns of such a table
+    int16            stored as int32, also within nested values: some engines have no smaller integer
     `_hash` uint64   stored as int64, less 2^63: some engines refuse unsigned integers, also in columns that are not
                      read. The difference keeps the order, so the file stays sorted and its statistics compare
 
@@ -18,7 +19,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from tidemill.shards.api import HASH, ShardSchema
+from tidemill.shards.api import DIFF, HASH, TIME, ShardSchema
+from tidemill.shards.nested.field_ids import DIFF_ID, FIRST_ID, HASH_ID, TIME_ID, ids_within, with_field_ids
 from tidemill.shards.parts.schema import part_schema
 
 Hashes = npt.NDArray[np.uint64]
@@ -29,14 +31,44 @@ _SIGN = np.uint64(1 << 63)
 @lru_cache(maxsize=256)
 def stored_schema(schema: ShardSchema) -> pa.Schema:
     """Return the Arrow schema of a new part's file."""
-    return pa.schema([stored_field(field) for field in part_schema(schema)])
+    return file_schema(part_schema(schema), schema)
+
+
+def file_schema(rows: pa.Schema, schema: ShardSchema) -> pa.Schema:
+    """Return the Arrow schema of a file with these columns of a table.
+
+    With a nested column, it has field ids: some readers find the fields within a column only by them.
+    """
+    fields = [stored_field(field) for field in rows]
+    if not any(pa.types.is_nested(field.type) for field in fields):
+        return pa.schema(fields)
+    places = {column.name: at for at, column in enumerate(schema.columns)}
+    of_file = {HASH: HASH_ID, TIME: TIME_ID, DIFF: DIFF_ID}
+    return pa.schema(
+        [
+            with_field_ids(field, FIRST_ID + place, ids_within(place))
+            if (place := places.get(field.name, -1)) >= 0
+            else with_field_ids(field, of_file[field.name], iter(()))
+            for field in fields
+        ]
+    )
 
 
 def stored_field(field: pa.Field) -> pa.Field:
     """Return a column of rows in memory as a file has it."""
     if field.name == HASH:
         return field.with_type(pa.int64())
-    return field.with_type(pa.int32()) if field.type == pa.int16() else field
+    return field.with_type(_stored_type(field.type))
+
+
+def _stored_type(kind: pa.DataType) -> pa.DataType:
+    if pa.types.is_list(kind):
+        return pa.list_(stored_field(kind.value_field))
+    if pa.types.is_map(kind):
+        return pa.map_(stored_field(kind.key_field), stored_field(kind.item_field))
+    if pa.types.is_struct(kind):
+        return pa.struct([stored_field(field) for field in kind])
+    return pa.int32() if kind == pa.int16() else kind
 
 
 def stored_rows(schema: ShardSchema, updates: pa.Table, hashes: Hashes) -> pa.Table:
@@ -54,9 +86,25 @@ def hashes_of(column: pa.ChunkedArray) -> Hashes:
 
 def hash_bounds(file: pq.ParquetFile, group: int) -> tuple[int, int] | None:
     """Return the least and greatest hash of a row group from the footer, or None."""
-    place = file.schema_arrow.get_field_index(HASH)
-    statistics = file.metadata.row_group(group).column(place).statistics
-    return bounds_of_hashes(statistics, file.schema_arrow.field(place).type)
+    columns = file.schema_arrow
+    statistics = file.metadata.row_group(group).column(chunk_places(columns)[HASH].start).statistics
+    return bounds_of_hashes(statistics, columns.field(HASH).type)
+
+
+def chunk_places(columns: pa.Schema) -> dict[str, range]:
+    """Return the places in a row group of each column's chunks: one, or one for each leaf of a nested column."""
+    places: dict[str, range] = {}
+    end = 0
+    for field in columns:
+        places[field.name] = range(end, end := end + _leaf_count(field.type))
+    return places
+
+
+def _leaf_count(kind: pa.DataType) -> int:
+    if not pa.types.is_nested(kind):
+        return 1
+    fields = [kind.key_field, kind.item_field] if pa.types.is_map(kind) else map(kind.field, range(kind.num_fields))
+    return sum(_leaf_count(field.type) for field in fields)
 
 
 def bounds_of_hashes(statistics: Any, stored: pa.DataType) -> tuple[int, int] | None:
@@ -87,6 +135,6 @@ def restored_column(name: str, column: pa.ChunkedArray, wanted: pa.DataType) -> 
     """
     if name == HASH and column.type == pa.int64():
         return pa.chunked_array([pa.array(hashes_of(column))])
-    if wanted == pa.int16() and column.type == pa.int32():
+    if column.type != wanted and column.type == _stored_type(wanted):
         return pc.cast(column, wanted)
     return column

@@ -35,7 +35,7 @@ from tidemill.shards.parts.consolidate import sum_contents
 from tidemill.shards.parts.parts import sort_updates
 from tidemill.shards.parts.schema import FLOATS, contents_schema
 from tidemill.shards.parts.schema_evolution import check_schema_known
-from tidemill.shards.parts.stored_types import has_types_of
+from tidemill.shards.parts.stored_types import chunk_places, has_types_of
 from tidemill.shards.read.hash_ranges import FetchPart
 from tidemill.shards.read.part_reader import PartReader, fetch_through
 
@@ -175,7 +175,7 @@ def _read_insertion_times(part: Part, schema: ShardSchema, fetch: FetchPart) -> 
 
 def column_bounds(file: pq.ParquetFile, name: str) -> tuple[int, int]:
     """Return the least and greatest value of a column: from the footer, or from the pages of a part without them."""
-    place = file.schema_arrow.get_field_index(name)
+    place = chunk_places(file.schema_arrow)[name].start
     groups = [file.metadata.row_group(group).column(place).statistics for group in range(file.metadata.num_row_groups)]
     if groups and all(found is not None and found.has_min_max for found in groups):
         return min(found.min for found in groups), max(found.max for found in groups)

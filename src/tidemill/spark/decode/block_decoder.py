@@ -76,7 +76,7 @@ class ObjectReader:
     def __init__(self, columns: Sequence[Column], dialect: JsonDialect) -> None:
         self._columns = columns
         self._dialect = dialect
-        self._decimals = any(pa.types.is_decimal(dialect.arrow_input_type(column, b"")) for column in columns)
+        self._decimals = any(_contains_decimal(dialect.arrow_input_type(column, b"")) for column in columns)
 
     def read(self, body: bytes, at: Places, sizes: Places, places: Places) -> tuple[list[Block], Places]:
         """Return (decoded blocks, places that only the slow path can decide). The values are at `at` in `body`; their
@@ -162,6 +162,11 @@ def read_plain_texts(
         return [Block(places, {column.name: fields_as_strings(body, at, sizes)})], places[:0]
     except pa.ArrowInvalid:
         return [], places
+
+
+def _contains_decimal(kind: pa.DataType) -> bool:
+    inner = [kind.field(at).type for at in range(kind.num_fields)] if pa.types.is_nested(kind) else []
+    return bool(pa.types.is_decimal(kind)) or any(map(_contains_decimal, inner))
 
 
 def _read_json_lines(text: pa.Buffer, options: pj.ParseOptions) -> pa.Table:

@@ -34,7 +34,7 @@ from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.numbers import narrow_to_float32
 from tidemill.shards.parts.pg_columns import cast_text, parse_column
-from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type
+from tidemill.shards.parts.schema import FLOATS, TIMESTAMPS, arrow_type
 from tidemill.spark.decode import events
 from tidemill.spark.decode.avro import AvroReader, AvroVersion, SchemaMismatchError, after_row, locate_rows
 from tidemill.spark.decode.block_decoder import Block, join_blocks, non_finite_mask, to_bool_mask
@@ -42,7 +42,7 @@ from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
 from tidemill.spark.decode.newline_text import Mask, Places, bytes_of_ranges
 from tidemill.spark.decode.partial_rows import OmittedColumns, add_unchanged_columns, split_partial_rows
 from tidemill.spark.decode.records import Records
-from tidemill.spark.decode.row_decoder import FLOATS, build_command_table, rows_to_columns
+from tidemill.spark.decode.row_decoder import build_command_table, rows_to_columns
 from tidemill.spark.decode.schema_versions import (
     VERSION_1_HEADERS,
     SchemaVersions,

@@ -18,17 +18,18 @@ import pyarrow as pa
 
 from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shards.api import TIME, Column, ShardSchema
+from tidemill.shards.nested.type_names import is_nested, leaf_types
 from tidemill.shards.parts.key_hash import normalize_keys
-from tidemill.shards.parts.schema import arrow_type
+from tidemill.shards.parts.schema import FLOATS, arrow_type
+from tidemill.spark.decode.json.nested_values import decode_hook, nested_field
 from tidemill.spark.decode.records import Records
 from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION, command_schema
 
-FLOATS = frozenset({"float32", "float64"})
 NESTED_MAX = 500
 """A value nested deeper is rejected. msgspec has a limit that depends on the stack of the caller, which differs between
 a driver and a task."""
 _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
-_MINUS_ZERO = re.compile(rb"-0\s*[,}]")
+_MINUS_ZERO = re.compile(rb"-0\s*[,}\]]")
 
 ToArrow = Callable[[Sequence[Any], Column], pa.Array]
 
@@ -53,17 +54,29 @@ def row_decoder(columns: Sequence[Column], kinds: Mapping[str, Any], other: Any,
     """Return a decoder. `kinds`: column type → Python type. `exact`: an object has exactly these columns."""
     plain = _plain_decoder(columns, kinds, other, exact)
     signed = [(f"c{i}", c.name) for i, c in enumerate(columns) if c.type in FLOATS]
-    return _SignedZeroDecoder(plain, signed) if signed else plain
+    raw = {**kinds, **dict.fromkeys(FLOATS, msgspec.Raw)}
+    nested = [
+        (f"c{i}", c.name, msgspec.json.Decoder(_kind_of(c, raw, other), dec_hook=decode_hook))
+        for i, c in enumerate(columns)
+        if is_nested(c.type) and c.type not in kinds and not {*FLOATS}.isdisjoint(leaf_types(c.type))
+    ]
+    return _SignedZeroDecoder(plain, signed, nested) if signed or nested else plain
+
+
+def _kind_of(column: Column, kinds: Mapping[str, Any], other: Any) -> Any:
+    if column.type in kinds:
+        return kinds[column.type]
+    return nested_field(column.type, lambda leaf: kinds.get(leaf, other))
 
 
 def _plain_decoder(columns: Sequence[Column], kinds: Mapping[str, Any], other: Any, exact: bool) -> RowDecoder:
-    types = [kinds.get(c.type, other) for c in columns]
+    types = [_kind_of(c, kinds, other) for c in columns]
     if any(_is_unsupported_name(c.name) for c in columns):
         return _AnyNameDecoder(columns, types, exact)
     fields = [(f"c{i}", t) if exact else (f"c{i}", t, None) for i, t in enumerate(types)]
     rename = {f"c{i}": c.name for i, c in enumerate(columns)}
     kind = msgspec.defstruct("Row", fields, rename=rename, gc=False, kw_only=True, forbid_unknown_fields=exact)
-    return msgspec.json.Decoder(kind)
+    return msgspec.json.Decoder(kind, dec_hook=decode_hook)
 
 
 def _is_unsupported_name(name: str) -> bool:
@@ -76,7 +89,8 @@ class _AnyNameDecoder:
 
     def __init__(self, columns: Sequence[Column], types: Sequence[Any], exact: bool) -> None:
         self._fields = [
-            (f"c{i}", c.name, msgspec.json.Decoder(t)) for i, (c, t) in enumerate(zip(columns, types, strict=True))
+            (f"c{i}", c.name, msgspec.json.Decoder(t, dec_hook=decode_hook))
+            for i, (c, t) in enumerate(zip(columns, types, strict=True))
         ]
         self._row: type = msgspec.defstruct("Row", [(f"c{i}", Any, None) for i in range(len(columns))], gc=False)
         self._names = {c.name for c in columns}
@@ -94,9 +108,13 @@ class _SignedZeroDecoder:
     """Decoder that keeps the sign of zero: msgspec reads the number -0 as an integer, so as 0; -0.0 it reads
     correctly."""
 
-    def __init__(self, plain: RowDecoder, floats: Sequence[tuple[str, str]]) -> None:
+    def __init__(
+        self, plain: RowDecoder, floats: Sequence[tuple[str, str]], nested: Sequence[tuple[str, str, RowDecoder]]
+    ) -> None:
         self._plain = plain
         self._floats = floats
+        self._nested = nested
+        """Columns with floats inside, with decoders that keep these as text."""
         self._object = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
     def decode(self, data: bytes) -> Any:
@@ -106,6 +124,9 @@ class _SignedZeroDecoder:
             for field, name in self._floats:
                 if getattr(row, field) == 0 and bytes(found[name]) == b"-0":
                     setattr(row, field, -0.0)
+            for field, name, decoder in self._nested:
+                if name in found:
+                    setattr(row, field, decoder.decode(bytes(found[name])))
         return row
 
 

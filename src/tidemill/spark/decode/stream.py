@@ -6,7 +6,8 @@ null     deletion of the record's key: plain text for a single string column, el
          one column, an object for several)
 types    timestamp: RFC 3339 text (a zone has minutes; none = UTC) or integer milliseconds, years 1 to 9999;
          timestamp_ntz: such text without a zone; date: ISO 8601 text; decimal: number or text, exact within its scale;
-         json: any JSON value, as its text in the record; binary: text in base64, as for Spark's JSON reader
+         json: any JSON value, as its text in the record; binary: text in base64, as for Spark's JSON reader;
+         nested types: nested_values.py
 
 An exception of any type while reading a record makes that record a dead letter and does not affect others.
 """
@@ -24,11 +25,13 @@ import pyarrow as pa
 
 from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.numbers import decimals_to_arrow, narrow_to_float32
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode.block_decoder import Block, ObjectReader, join_blocks, read_plain_texts
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
-from tidemill.spark.decode.json_dialect import DeclaredDialect
+from tidemill.spark.decode.json.dialect import DeclaredDialect
+from tidemill.spark.decode.json.nested_values import decode_hook, nested_field, nested_to_arrow
 from tidemill.spark.decode.newline_text import Places
 from tidemill.spark.decode.partial_rows import OmittedColumns
 from tidemill.spark.decode.records import Records
@@ -177,6 +180,8 @@ def reason_of(error: BaseException) -> str:
 
 
 def _values_to_array(values: Sequence[Any], column: Column) -> pa.Array:
+    if is_nested(column.type):
+        return nested_to_arrow(values, column.type, _values_to_array)
     if column.type == "timestamp":
         micros = [None if v is None else _timestamp_us(v) for v in values]
         return pa.array(micros, pa.int64()).cast(arrow_type(column.type))
@@ -196,7 +201,9 @@ def _values_to_array(values: Sequence[Any], column: Column) -> pa.Array:
 def convert_plain_values(values: Sequence[Any], column: Column) -> pa.Array:
     """Convert texts and numbers that are not in JSON by the same rules. Raises exceptions of any type for a value that
     the column cannot hold."""
-    return _values_to_array(msgspec.convert(values, list[_FIELDS.get(column.type, Decimal | None)]), column)  # type: ignore[misc]
+    kind = nested_field(column.type, lambda leaf: _FIELDS.get(leaf, Decimal | None))
+    found = msgspec.convert(values, list[kind], dec_hook=decode_hook)  # type: ignore[valid-type]
+    return _values_to_array(found, column)
 
 
 def _timestamp_us(value: datetime.datetime | int) -> int:

@@ -34,6 +34,7 @@ from tidemill.base.errors import InvalidError, MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import HistoryLostError, SchemaEvolvedError, ShardSchema
 from tidemill.shards.handle import LogShard
+from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.row_hash import U64
 from tidemill.shards.parts.schema import check_schema, update_schema
 from tidemill.spark.definition import DerivedTable
@@ -309,6 +310,11 @@ def check_groups(table: DerivedTable, output: ShardSchema, inputs: dict[str, Sha
                 raise InvalidError(
                     f"no such column to group by: table={table.name} {lacks}.",
                     fix="Name columns of the input and of the result in by=….",
+                )
+            if is_nested(here):
+                raise InvalidError(
+                    f"a column of a nested type cannot group a table: table={table.name} input={name} column={column}.",
+                    fix="Name scalar columns in by=….",
                 )
             if here != there and not any({here, there} <= alike for alike in _HASH_COMPATIBLE_TYPES):
                 raise InvalidError(

@@ -30,21 +30,30 @@ import pyarrow.compute as pc
 
 from tidemill.base.pgtypes.debezium import clock_text
 from tidemill.shards.api import Column
+from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.numbers import decimals_to_arrow, narrow_to_float32
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode.block_decoder import Block, to_bool_mask
 from tidemill.spark.decode.row_decoder import values_to_columns
 from tidemill.spark.decode.stream import FIRST_US, LAST_US, convert_plain_values
+from tidemill.spark.formats.nested_conversion import Parts, nested_conversion
 
-Convert = Callable[[pa.Array], pa.Array]
-"""Conversion of one field's raw values. Raises ValueError or ArrowInvalid if the column cannot hold one of them."""
+Convert = Callable[[Any], pa.Array]
+"""Conversion of one field's raw values: an array, or for a nested column a list of decoded values.
+
+Raises ValueError or ArrowInvalid if the column cannot hold one of them.
+"""
 
 
 class SourceType(NamedTuple):
-    """Type of a writer's field. `scale`: of a decimal."""
+    """Type of a writer's field. `scale`: of a decimal; `parts`: inside of an array, a map or a record, of kind json."""
 
     kind: str
     scale: int = 0
+    parts: Callable[[], Parts] | None = None
+
+    def __str__(self) -> str:
+        return self.parts().kind if self.parts is not None else self.kind
 
 
 RAW_TYPES: dict[str, pa.DataType] = {
@@ -68,6 +77,8 @@ def raw_type(source: SourceType) -> pa.DataType:
 def find_conversion(source: SourceType, column: Column) -> Convert | None:
     """Return the conversion, or None if no value of the source can be one of the column."""
     kind, target = source.kind, column.type
+    if is_nested(target):
+        return nested_conversion(source, target, _find_leaf_conversion)
     if kind == "null":
         return partial(_cast, column)
     if raw_type(source) == pa.int64() and target in _INTEGERS:
@@ -92,6 +103,12 @@ def find_conversion(source: SourceType, column: Column) -> Convert | None:
         return _dates if kind == "date" else partial(_timestamps, kind.removeprefix("local_"), column)
     same = {"bool": "bool", "bytes": "binary", "uuid_bytes": "binary", "json": "json"}
     return _unchanged if same.get(kind) == target else None
+
+
+def _find_leaf_conversion(source: SourceType, column: Column) -> Convert | None:
+    """Return the conversion of decoded values inside of a nested value."""
+    found = find_conversion(source, column)
+    return None if found is None else lambda values: found(pa.array(values, raw_type(source)))
 
 
 def _unchanged(array: pa.Array) -> pa.Array:
@@ -239,17 +256,17 @@ class ColumnPlan:
         self._conversions: dict[str, Convert] = {}
         for column in columns:
             source = sources.get(column.name)
-            found = find_conversion(source, column) if source is not None else partial(_cast, column)
+            source = source if source is not None else SourceType("null")
+            found = find_conversion(source, column)
             if found is None:
-                assert source is not None
                 self.problem = self.problem or (
-                    f"column={column.name}: {schema} has {source.kind}, which is never {column.type}"
+                    f"column={column.name}: {schema} has {source}, which is never {column.type}"
                 )
             else:
                 self._conversions[column.name] = found
 
     def convert(
-        self, arrays: Mapping[str, pa.Array], places: Sequence[int], dead: list[tuple[int, str]]
+        self, arrays: Mapping[str, Any], places: Sequence[int], dead: list[tuple[int, str]]
     ) -> tuple[dict[str, pa.Array], list[int]]:
         """Return (columns of the valid records, their places); the others are added to `dead`. A column without an
         array is null."""

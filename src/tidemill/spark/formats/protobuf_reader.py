@@ -22,12 +22,14 @@ import pyarrow as pa
 from tidemill.base.libraries import missing_extra
 from tidemill.base.runtime.tasks import is_fault
 from tidemill.shards.api import Column
+from tidemill.shards.nested.type_names import ArrayType, MapType, StructType, is_nested, nested_type
 from tidemill.spark.decode.block_decoder import Block
 from tidemill.spark.decode.newline_text import Places
 from tidemill.spark.decode.stream import UnreadableError, reason_of
 from tidemill.spark.formats.avro.reader import Dead
 from tidemill.spark.formats.avro.values import AvroValueReader
 from tidemill.spark.formats.conversion import ColumnPlan, SourceType, raw_type, unscaled_decimal
+from tidemill.spark.formats.nested_conversion import ELEMENT, VALUE, Parts
 from tidemill.spark.formats.schemas.writer_schema import WriterSchema
 
 _KNOWN_PREFIXES = ("google/protobuf/", "google/type/")
@@ -115,7 +117,9 @@ class _MessageReader:
         for column in columns:
             field = kind.fields_by_name.get(column.name)
             if field is not None:
-                self.sources[column.name], self.gets[column.name] = _field_reader(field)
+                read = _nested_reader(field, column.type) if is_nested(column.type) else _field_reader(field)
+                self.sources[column.name], self.gets[column.name] = read
+        self.nested = {column.name for column in columns if is_nested(column.type)}
         self.plan = ColumnPlan(columns, self.sources, schema)
 
 
@@ -136,7 +140,10 @@ class _MessageRows:
 
     def block(self, dead: Dead) -> Block:
         sources = self._reader.sources
-        arrays = {name: pa.array(found, raw_type(sources[name])) for name, found in self._values.items()}
+        arrays = {
+            name: found if name in self._reader.nested else pa.array(found, raw_type(sources[name]))
+            for name, found in self._values.items()
+        }
         columns, kept = self._reader.plan.convert(arrays, self._places, dead)
         return Block(np.array(kept, dtype=np.int64), columns)
 
@@ -181,12 +188,17 @@ def _scalar(field: Any) -> Get:
     name = field.name
     if field.enum_type is None:
         return lambda message: getattr(message, name)
+    read = _constant_name(field)
+    return lambda message: read(getattr(message, name))
+
+
+def _constant_name(field: Any) -> Get:
+    """Return a function from the number of an enum to the constant's name."""
     names = {number: value.name for number, value in field.enum_type.values_by_number.items()}
 
-    def constant(message: Any) -> str:
-        number = getattr(message, name)
+    def constant(number: Any) -> str:
         if number not in names:
-            raise UnreadableError(f"column={name}: the enum has no constant {number}")
+            raise UnreadableError(f"column={field.name}: the enum has no constant {number}")
         return str(names[number])
 
     return constant
@@ -226,6 +238,54 @@ def _json(value: Any) -> str:
 
 def _is_map(field: Any) -> bool:
     return field.message_type is not None and field.message_type.GetOptions().map_entry
+
+
+# fields of nested columns -----------------------------------------------------------------------------
+
+
+def _nested_reader(field: Any, type_name: str) -> tuple[SourceType, Get]:
+    """Return the source of a field, as deep as the type of the column goes, and a function from a message to lists,
+    dicts and raw values."""
+    name, kind = field.name, nested_type(type_name)
+    if _is_map(field):
+        key, value = (field.message_type.fields_by_name[each] for each in ("key", "value"))
+        source, read = _inner_reader(value, kind.value if isinstance(kind, MapType) else "")
+        parts = Parts("map", {VALUE: source}, "string" if _KINDS.get(key.type) == "string" else "int")
+        return SourceType("json", parts=lambda: parts), lambda message: {
+            each: read(found) for each, found in getattr(message, name).items()
+        }
+    if field.is_repeated:
+        source, read = _inner_reader(field, kind.element if isinstance(kind, ArrayType) else "")
+        parts = Parts("array", {ELEMENT: source})
+        return SourceType("json", parts=lambda: parts), lambda message: [read(each) for each in getattr(message, name)]
+    source, read = _inner_reader(field, type_name)
+    if not field.has_presence or (field.message_type is None and field.has_default_value):
+        return source, lambda message: read(getattr(message, name))
+    return source, lambda message: read(getattr(message, name)) if message.HasField(name) else None
+
+
+def _inner_reader(field: Any, type_name: str) -> tuple[SourceType, Get]:
+    """Return the source of a single value of a field, and a function from that value to its raw value. `type_name`: of
+    the column at this place, "" if it is another one."""
+    if field.message_type is None:
+        return SourceType(_KINDS[field.type]), _constant_name(field) if field.enum_type is not None else _itself
+    source, read = _message_field(field.message_type)
+    kind = nested_type(type_name)
+    if source.kind != "json" or not isinstance(kind, StructType):
+        return source, read
+    inner = {
+        name: _nested_reader(found, wanted)
+        for name, wanted in kind.fields
+        if (found := field.message_type.fields_by_name.get(name)) is not None
+    }
+    parts = Parts("record", {name: each for name, (each, _) in inner.items()})
+    return SourceType("json", parts=lambda: parts), lambda message: {
+        name: get(message) for name, (_, get) in inner.items()
+    }
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 # files ----------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError, unknown_name_fix
 from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.schema import check_schema
 from tidemill.spark.formats.protobuf_reader import check_protobuf
 from tidemill.spark.merge.sequence import SequenceRule, tombstone_schema
@@ -172,6 +173,12 @@ def declare_topic(
             fix="Give the column of include= another name.",
         )
     table = check_schema(ShardSchema((*chosen, *(c for _, c in included)), key_names(key)))
+    nested = next((c for c in table.columns if is_nested(c.type)), None)
+    if nested is not None and found.envelope != "none":
+        raise InvalidError(
+            f"nested columns are not read from change events: topic={topic} column={nested.name} type={nested.type}.",
+            fix="Declare the column as json, which keeps the value's text.",
+        )
     condition = options.get("delete_when", "")
     hidden = _hidden_columns(topic, condition, declared, table) if condition else ()
     return table, replace(

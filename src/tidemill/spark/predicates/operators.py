@@ -51,6 +51,8 @@ def column_operand(name: str, type_name: str, kind: pa.DataType) -> Operand:
     shown = f"{name} ({type_name})"
     if type_name == "json":
         return Operand(pa.large_binary(), lambda columns: columns[name], shown)  # text, but not comparable as text
+    if pa.types.is_nested(kind):
+        raise PredicateError(f"{shown} has a nested type, which an expression cannot use")
     wide = pa.int64() if pa.types.is_integer(kind) else FLOAT if pa.types.is_floating(kind) else kind
     if wide == kind:
         return Operand(kind, lambda columns: columns[name], shown)

@@ -1,4 +1,4 @@
-"""A client of Spark Connect without a JVM: `python connect_client.py URL OBJECTS CONSENSUS DIRECTORY`.
+"""A client of Spark Connect without a JVM: `connect_client.py URL OBJECTS CONSENSUS DIRECTORY [OBJECTS CONSENSUS]...`.
 
 It writes, streams and follows tables with the API of PySpark and of `tidemill.spark`, and prints its results as JSON.
 """
@@ -15,11 +15,12 @@ from typing import Any
 from pyspark.sql import SparkSession
 from pyspark.sql.functions import col
 from pyspark.util import is_remote_only
+from structlog.testing import capture_logs
 
 import tidemill.spark
 from tidemill.spark import Pipeline, build_session, register, run, upsert
 
-url, objects, consensus, directory = sys.argv[1:]
+url, objects, consensus, directory, *buckets = sys.argv[1:]
 cluster = {"objects": objects, "consensus": consensus}
 spark = SparkSession.builder.remote(url).getOrCreate()
 seen: dict[str, Any] = {"client_alone": is_remote_only(), "session": type(spark).__module__, "seconds": {}}
@@ -112,6 +113,14 @@ with timed("register"):
     upsert(frame((6, 0), (7, 71)), "named", delete_when=col("n") == 0)
     seen["named"] = rows(spark.read.format("tidemill").load("named"))
     seen["plan"] = rows(tidemill.spark.read(spark, "named").where("n > 0"))
+
+with timed("buckets"):
+    seen["buckets"] = []
+    for in_s3 in [{"objects": one, "consensus": other} for one, other in zip(buckets[::2], buckets[1::2], strict=True)]:
+        with capture_logs() as logs:
+            found = tidemill.spark.read(spark, "t", **in_s3)
+        because = [str(entry["because"]) for entry in logs if "because" in entry]
+        seen["buckets"].append([found.where("k >= 5").count(), *because])
 
 
 def pipeline(p: Pipeline) -> None:

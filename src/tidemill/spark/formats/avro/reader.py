@@ -11,6 +11,7 @@ import pyarrow as pa
 
 from tidemill.base.runtime.tasks import is_fault
 from tidemill.shards.api import Column
+from tidemill.shards.nested.type_names import is_nested
 from tidemill.spark.decode.block_decoder import MIN_BLOCK_VALUES, Block
 from tidemill.spark.decode.newline_text import Places
 from tidemill.spark.decode.stream import reason_of
@@ -32,6 +33,8 @@ class AvroRecordReader:
             kind.fields = [(columns[0].name, alone)]
         wanted = {column.name for column in columns}
         self._kind = kind
+        self._nested = {column.name for column in columns if is_nested(column.type)}
+        """Columns that are converted from decoded values, not from their JSON."""
         self._sources = {name: part.source_type() for name, part in kind.fields if name in wanted}
         self._plan = ColumnPlan(columns, self._sources, schema)
         self._flat = is_flat(kind) and all(source.kind != "json" for source in self._sources.values())
@@ -59,7 +62,7 @@ class AvroRecordReader:
             blocks.append(self._read_one_by_one(body, at[slow], sizes[slow], places[slow], dead))
         return blocks
 
-    def _block(self, arrays: dict[str, pa.Array], places: Places, dead: Dead) -> Block:
+    def _block(self, arrays: dict[str, Any], places: Places, dead: Dead) -> Block:
         columns, kept = self._plan.convert(arrays, places.tolist(), dead)
         return Block(np.array(kept, dtype=np.int64), columns)
 
@@ -78,14 +81,17 @@ class AvroRecordReader:
             good.append(place)
             for name, found in values.items():
                 found.append(row[name])
-        arrays = {name: pa.array(found, raw_type(self._sources[name])) for name, found in values.items()}
+        arrays = {
+            name: found if name in self._nested else pa.array(found, raw_type(self._sources[name]))
+            for name, found in values.items()
+        }
         return self._block(arrays, np.array(good, dtype=np.int64), dead)
 
     def _read_record(self, reader: AvroValueReader) -> dict[str, Any]:
         out = {}
         for name, part in self._kind.fields:
             source = self._sources.get(name)
-            in_json = source is not None and source.kind == "json"
+            in_json = source is not None and source.kind == "json" and name not in self._nested
             value = reader.read(part, for_json=in_json, depth=1)
             if source is not None:
                 out[name] = msgspec.json.encode(value).decode() if in_json and value is not None else value

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from tidemill.spark.formats.conversion import SourceType
+from tidemill.spark.formats.nested_conversion import ELEMENT, VALUE, Parts
 
 PRIMITIVES = frozenset({"null", "boolean", "int", "long", "float", "double", "bytes", "string"})
 _PLAIN = {
@@ -76,7 +77,16 @@ class AvroType:
             return SourceType("decimal", found.scale)
         if found.logical == "uuid":
             return SourceType("uuid_bytes" if found.kind == "fixed" else "string")
+        if found.kind in ("array", "map", "record"):
+            return SourceType("json", parts=found.parts_of_source)
         return SourceType(_LOGICAL.get((found.kind, found.logical), _PLAIN.get(found.kind, "json")))
+
+    def parts_of_source(self) -> Parts:
+        """Return the types inside of an array, a map or a record."""
+        if self.kind == "record":
+            return Parts("record", {name: kind.source_type() for name, kind in self.fields})
+        assert self.parts is not None
+        return Parts(self.kind, {ELEMENT if self.kind == "array" else VALUE: self.parts.source_type()})
 
     @property
     def is_decimal(self) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from uuid import UUID
 
+from tidemill.shards.nested.values import DUPLICATE_KEY
 from tidemill.spark.decode.stream import UnreadableError
 from tidemill.spark.formats.avro.schema import AvroType
 from tidemill.spark.formats.conversion import unscaled_decimal
@@ -93,6 +94,8 @@ class AvroValueReader:
                 name = self.read_bytes().decode() if kind.kind == "map" else ""
                 value = self.read(kind.parts, for_json=for_json, depth=depth + 1)
                 if kind.kind == "map":
+                    if name in named and not for_json:
+                        raise AvroError(f"{DUPLICATE_KEY}: key={name[:80]!r}")
                     named[name] = value
                 else:
                     items.append(value)

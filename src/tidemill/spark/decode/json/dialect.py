@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.shards.api import Column
+from tidemill.shards.nested.type_names import ArrayType, StructType, has_map, is_nested, leaf_types, nested_type
 from tidemill.shards.parts.numbers import DIGITS, narrow_to_float32
 from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type
 from tidemill.spark.decode.block_decoder import non_finite_mask, to_bool_mask
@@ -41,9 +42,20 @@ class DeclaredDialect:
     @staticmethod
     def supports(columns: Sequence[Column]) -> bool:
         """Return whether these columns can be read in blocks."""
-        return all(c.type in _PLAIN or c.type in _FORMS or c.type.startswith("decimal") for c in columns)
+        return all(
+            (leaf in _PLAIN or leaf in _FORMS or leaf.startswith("decimal")) and not has_map(c.type)
+            for c in columns
+            for leaf in leaf_types(c.type)
+        )
 
     def arrow_input_type(self, column: Column, seen: bytes) -> pa.DataType:
+        nested = nested_type(column.type)
+        if isinstance(nested, ArrayType):
+            return pa.list_(pa.field("element", self.arrow_input_type(Column("", nested.element), b"")))
+        if isinstance(nested, StructType):
+            return pa.struct(
+                [pa.field(name, self.arrow_input_type(Column("", kind), b"")) for name, kind in nested.fields]
+            )
         if column.type in _FORMS:
             return pa.int64() if column.type == "timestamp" and _NUMBER.match(seen) else pa.string()
         kind = arrow_type(column.type)
@@ -52,6 +64,8 @@ class DeclaredDialect:
         return pa.float64() if column.type == "float32" else kind
 
     def convert(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
+        if is_nested(column.type):
+            return self._convert_nested(column.type, array, odd)
         if array.null_count and column.name in self._key:
             odd |= to_bool_mask(array.is_null())
         if column.type in _FORMS:
@@ -66,6 +80,24 @@ class DeclaredDialect:
             array, beyond = narrow_to_float32(array)
             odd |= beyond
         return array
+
+    def _convert_nested(self, type_name: str, array: pa.Array, odd: Mask) -> pa.Array:
+        kind = nested_type(type_name)
+        mask = array.is_null() if array.null_count else None
+        if isinstance(kind, StructType):
+            fields = [
+                self.convert(Column("", inner), field, odd)
+                for (_, inner), field in zip(kind.fields, array.flatten(), strict=True)
+            ]
+            return pa.StructArray.from_arrays(fields, fields=list(arrow_type(type_name)), mask=mask)
+        assert isinstance(kind, ArrayType)  # `supports` excludes maps
+        elements = array.flatten()
+        sizes = np.asarray(pc.fill_null(pc.list_value_length(array), 0), dtype=np.int64)
+        odd_elements = np.zeros(len(elements), dtype=bool)
+        found = self.convert(Column("", kind.element), elements, odd_elements)
+        odd[np.repeat(np.arange(len(array)), sizes)[odd_elements]] = True
+        places = pa.array(np.concatenate([[0], np.cumsum(sizes)]), pa.int32())
+        return pa.ListArray.from_arrays(places, found, type=arrow_type(type_name), mask=mask)
 
 
 def _parse_moments(texts: pa.Array, kind: str, us_range: tuple[int, int], odd: Mask) -> pa.Array:

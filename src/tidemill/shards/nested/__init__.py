@@ -1,0 +1,5 @@
+"""Nested values of columns: arrays, structs and maps. Pure.
+
+type_names ─► the grammar of nested type strings
+values     ─► equality, sizes, and the normal form of maps, by columns
+"""
