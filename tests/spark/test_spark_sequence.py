@@ -182,6 +182,26 @@ def test_a_step_that_was_stored_but_not_appended_is_computed_again_by_any_driver
         assert driver.table.late == 2
 
 
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_restored_table_has_its_tombstones(idle: bool) -> None:
+    """Twice, since each restore gives the shards new ids; `idle`: no driver ran between the two."""
+    records: list[Record] = [(0, (5,), None, 0), (1, (7,), None, 1), (0, (4,), 1, 2), (1, (6,), 2, 3), (2, (1,), 3, 4)]
+    with SequenceWorld(("int64",), records, keep_s=FOREVER_S) as world:
+        world.driver().step(2)
+        world.restore()
+        if not idle:
+            world.fuse = 1
+            with pytest.raises(Killed):
+                world.driver()  # between the creation of the shard and the copy
+            world.fuse = -1
+            world.driver().step(1)
+        world.restore()
+        driver = world.driver()
+        while driver.step(1):
+            pass
+        assert world.contents([4]) == [{2: 3}] == [max_by(records, 4)]
+
+
 def test_expired_tombstones_are_removed_and_records_after_them_are_counted() -> None:
     records: list[Record] = [(n, (9,), None, n) for n in range(20)] + [
         (3, (1,), 1, 1100),
