@@ -7,7 +7,7 @@ null     deletion of the record's key: plain text for a single string column, el
 types    timestamp: RFC 3339 text (a zone has minutes; none = UTC) or integer milliseconds, years 1 to 9999;
          timestamp_ntz: such text without a zone; date: ISO 8601 text; decimal: number or text, exact within its scale;
          json: any JSON value, as its text in the record; binary: text in base64, as for Spark's JSON reader;
-         nested types: nested_values.py
+         nested types: json/nested_values.py
 
 An exception of any type while reading a record makes that record a dead letter and does not affect others.
 """
