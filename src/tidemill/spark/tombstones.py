@@ -74,7 +74,7 @@ class Tombstones:
     def _adopt_restored(self) -> None:
         """Copy the tombstones that the table had before a restore, which gave it a new id, by one append.
 
-        The shard of before stays as it is: until the next checkpoint, a further restore needs it.
+        The former shard stays: until the next checkpoint, a further restore needs it.
         """
         consensus, table, call = self._stores.consensus, self._table, self._portal.call
         if call(self._shard.frontiers())[1] or not call(is_restored(consensus, table.shard_id)):
