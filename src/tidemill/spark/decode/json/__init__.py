@@ -1,2 +1,5 @@
-"""What JSON values mean for a declared schema: as Arrow's reader reads them in blocks (`dialect`), and the values of
-nested columns (`nested_values`)."""
+"""json: JSON values of a declared schema.
+
+`dialect` finds values that Arrow's reader and the row-by-row decoder read differently, and `nested_values` reads
+arrays, maps and structs. The decoders are one level above.
+"""
