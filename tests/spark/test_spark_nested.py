@@ -9,10 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.shards.api import TIME
+from tidemill.base.errors import InvalidError
+from tidemill.shards.api import TIME, ShardSchema
+from tidemill.spark import Pipeline
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.stream import StreamDecoder
+from tidemill.spark.derived.derivation import check_groups
+from tidemill.spark.formats.record_format import declare_topic
 from tidemill.spark.merge.commands import ORDER
+from tidemill.spark.predicates.predicate import compile_predicate
 from tidemill.spark.types import stream_schema
 from tidemill.topics.batch import Record, decode_columns, encode_batch
 
@@ -121,3 +126,20 @@ def test_a_decimal_out_of_range_inside_is_a_dead_letter() -> None:
     rows, (said,) = decode(DDL, b'{"id":1,"deep":[[999.99],null,[null]]}', b'{"id":2,"deep":[[1],[1000]]}')
     assert "column=deep" in said and "1000" in said
     assert json.dumps(rows[0]["deep"], default=str) == '[["999.99"], null, [null]]'
+
+
+def test_a_nested_column_is_refused_by_name_where_values_are_compared() -> None:
+    columns = stream_schema(DDL, "id").columns
+    with pytest.raises(InvalidError, match=r"tags \(array<string>\) has a nested type"):
+        compile_predicate("tags = 'a'", columns)
+    with pytest.raises(InvalidError, match=r"values of this type have no order: .*sequence_by=tags"):
+        declare_topic("t", "id", DDL, {"sequence_by": "tags"})
+    p = Pipeline("p")
+
+    @p.derived("d", key="tags", inputs=("odd",), by="tags")
+    def d(spark: Any, odd: Any) -> Any:
+        return odd
+
+    schema = ShardSchema(columns, ("id",))
+    with pytest.raises(InvalidError, match="nested type cannot group a table: table=d input=odd column=tags"):
+        check_groups(p.derived_tables["d"], schema, {"odd": schema})
