@@ -25,7 +25,7 @@ from tidemill.metastore.rows.catalogue import PipelineRow
 from tidemill.shards.api import Binding, Column
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema_evolution import SchemaChanges
-from tidemill.shards.registry import drop_shard, list_created_shards, open_remap
+from tidemill.shards.registry import drop_shard, list_created_shards, open_remap, tombstones_name
 from tidemill.shards.state.state import ShardState
 
 T = START_MS
@@ -180,6 +180,15 @@ async def test_the_catalogue_publishes_a_table_that_never_was(tmp_path: Path) ->
     found = await tables.load("c")
     assert json.loads(found.metadata)["current-snapshot-id"]
     assert Path(found.metadata_location.removeprefix("file://")).read_bytes() == found.metadata
+
+
+async def test_tombstones_are_no_table(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    table = await lake.filled("c")
+    await lake.filled(tombstones_name("c", table.shard_id))
+    await lake.round()
+    assert set(await list_pointers(lake.counting)) == {table.shard_id}
+    assert await LakeTables(lake.stores(), lake.pipelines).list_names() == ["c"]
 
 
 async def test_readers_of_a_table_that_was_never_published_cause_one_publication(tmp_path: Path) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 
 from support.metastore.checkpoint_world import SCHEMA, Restored, World, family_rows, persisted, rows_of
+from tidemill.base.errors import UnavailableError
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.maintenance.checkpoint.stages import ShardsStage, shard_unit_name
 from tidemill.maintenance.restore.restore import Restorer
 from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.metastore.rows import SHARD_BATCHES, SHARDS
-from tidemill.shards.registry import open_shard, read_shards
+from tidemill.shards.registry import open_shard, read_shards, tombstones_name
 
 
 async def drop(world: World, name: str) -> None:
@@ -51,3 +53,22 @@ async def test_a_restore_does_not_bring_a_dropped_shard_back() -> None:
         done = await Restorer(fresh, world.objects, world.clock, world.rand).run()
         assert done.findings.clean, done.findings.broken
         assert [state.name for state in await read_shards(fresh)] == ["table"]
+
+
+async def test_tombstones_are_checkpointed_before_their_table_and_dropped_with_it() -> None:
+    """A table whose tombstones were older than itself would take late records for new ones (RFC 0013)."""
+    async with World() as world:
+        names = [tombstones_name("table", world.table.shard_id), tombstones_name("table", world.rand.uuid())]
+        for name in names:
+            await (await open_shard(world.consensus, world.objects, world.clock, world.rand, name, SCHEMA)).aclose()
+        await world.step()
+        stage = ShardsStage(world.consensus, world.metastore)
+        await stage.load()
+        units = list(await stage.gather())
+        table, tombstones = shard_unit_name("table"), shard_unit_name(names[0])
+        assert units.index(tombstones) < units.index(table)
+        assert stage.late_things({"topic/clicks"}) >= {table} and tombstones not in stage.late_things({"topic/clicks"})
+        stage.unreadable = {tombstones: UnavailableError("unreadable")}
+        assert {table, tombstones} <= stage.late_things(set())
+        await drop(world, "table")
+        assert [state.name for state in await read_shards(world.consensus)] == ["derived"]

@@ -24,7 +24,7 @@ from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark import tombstones as tombstones_module
 from tidemill.spark.merge.commands import Truncate
 from tidemill.spark.merge.mirror import Mirror
-from tidemill.spark.merge.resolve import KeyChanges, resolve
+from tidemill.spark.merge.resolve import KeyChanges, resolve_in_sequence
 from tidemill.spark.merge.sequence import Sequence, SequenceRule, tombstone_schema
 from tidemill.spark.merge.sequence_ranks import rank_rows
 
@@ -86,7 +86,7 @@ def pure(types: tuple[str, ...], records: list[Record], width: int, rule: Sequen
         upper = min(end, lower + width)
         mine = [(at, r) for at, r in enumerate(records) if lower <= r[3] < upper]
         commands = commands_of(schema, mine)
-        found = resolve(schema, commands, mirror, lower, upper, sequence=Sequence(rule, buried))
+        found = resolve_in_sequence(schema, commands, mirror, lower, upper, Sequence(rule, buried))
         mirror.advance(found.changes, lower, upper)
         if found.tombstones is not None:
             hashes = hash_rows(found.tombstones, ("k",))
@@ -141,7 +141,7 @@ def test_expired_tombstones_and_truncations_are_the_same_for_any_drivers_and_kil
 
 
 def test_a_driver_that_was_left_behind_appends_no_tombstone() -> None:
-    """It reads the tombstones after one that its step needs was removed: its peers' table was past it."""
+    """The driver reads the tombstones after the removal of one that its step needs, because the table was past it."""
     records: list[Record] = [
         (0, (9,), None, 0),
         (0, (5,), None, 500),  # late
@@ -180,6 +180,26 @@ def test_a_step_that_was_stored_but_not_appended_is_computed_again_by_any_driver
         assert [row[1] for row in world.tombstones()] == [7]
         assert world.contents(range(5)) == [max_by(records, time) for time in range(5)]
         assert driver.table.late == 2
+
+
+@pytest.mark.parametrize("idle", [False, True])
+def test_a_restored_table_has_its_tombstones(idle: bool) -> None:
+    """Twice, since each restore gives the shards new ids; `idle`: no driver ran between the two."""
+    records: list[Record] = [(0, (5,), None, 0), (1, (7,), None, 1), (0, (4,), 1, 2), (1, (6,), 2, 3), (2, (1,), 3, 4)]
+    with SequenceWorld(("int64",), records, keep_s=FOREVER_S) as world:
+        world.driver().step(2)
+        world.restore()
+        if not idle:
+            world.fuse = 1
+            with pytest.raises(Killed):
+                world.driver()  # between the creation of the shard and the copy
+            world.fuse = -1
+            world.driver().step(1)
+        world.restore()
+        driver = world.driver()
+        while driver.step(1):
+            pass
+        assert world.contents([4]) == [{2: 3}] == [max_by(records, 4)]
 
 
 def test_expired_tombstones_are_removed_and_records_after_them_are_counted() -> None:

@@ -141,7 +141,7 @@ def test_a_topic_that_is_created_again_deletes_each_row_at_its_own_sequence(harb
 
 @pytest.mark.parametrize("seed", range(3))
 def test_replayed_records_obey_the_sequence(harbour: Any, tmp_path: Path, seed: int) -> None:
-    """After the expectation is repaired, the table equals a batch job over all records."""
+    """The table equals a batch job over all records once the expectation is repaired."""
     strict = Expectations((Expectation("small", "n < 60"),))
     topic = harbour.create_topic("users")
     records = random_records(seed, 120)

@@ -1,6 +1,8 @@
 """Tombstones of a table with a sequence: the sequences of deleted keys, in a shard next to the table (RFC 0013).
 
-    TABLE.tombstones.SHARD_ID    the key, the sequence, and _deleted_ms: the time of the deletion
+    TABLE.tombstones.ID    the key, the sequence, and _deleted_ms: the time of the deletion
+
+ID is that of the table's shard, so that a table that is created again has others.
 
 Invariant (tombstones first): for every key that is deleted below the table's upper, the tombstone is stored before the
 table's append. After a crash in between, the next writer finds tombstones at or above the upper: it ignores them until
@@ -8,7 +10,7 @@ the table has passed their times. It computes the same ones again, and appends o
 Invariant (nothing that counts is removed): only tombstones that no command from the table's upper on can meet are
 retracted: expired ones, and those of a key with a newer one below the upper.
 Invariant (no stale writer): tombstones are appended by compare-and-append at an upper of their shard at which the table
-was still at the step's lower. A writer that computed from less than all tombstones has lost the table by then.
+was still at the step's lower. A writer that lacked tombstones finds that it has lost the table.
 """
 
 from __future__ import annotations
@@ -20,12 +22,15 @@ import pyarrow as pa
 
 from tidemill.base.errors import ConflictError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.metastore.backup.restore import attempt_of
 from tidemill.shards.api import DIFF, TIME, HistoryLostError, ShardSchema
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.arrow_rows import Index, Mask, combine_columns, int64s, rows_at
 from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import contents_schema, update_schema
-from tidemill.shards.registry import tombstones_name
+from tidemill.shards.registry import list_tombstones, table_of_tombstones, tombstones_name
+from tidemill.shards.state.restore import restored_shard_id
+from tidemill.shards.state.stream_registers import is_restored
 from tidemill.spark.merge.key_grouping import group_by_key
 from tidemill.spark.merge.mirror import Mirror
 from tidemill.spark.merge.resolve import KeyChanges
@@ -64,6 +69,32 @@ class Tombstones:
         self._mirror = self._empty_mirror()
         self._swept_ms = 0
         self._swept_s: float | None = None
+        self._adopt_restored()
+
+    def _adopt_restored(self) -> None:
+        """Copy the tombstones that the table had before a restore, which gave it a new id, by one append.
+
+        The former shard stays: until the next checkpoint, a further restore needs it.
+        """
+        consensus, table, call = self._stores.consensus, self._table, self._portal.call
+        if call(self._shard.frontiers())[1] or not call(is_restored(consensus, table.shard_id)):
+            return
+        attempt = call(attempt_of(consensus))
+        found: list[tuple[bool, int, pa.Table]] = []
+        for created in call(list_tombstones(consensus, table.name, but=table.shard_id)):
+            before = call(self._stores.shard(created.name))
+            try:
+                _, upper = call(before.frontiers())
+                if upper and call(is_restored(consensus, before.shard_id)):
+                    direct = restored_shard_id(table_of_tombstones(created.name)[1], attempt) == table.shard_id
+                    found.append((direct, upper, call(before.snapshot(upper - 1))))
+            finally:
+                call(before.aclose())
+        # Of the id before this restore, or before an earlier one after which no driver ran.
+        _, _, rows = max(found, key=lambda each: each[:2], default=(False, 0, None))
+        if rows is not None and rows.num_rows:
+            self._append(rows.select(contents_schema(self._schema).names), 1)
+            self._forget()
 
     def _empty_mirror(self) -> Mirror:
         mirror = Mirror(self._schema, directory=self._directory)
@@ -197,7 +228,7 @@ class Tombstones:
         """Retract the tombstones that no command from the table's `upper` on can meet, from time to time.
 
         They stay for a quarter of their time more: a checkpoint reads a table before its tombstones, and a restored
-        table needs those of its own upper.
+        table needs the tombstones at its upper.
         """
         clock_s = self._stores.clock.monotonic_s()
         due = upper - self._swept_ms >= self.rule.keep_ms // 4

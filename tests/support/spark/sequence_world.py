@@ -12,15 +12,18 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pyarrow as pa
 
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.metastore.backup.restore import ATTEMPT_REGISTER, Attempt
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.handle import LogShard
-from tidemill.shards.registry import open_shard, tombstones_name
+from tidemill.shards.registry import open_shard, read_shards, tombstones_name
+from tidemill.shards.state.restore import restore_shard
 from tidemill.spark.formats.record_format import RecordFormat
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.table_writer import TableWriter
@@ -113,6 +116,19 @@ class SequenceWorld:
         self.fuse -= 1
         if self.fuse == 0:
             raise Killed
+
+    def restore(self) -> None:
+        """Lose consensus, and restore the shards into an empty one."""
+
+        async def run() -> MemoryConsensus:
+            fresh = MemoryConsensus(self.clock)
+            attempt = Attempt(self.rand.nonce(), "", "", (), 0)
+            await fresh.cas(ATTEMPT_REGISTER, 0, msgspec.msgpack.encode(attempt), attempt.nonce)
+            for state in await read_shards(self.consensus):
+                await restore_shard(fresh, self.rand, state, attempt.nonce)
+            return fresh
+
+        self.consensus = self.portal.call(run())
 
     def driver(self) -> Driver:
         self._count += 1

@@ -1,7 +1,7 @@
 """Prints nested Arrow values as JSON, each part of a value as PostgreSQL's `to_json` prints it.
 
 array, struct, map   array, object, object     date, binary         string of its text
-bool, numbers        as they are               timestamp            string: 2024-01-31T10:20:30.5+00:00
+bool, numbers        unchanged                 timestamp            string: 2024-01-31T10:20:30.5+00:00
 NaN, Infinity        strings                   null on any level    null
 """
 

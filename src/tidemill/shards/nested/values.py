@@ -127,7 +127,7 @@ def normalize_maps(array: pa.Array) -> pa.Array:
         return pa.StructArray.from_arrays(fields, fields=list(kind), mask=_null_mask(array))
     offsets = _offsets(array)
     children = _children(array, offsets)
-    if array.null_count:  # entries of a null value are nobody's
+    if array.null_count:  # a null value may have entries
         lengths = np.where(_nulls(array), 0, np.diff(offsets))
         kept = pa.array(np.repeat(~_nulls(array), np.diff(offsets)))
         children = [child.filter(kept) for child in children]
@@ -152,7 +152,7 @@ def _sorted_entries(keys: pa.Array, items: pa.Array, offsets: Numbers) -> tuple[
         return keys, items
     order = pc.sort_indices(pa.table({"row": rows, "key": keys}), [("row", "ascending"), ("key", "ascending")])
     keys, items = keys.take(order), items.take(order)
-    if (same & ~_ascends(keys)).any():  # sorting leaves the rows of the places as they are
+    if (same & ~_ascends(keys)).any():  # `same` is still right, because rows stay together
         raise ValueError(DUPLICATE_KEY)
     return keys, items
 

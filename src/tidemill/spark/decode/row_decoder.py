@@ -21,7 +21,7 @@ from tidemill.shards.api import TIME, Column, ShardSchema
 from tidemill.shards.nested.type_names import is_nested, leaf_types
 from tidemill.shards.parts.key_hash import normalize_keys
 from tidemill.shards.parts.schema import FLOATS, arrow_type
-from tidemill.spark.decode.nested_values import decode_hook, nested_field
+from tidemill.spark.decode.json.nested_values import decode_hook, nested_field
 from tidemill.spark.decode.records import Records
 from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION, command_schema
 

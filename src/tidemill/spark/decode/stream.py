@@ -7,7 +7,7 @@ null     deletion of the record's key: plain text for a single string column, el
 types    timestamp: RFC 3339 text (a zone has minutes; none = UTC) or integer milliseconds, years 1 to 9999;
          timestamp_ntz: such text without a zone; date: ISO 8601 text; decimal: number or text, exact within its scale;
          json: any JSON value, as its text in the record; binary: text in base64, as for Spark's JSON reader;
-         nested types: nested_values.py
+         nested types: json/nested_values.py
 
 An exception of any type while reading a record makes that record a dead letter and does not affect others.
 """
@@ -30,8 +30,8 @@ from tidemill.shards.parts.numbers import decimals_to_arrow, narrow_to_float32
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode.block_decoder import Block, ObjectReader, join_blocks, read_plain_texts
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
-from tidemill.spark.decode.json_dialect import DeclaredDialect
-from tidemill.spark.decode.nested_values import decode_hook, nested_field, nested_to_arrow
+from tidemill.spark.decode.json.dialect import DeclaredDialect
+from tidemill.spark.decode.json.nested_values import decode_hook, nested_field, nested_to_arrow
 from tidemill.spark.decode.newline_text import Places
 from tidemill.spark.decode.partial_rows import OmittedColumns
 from tidemill.spark.decode.records import Records

@@ -32,7 +32,7 @@ from tidemill.shards.api import ShardSchema
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.spark.merge.commands import Commands, filter_commands, join_commands, no_commands, times_of
 from tidemill.spark.merge.mirror import Mirror
-from tidemill.spark.merge.resolve import HashRows, Resolved, resolve
+from tidemill.spark.merge.resolve import HashRows, Resolved, resolve, resolve_in_sequence
 from tidemill.spark.merge.sequence import Sequence
 from tidemill.spark.predicates.expectations import ExpectationCheck
 
@@ -120,16 +120,10 @@ class UpsertOperator:
         self._stash = self._drop_below(self._stash)
         times = times_of(self._stash)
         ready = filter_commands(self._stash, classify(times, self.upper, self.source_frontier) == AT)
-        return resolve(
-            self.schema,
-            ready,
-            self.mirror,
-            self.upper,
-            self.output_frontier,
-            self._hasher,
-            self._check,
-            self._sequence,
-        )
+        step = self.upper, self.output_frontier
+        if self._sequence is not None:
+            return resolve_in_sequence(self.schema, ready, self.mirror, *step, self._sequence, self._hasher)
+        return resolve(self.schema, ready, self.mirror, *step, self._hasher, self._check)
 
     def committed(self, pending: Resolved) -> None:
         """Apply `pending`, whose compare-and-append landed."""

@@ -107,23 +107,34 @@ def resolve(
     upper: int,
     hasher: HashRows = hash_rows,
     check: ExpectationCheck | None = None,
-    sequence: Sequence | None = None,
 ) -> Resolved:
     """Resolve commands. All must be AT for (lower, upper): the caller classifies. `check`: of commands that leave
-    columns unchanged; all others were checked when they were decoded. `sequence`: of the table, if it has one."""
-    rows = commands.rows
-    if commands.truncates and not (mirror.empty and all(t.order == BEFORE_ALL for t in commands.truncates)):
-        rows = _expand_truncations(schema, commands, mirror)
+    columns unchanged; all others were checked when they were decoded."""
+    rows = _expand_truncations(schema, commands, mirror)
     lost: tuple[LostCommand, ...] = ()
     rejected: tuple[RejectedCommand, ...] = ()
     if has_unchanged(rows):
         filled = fill_unchanged(schema, rows, mirror, hasher, check)
         rows, lost, rejected = filled.rows, filled.lost, filled.rejected
-    if rows.num_rows and sequence is not None:
-        found = filter_late(schema, rows, mirror, sequence, upper, hasher)
-        resolved = _resolve_rows(schema, found.rows, mirror, lower, upper, hasher)
-        return replace(resolved, tombstones=found.tombstones, late=found.late, revived=found.revived)
     return replace(_resolve_rows(schema, rows, mirror, lower, upper, hasher), lost=lost, rejected=rejected)
+
+
+def resolve_in_sequence(
+    schema: ShardSchema,
+    commands: Commands,
+    mirror: MirrorLookup,
+    lower: int,
+    upper: int,
+    sequence: Sequence,
+    hasher: HashRows = hash_rows,
+) -> Resolved:
+    """Resolve commands of a table with a sequence, as `resolve`. None of them leaves columns unchanged."""
+    rows = _expand_truncations(schema, commands, mirror)
+    if rows.num_rows == 0:
+        return _resolve_rows(schema, rows, mirror, lower, upper, hasher)
+    found = filter_late(schema, rows, mirror, sequence, upper, hasher)
+    resolved = _resolve_rows(schema, found.rows, mirror, lower, upper, hasher)
+    return replace(resolved, tombstones=found.tombstones, late=found.late, revived=found.revived)
 
 
 def _resolve_rows(
@@ -206,6 +217,8 @@ def _expand_truncations(schema: ShardSchema, commands: Commands, mirror: MirrorL
     To a key known from the mirror alone any truncation applies: no command of this batch competes with the deletion.
     """
     rows, key = commands.rows, list(schema.key)
+    if not commands.truncates or (mirror.empty and all(t.order == BEFORE_ALL for t in commands.truncates)):
+        return rows
     keys = pa.concat_tables([rows.select(key), mirror.live_rows().select(key)])
     exact = exact_keys(keys, np.arange(keys.num_rows, dtype=np.int64), key)
     partition_of = dict(zip(exact, rows.column(PARTITION).to_pylist(), strict=False))

@@ -197,13 +197,13 @@ def _fold_once(chains: _Chains, keep_ms: int) -> tuple[Mask, Index, Mask]:
 
 
 def _exclusive_last(mask: Mask, begins: Index) -> Index:
-    """Return for each place the last one before it, in its segment, at which `mask` is true; -1 if there is none."""
+    """Return for each place the last one before it, in its segment, at which `mask` is true; otherwise -1."""
     last = np.maximum.accumulate(np.where(mask, np.arange(len(mask), dtype=np.int64), -1))
     last = np.concatenate([np.full(1, -1, dtype=np.int64), last[:-1]]) if len(last) else last
     return np.where(last >= begins, last, -1)
 
 
 def _last_before(mask: Mask, ends: Index) -> Index:
-    """Return for each of the places `ends` the last one up to it at which `mask` is true; 0 if there is none."""
+    """Return for each of the places `ends` the last one up to it at which `mask` is true; otherwise 0."""
     last = np.maximum.accumulate(np.where(mask, np.arange(len(mask), dtype=np.int64), 0))
     return last[ends]

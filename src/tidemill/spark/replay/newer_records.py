@@ -75,7 +75,7 @@ class Newest:
             self._rank, self._timed = rank, timed
 
     def add_truncation(self, rank: Rank) -> None:
-        """Add a truncation of a table with a sequence: it deletes every earlier row, whatever its sequence."""
+        """Add a truncation of a table with a sequence: it deletes every earlier row."""
         self._truncation = rank if self._truncation is None else max(rank, self._truncation)
 
     def supersedes(self, letter: Rank) -> str:

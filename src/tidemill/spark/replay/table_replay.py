@@ -39,7 +39,7 @@ from tidemill.spark.ingest.step_planner import STEP_BYTES, locate_batches
 from tidemill.spark.merge.commands import ORDER, PARTITION, Commands, join_commands, no_commands
 from tidemill.spark.merge.key_grouping import exact_keys, group_by_key
 from tidemill.spark.merge.mirror import Mirror
-from tidemill.spark.merge.resolve import Resolved, resolve
+from tidemill.spark.merge.resolve import Resolved, resolve, resolve_in_sequence
 from tidemill.spark.merge.sequence import DELETED_MS
 from tidemill.spark.merge.sequence_ranks import NO_RANK, comparable_sequences, rank_rows
 from tidemill.spark.predicates.expectations import DEAD_LETTER, expectation_check
@@ -111,7 +111,7 @@ class TableReplay:
         """Record → its letter, for letters of several records."""
         self._prepared: _Prepared | None = None
         self._tombstones: Tombstones | None = None
-        """Those of a table with a sequence."""
+        """Tombstones, if the table has a sequence."""
 
     def run(self, letters: Sequence[StoredLetter], every: Sequence[StoredLetter]) -> list[Outcome]:
         """Replay these letters. `every`: all letters of the topic. Raises InvalidError (the file's schema differs from
@@ -339,9 +339,12 @@ class TableReplay:
         numbers[order] = np.arange(len(order))
         for name, values in ((TIME, np.full(len(order), lower, dtype=np.int64)), (ORDER, numbers)):
             rows = rows.set_column(rows.schema.get_field_index(name), name, pa.array(values))
-        check = expectation_check(feed.schema, feed.expectations)
-        sequence = self._tombstones.sequence if self._tombstones is not None else None
-        found = resolve(shard.schema, Commands(rows), stored, lower, lower + 1, check=check, sequence=sequence)
+        commands, step = Commands(rows), (lower, lower + 1)
+        if self._tombstones is not None:
+            found = resolve_in_sequence(shard.schema, commands, stored, *step, self._tombstones.sequence)
+        else:
+            check = expectation_check(feed.schema, feed.expectations)
+            found = resolve(shard.schema, commands, stored, *step, check=check)
         ordered = [Rank(int(times[at]), int(offsets[at]), int(partitions[at])) for at in order]
         for row in letters_of_resolved(feed, found).select(["offset", "reason"]).to_pylist():
             self._set(_place(feed, ordered[row["offset"]]), INVALID, row["reason"])

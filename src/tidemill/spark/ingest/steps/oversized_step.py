@@ -40,7 +40,7 @@ from tidemill.spark.merge.commands import (
 )
 from tidemill.spark.merge.mirror import Mirror
 from tidemill.spark.merge.range_mirror import cut_by_hash
-from tidemill.spark.merge.resolve import KeyChanges, Resolved, no_changes, resolve
+from tidemill.spark.merge.resolve import KeyChanges, Resolved, no_changes, resolve, resolve_in_sequence
 from tidemill.spark.merge.sorted_runs import SortedRun
 from tidemill.spark.predicates.expectations import Violations
 from tidemill.spark.stores import Stores
@@ -140,7 +140,6 @@ class OversizedStep:
         schema, mirror = self._table.schema, self._table.operator.mirror
         self._table.follow_tombstones()
         tombstones = self._table.tombstones
-        sequence = tombstones.sequence if tombstones is not None else None
         for number in range(self._ranges):
             with pa.memory_map(str(self._file(number)), "rb") as source:
                 data = source.read_buffer()
@@ -152,8 +151,11 @@ class OversizedStep:
                 commands = Commands(rows, tuple(self._truncates))
                 commands = filter_commands(commands, times_of(commands) < self.upper)
                 view = _RangeView(mirror, schema.key, number, self._ranges)
-                check = self._table.check
-                resolved = resolve(schema, commands, view, self._step.lower, self.upper, check=check, sequence=sequence)
+                step = self._step.lower, self.upper
+                if tombstones is not None:
+                    resolved = resolve_in_sequence(schema, commands, view, *step, tombstones.sequence)
+                else:
+                    resolved = resolve(schema, commands, view, *step, check=self._table.check)
                 del rows, commands, data
             stop = stop_of_rejected(self._feed, resolved)
             if stop is not None:
