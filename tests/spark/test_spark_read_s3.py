@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -170,9 +169,10 @@ def test_what_a_frame_reads_is_held_until_its_last_descendant_is_gone(
 
 
 def test_a_session_that_cannot_open_the_bucket_reads_through_the_data_source_and_the_log_says_what_to_add(
-    new_url: Callable[[str], str], spark: Any, tmp_path: Path
+    new_url: Callable[[str], str], spark: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    harbour = Harbour(tmp_path, StoreUrls(new_url("closed-s3"), f"sqlite://{tmp_path}/consensus.db"))
+    directory = tmp_path_factory.mktemp("closed")
+    harbour = Harbour(directory, StoreUrls(new_url("closed-s3"), f"sqlite://{directory}/consensus.db"))
     settled(harbour, "t")
 
     def reading_with_reason() -> tuple[Any, str]:

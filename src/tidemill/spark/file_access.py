@@ -46,7 +46,7 @@ def files_base(spark: SparkSession, objects_url: str, env: Mapping[str, str] = o
 
 @contextmanager
 def report_unreadable(base: str) -> Iterator[None]:
-    """Raise PlanNotPossibleError if Spark, which lists the files of a plan inside the block, cannot open the bucket."""
+    """Raise PlanNotPossibleError if Spark raises an error inside the block, where it opens the bucket of a plan."""
     from pyspark.errors import PySparkException
 
     try:
@@ -63,12 +63,14 @@ def _open_s3(spark: SparkSession, objects_url: str, env: Mapping[str, str]) -> s
     from tidemill.objects.buckets.s3 import parse_s3
 
     bucket, prefix, parsed = parse_s3(objects_url, env)
+    base = f"s3a://{bucket}/{prefix}".rstrip("/")
     if hasattr(spark, "_jsc"):
-        hadoop = spark._jsc.hadoopConfiguration()
-        if hadoop.getClassByNameOrNull(hadoop.get("fs.s3a.impl", CONNECTOR_CLASS)) is None:
-            raise PlanNotPossibleError(_no_connector(spark._jvm.org.apache.hadoop.util.VersionInfo.getVersion()))
-        _configure(hadoop, f"fs.s3a.bucket.{bucket}.", s3a_settings(parsed))
-    return f"s3a://{bucket}/{prefix}".rstrip("/")
+        with report_unreadable(base):  # a shared session may refuse access to its configuration
+            hadoop = spark._jsc.hadoopConfiguration()
+            if hadoop.getClassByNameOrNull(hadoop.get("fs.s3a.impl", CONNECTOR_CLASS)) is None:
+                raise PlanNotPossibleError(_no_connector(spark._jvm.org.apache.hadoop.util.VersionInfo.getVersion()))
+            _configure(hadoop, f"fs.s3a.bucket.{bucket}.", s3a_settings(parsed))
+    return base
 
 
 def _configure(hadoop: Any, prefix: str, settings: dict[str, str]) -> None:
