@@ -107,6 +107,8 @@ ORDER: Final = (
     "tests/node/",
     "tests/faults/",
     "tests/kafka/",
+    "tests/lake/",
+    "tests/sim/",
     "tests/capture/",
     "tests/metastore/",
     "tests/shapes/",
