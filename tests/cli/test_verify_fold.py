@@ -15,7 +15,9 @@ from tidemill.cli.verify.topic_fold import TopicFold
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import DIFF, TIME, Binding, Column, ShardSchema
+from tidemill.shards.parts.schema import arrow_type
 from tidemill.shards.registry import open_remap, open_shard
+from tidemill.spark.formats.record_format import RecordFormat
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.predicates.expectations import Expectation, Expectations
 from tidemill.topics.api import BatchRef
@@ -95,3 +97,33 @@ async def test_a_topic_folds_to_what_its_shard_should_hold_at_each_time(monkeypa
     topic.records[0][2] = (b"a", b'{"id": "a", "n": 9}')
     wrong = await verify_expected(shard, 30, TopicFold(remap, topic, feed, 30).rows)
     assert (wrong.rows, wrong.missing, wrong.extra, wrong.different) == (2, 0, 0, 1)
+
+
+async def test_nested_values_and_a_sequence_are_compared() -> None:
+    clock, rand = SystemClock(), Rand()
+    consensus, topic = MemoryConsensus(clock), Topic()
+    columns = (
+        Column("id", "string"),
+        Column("n", "int64"),
+        Column("v", "struct<a:array<int32>,m:map<string,float64>>"),
+    )
+    schema = ShardSchema(columns, ("id",))
+    remap = await open_remap(consensus, clock, rand, "topic/t")
+    topic.add(0, "a", '{"id": "a", "n": 2, "v": {"a": [1, null], "m": {"y": 0.5, "x": null}}}')
+    topic.add(0, "a", '{"id": "a", "n": 1, "v": {"a": [], "m": {}}}')
+    topic.add(1, "b", '{"id": "b", "n": 1, "v": null}')
+    await remap.mint(Binding(10, topic.ends))
+    shard = await open_shard(consensus, MemoryObjects(clock), clock, rand, "t", schema)
+    value = {"a": [1, None], "m": [("x", None), ("y", 0.5)]}
+    rows = pa.table({
+        "id": ["a", "b"], "n": pa.array([2, 1], pa.int64()),
+        "v": pa.array([value, None], arrow_type(columns[2].type)),
+        TIME: pa.array([10, 10], pa.int64()), DIFF: pa.array([1, 1], pa.int64()),
+    })  # fmt: skip
+    await shard.compare_and_append(0, 11, [await shard.write_part(rows)], "")
+    plain = TopicFeed("t", "tid", 2, False, schema)
+    found = await verify_expected(shard, 10, TopicFold(remap, topic, plain, 10).rows)
+    assert (found.rows, found.different) == (2, 1), "without a sequence the last record counts"
+    ordered = replace(plain, record_format=RecordFormat(sequence_by="n"))
+    found = await verify_expected(shard, 10, TopicFold(remap, topic, ordered, 10).rows)
+    assert found.clean and found.rows == 2, found

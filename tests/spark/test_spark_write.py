@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
-from pyspark.sql.types import ArrayType, IntegerType, LongType, StringType, StructField, StructType
+from pyspark.sql.types import DayTimeIntervalType, LongType, StringType, StructField, StructType
 from structlog.testing import capture_logs
 
 from support.spark.frames import SMALL, Row, batches, write
@@ -431,7 +431,7 @@ def test_rows_of_every_size_survive_many_ranges_and_parts(harbour: Any) -> None:
     assert harbour.upper("t") == upper
 
 
-NAMED = {"BIGINT": LongType(), "STRING": StringType(), "ARRAY<INT>": ArrayType(IntegerType())}
+NAMED = {"BIGINT": LongType(), "STRING": StringType(), "INTERVAL": DayTimeIntervalType()}
 
 
 def schema_of(text: str) -> StructType:
@@ -466,9 +466,9 @@ def test_a_writer_of_sparks_stages_commits_and_leaves_nothing_behind(harbour: An
     [
         ("k BIGINT, v STRING", {}, r"no table is named.*INSERT INTO t WITH \(table"),
         (
-            "k BIGINT, v ARRAY<INT>",
+            "k BIGINT, v INTERVAL",
             {"shard": "t", "key": "k"},
-            r"not supported in a table: column=v type=array<int>\. Cast",
+            r"not supported in a table: column=v type=interval day to second\. Cast",
         ),
         ("k BIGINT, k BIGINT", {"shard": "t", "key": "k"}, "column named twice: column=k"),
         ("k BIGINT", {"shard": "t", "kee": "k"}, r"unknown option: option=kee\. Did you mean key"),

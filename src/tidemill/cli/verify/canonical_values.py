@@ -8,6 +8,7 @@
     date                    int days            minus 1970-01-01; ±(2³¹−1) = ±∞          view as int32
     binary                  bytes               the column                               the column
     string, json            str                 the type's output text                   the column
+    array, struct, map      str: as JSON        none                                     shapes.shards.json_text
 
 -0.0 becomes 0.0. Order: numbers by value, text and bytes bytewise, null last.
 """
@@ -21,7 +22,9 @@ import pyarrow as pa
 
 from tidemill.capture.postgres.connection import identifier
 from tidemill.cli.verify.compare import NAN, Row
+from tidemill.shapes.shards.json_text import nested_texts
 from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.pg_columns import DATE_INFINITY, TIMESTAMP_INFINITY
 from tidemill.shards.parts.schema import TIMESTAMPS
 
@@ -86,13 +89,15 @@ def float_canonicalizer(columns: tuple[Column, ...]) -> Callable[[Row], Row] | N
 
 
 def canonical_column(column: pa.ChunkedArray, kind: Column) -> Any:
-    """Return a shard column with its canonical integers or float64s, still as Arrow (the spool stores it)."""
+    """Return a shard column with its canonical integers, float64s or texts, still as Arrow (the spool stores it)."""
     if kind.type in TIMESTAMPS:
         return column.cast(pa.int64())
     if kind.type == "date":
         return column.cast(pa.int32())
     if kind.type == "float32":
         return column.cast(pa.float64())
+    if is_nested(kind.type):
+        return pa.chunked_array([pa.array(nested_texts(chunk), pa.string()) for chunk in column.chunks], pa.string())
     return column
 
 

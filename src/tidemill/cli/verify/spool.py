@@ -16,7 +16,8 @@ import pyarrow as pa
 from tidemill.base.errors import CorruptError
 from tidemill.cli.verify.canonical_values import canonical_column, float_canonicalizer, ordered_columns
 from tidemill.cli.verify.compare import Row
-from tidemill.shards.api import DIFF, ShardSchema
+from tidemill.shards.api import DIFF, Column, ShardSchema
+from tidemill.shards.nested.type_names import is_nested
 
 MEMORY_LIMIT = "384MB"
 CHUNK_ROWS = 20_000
@@ -37,6 +38,10 @@ _DUCK_TYPES = {
 }
 
 
+def _duck_type(column: Column) -> str:
+    return "VARCHAR" if is_nested(column.type) else _DUCK_TYPES.get(column.type, column.type)
+
+
 class Spool:
     """DuckDB file in `directory`. Not for concurrent use; blocking work runs on a thread."""
 
@@ -48,7 +53,7 @@ class Spool:
         self._fix = float_canonicalizer(self._columns)
         settings = {"memory_limit": MEMORY_LIMIT, "temp_directory": str(directory / f"{name}.tmp"), "threads": 2}
         self._duck: Any = duckdb.connect(str(directory / f"{name}.duckdb"), config=settings)
-        fields = [f"c{i} {_DUCK_TYPES.get(c.type, c.type)}" for i, c in enumerate(self._columns)]
+        fields = [f"c{i} {_duck_type(c)}" for i, c in enumerate(self._columns)]
         self._duck.execute(f"CREATE TABLE updates ({', '.join(fields)}, diff BIGINT)")
         self._duck.execute(
             f"CREATE TABLE commands ({', '.join(fields)}, live BOOLEAN, made BIGINT, part INTEGER, ord BIGINT)"
