@@ -30,7 +30,7 @@ BAD = """
 def build(p):
     p.table("clicks", p.topic("clicks", key="idd", schema="id string, product long"))
     p.table("or ders", p.capture("shop").table("orders"))
-    p.table("names", p.topic("names", key="id", schema="id string, tags array<string>"))
+    p.table("names", p.topic("names", key="id", schema="id string, tags interval day"))
     p.table("clicks", "clicks")
     p.table("views", p.topic("views", key="id", schema="id string, page string"))
 

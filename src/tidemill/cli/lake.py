@@ -23,11 +23,12 @@ Name = Annotated[str, typer.Argument(help="Table name.")]
 def list_published(config: ConfigOption = None, out: Output = TABLE) -> None:
     """List the tables: the time that is published, its rows, and how far it is behind the table."""
     from tidemill.lake.pointer import list_pointers
-    from tidemill.shards.registry import read_shards
+    from tidemill.shards.registry import read_shards, table_of_tombstones
 
     with open_consensus_only(config) as opened:
-        states = opened.portal.call(read_shards(opened.consensus))
+        shards = opened.portal.call(read_shards(opened.consensus))
         pointers = opened.portal.call(list_pointers(opened.consensus))
+    states = [state for state in shards if not table_of_tombstones(state.name)[0]]  # which are not published
     rows = [_listed(state, pointers[state.shard_id][0] if state.shard_id in pointers else None) for state in states]
     out.rows(rows, COLUMNS, empty="no tables")
 
