@@ -10,6 +10,7 @@ import pytest
 from support.cli.cluster import DAY, Cluster
 from tidemill.base.errors import MissingError
 from tidemill.metastore.catalogue import PipelineRow
+from tidemill.shards.registry import tombstones_name
 
 
 class LakeCluster(Cluster):
@@ -20,6 +21,7 @@ def test_a_table_is_published_listed_and_described(tmp_path: Path) -> None:
     cluster = LakeCluster(tmp_path)
     assert cluster.command("list") == "no tables\n"
     cluster.append([(1, "a", 1), (2, "b", 1)])
+    cluster.append([(3, "c", 1)], name=tombstones_name("orders", "0b8f"))  # never published
     assert cluster.json("list") == [
         {"table": "orders", "time_ms": None, "published_ms": None, "rows": None, "behind_s": None}
     ]
