@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import UTC, datetime
+from decimal import Decimal
 
 import pyarrow as pa
 import pytest
@@ -105,16 +107,24 @@ async def test_nested_values_and_a_sequence_are_compared() -> None:
     columns = (
         Column("id", "string"),
         Column("n", "int64"),
-        Column("v", "struct<a:array<int32>,m:map<string,float64>>"),
+        Column("v", "struct<a:array<int32>,m:map<string,float64>,t:timestamp,d:array<decimal(9,2)>,b:binary>"),
     )
     schema = ShardSchema(columns, ("id",))
     remap = await open_remap(consensus, clock, rand, "topic/t")
-    topic.add(0, "a", '{"id": "a", "n": 2, "v": {"a": [1, null], "m": {"y": 0.5, "x": null}}}')
+    topic.add(
+        0,
+        "a",
+        '{"id": "a", "n": 2, "v": {"a": [1, null], "m": {"y": 0.5, "x": null}, "t": "2024-01-31T10:20:30Z",'
+        ' "d": [1.5], "b": "AAE="}}',
+    )
     topic.add(0, "a", '{"id": "a", "n": 1, "v": {"a": [], "m": {}}}')
     topic.add(1, "b", '{"id": "b", "n": 1, "v": null}')
     await remap.mint(Binding(10, topic.ends))
     shard = await open_shard(consensus, MemoryObjects(clock), clock, rand, "t", schema)
-    value = {"a": [1, None], "m": [("x", None), ("y", 0.5)]}
+    value = {
+        "a": [1, None], "m": [("x", None), ("y", 0.5)], "t": datetime(2024, 1, 31, 10, 20, 30, tzinfo=UTC),
+        "d": [Decimal("1.50")], "b": b"\0\1",
+    }  # fmt: skip
     rows = pa.table({
         "id": ["a", "b"], "n": pa.array([2, 1], pa.int64()),
         "v": pa.array([value, None], arrow_type(columns[2].type)),

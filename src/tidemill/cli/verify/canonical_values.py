@@ -8,13 +8,14 @@
     date                    int days            minus 1970-01-01; ±(2³¹−1) = ±∞          view as int32
     binary                  bytes               the column                               the column
     string, json            str                 the type's output text                   the column
-    array, struct, map      str: as JSON        none                                     shapes.shards.json_text
+    array, struct, map      str: as JSON        none                                     scalars inside as above
 
 -0.0 becomes 0.0. Order: numbers by value, text and bytes bytewise, null last.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,6 @@ import pyarrow as pa
 
 from tidemill.capture.postgres.connection import identifier
 from tidemill.cli.verify.compare import NAN, Row
-from tidemill.shapes.shards.json_text import nested_texts
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.pg_columns import DATE_INFINITY, TIMESTAMP_INFINITY
@@ -97,8 +97,28 @@ def canonical_column(column: pa.ChunkedArray, kind: Column) -> Any:
     if kind.type == "float32":
         return column.cast(pa.float64())
     if is_nested(kind.type):
-        return pa.chunked_array([pa.array(nested_texts(chunk), pa.string()) for chunk in column.chunks], pa.string())
+        values = column.cast(_canonical_type(column.type)).to_pylist()
+        return pa.array([None if v is None else json.dumps(v, default=_spell_scalar) for v in values], pa.string())
     return column
+
+
+def _canonical_type(kind: pa.DataType) -> pa.DataType:
+    """Return the type whose values are canonical, except decimals and bytes, which `_spell_scalar` prints."""
+    if pa.types.is_struct(kind):
+        return pa.struct([field.with_type(_canonical_type(field.type)) for field in kind])
+    if pa.types.is_map(kind):
+        return pa.map_(kind.key_type, kind.item_field.with_type(_canonical_type(kind.item_type)))
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_canonical_type(kind.value_type)))
+    if pa.types.is_timestamp(kind):
+        return pa.int64()
+    if pa.types.is_date32(kind):
+        return pa.int32()
+    return pa.float64() if pa.types.is_float32(kind) else kind
+
+
+def _spell_scalar(value: object) -> str:
+    return value.hex() if isinstance(value, bytes) else str(value)
 
 
 def _canonical_float(value: float | None) -> Any:
