@@ -47,7 +47,7 @@ def rows(ids: np.ndarray, time_ms: int, diff: int) -> pa.Table:
 
 
 async def fill(stores: Stores, parts: int) -> None:
-    """Write the parts, each an object, and one that retracts every tenth row."""
+    """Write each part as an object. Add a part that retracts every tenth row."""
     shard = await stores.shard("t", SCHEMA)
     for start in range(0, parts, BATCH_PARTS):
         upper = (await shard.frontiers())[1]

@@ -102,7 +102,7 @@ def test_a_stage_without_any_time_yet_is_not_behind_by_the_years_since_1970() ->
         None,
         0,
     )
-    assert lag_text(StageStatus("m", 0, 1_795_748_893_662, unit="ms")) == "not known yet"
+    assert lag_text(StageStatus("m", 0, 1_795_748_893_662, unit="ms")) == "unknown"
     assert lag_text(StageStatus("m", 1_795_748_893_000, 1_795_748_893_662, unit="ms")) == "662 ms"
     assert (lag_of(StageStatus("m", 0, 7)), lag_text(StageStatus("m", 0, 7)), lag_of(StageStatus("m", 9, 7))) == (
         7,

@@ -53,6 +53,14 @@ def test_values_are_equal_bit_by_bit_on_every_level(left: list[Any], right: list
     assert len({repr(x) for x in left}) == len(set(numbers))
 
 
+@pytest.mark.parametrize("name", ["_hash", "_time", "_diff"])
+def test_a_field_within_a_column_may_have_the_name_of_a_column_of_parts(name: str) -> None:
+    schema = check_schema(ShardSchema((Column("k", "int64"), Column("v", f"struct<{name}:string,n:int16>")), ("k",)))
+    rows = pa.table({"k": [1], "v": [{name: "x", "n": 2}], TIME: [5], DIFF: [1]}).cast(update_schema(schema))
+    part = encode_part(schema, rows).to_part()
+    assert decode_part(schema, part.inline, part).column("v").to_pylist() == [{name: "x", "n": 2}]
+
+
 def test_rows_with_nested_columns_are_compared_over_chunks() -> None:
     values = [[{"a": float(n % 3), "m": None}] for n in range(10_000)]
     column = pa.chunked_array([pa.array(values[:4_000], ARROW), pa.array(values[4_000:], ARROW)])

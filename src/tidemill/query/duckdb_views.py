@@ -23,6 +23,7 @@ from tidemill.query.table_read import ReadSelection
 from tidemill.query.verified_paths import verified_path
 from tidemill.shards.api import DIFF, HASH, TIME
 from tidemill.shards.parts.schema import contents_schema
+from tidemill.shards.parts.stored_types import stored_field
 from tidemill.shards.read.read_plan import UNTIL_COLUMN, PlanNotPossibleError, ReadPlan, plan_of_rows, plan_parts
 
 if TYPE_CHECKING:
@@ -138,10 +139,8 @@ def _select_sql(plan: ReadPlan, key: tuple[str, ...], live: str, gone: str, path
 def _column_sql(field: pa.Field) -> str:
     """Return SQL for a column of a part's file in the table's type: `int16` is stored as int32, also within
     nested values."""
-    import pyarrow as pa
-
     name = quote_identifier(field.name)
-    if field.type == pa.int16() or (pa.types.is_nested(field.type) and "int16" in str(field.type)):
+    if stored_field(field).type != field.type:
         return f"s.{name}::{_sql_type(field.type)} AS {name}"
     return f"s.{name}"
 

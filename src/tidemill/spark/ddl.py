@@ -20,7 +20,7 @@ from typing import NamedTuple, NoReturn
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column
-from tidemill.shards.nested.type_names import DEPTH_MAX, array_name, map_name, struct_name
+from tidemill.shards.nested.type_names import DEPTH_MAX, array_name, map_name, struct_name, too_deep_error
 from tidemill.shards.parts.schema import canonical_type
 
 TYPES = {
@@ -196,10 +196,7 @@ class _Reader:
         self._require(self.take_mark("<"))
         self._depth += 1
         if self._depth > DEPTH_MAX:
-            raise InvalidError(
-                f"type is nested too deeply: {self._what}={self._text[:200]!r} levels_max={DEPTH_MAX}.",
-                fix="Declare the inner levels as one column of type json, which keeps the value's text.",
-            )
+            raise too_deep_error(self._text, self._what)
         if name == "STRUCT":
             fields: list[Column] = []
             if self.peek().text != ">":

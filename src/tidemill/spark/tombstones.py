@@ -6,7 +6,7 @@ ID is that of the table's shard, so that a table that is created again has other
 
 Invariant (tombstones first): for every key that is deleted below the table's upper, the tombstone is stored before the
 table's append. After a crash in between, the next writer finds tombstones at or above the upper: it ignores them until
-the table has passed their times. It computes the same ones again, and appends only those that are missing.
+the table has passed their times. It computes the same tombstones again, and appends only the missing ones.
 Invariant (nothing that counts is removed): only tombstones that no command from the table's upper on can meet are
 retracted: expired ones, and those of a key with a newer one below the upper.
 Invariant (no stale writer): tombstones are appended by compare-and-append at an upper of their shard at which the table
@@ -138,7 +138,7 @@ class Tombstones:
         batches = self._portal.call(shard.batches(self._seen)) if self._seen else []
         for batch in batches:
             rows = self._portal.call(shard.read_batch(batch, self._seen, batch.upper))
-            # A retracted tombstone does not count any more: whether it is known makes no difference.
+            # A retracted tombstone has no effect on later steps, so retractions need not be read.
             self._add(rows.filter(pa.array(int64s(rows, DIFF) > 0)))
         self._seen = max([end, *(batch.upper for batch in batches)])
 

@@ -48,7 +48,7 @@ async def missing(world: World, **settings: Any) -> list[str]:
 
 
 def statements_in(fix: str) -> list[str]:
-    """The statements that an administrator has to run, without those that undo them."""
+    """Return the statements for an administrator, without the statements that undo them."""
     head, _, rest = fix.partition("Have an administrator run:\n")
     assert rest, head
     return [line.strip().rstrip(";") for line in itertools.takewhile(lambda line: line[:2] == "  ", rest.split("\n"))]

@@ -151,8 +151,8 @@ def derive_status(
 def lag_of(mark: StageStatus) -> int | None:
     """Return the distance of a stage from its target, in its unit.
 
-    None for a stage in ms whose time is not known yet, because it has none or its table is not open: the years since
-    1970 are no delay.
+    None for a stage in ms whose time is unknown: it has none, or its table is not open. The years since 1970 are no
+    delay.
     """
     if mark.unit == "ms" and mark.position <= 0 < mark.target:
         return None
@@ -162,7 +162,7 @@ def lag_of(mark: StageStatus) -> int | None:
 def lag_text(mark: StageStatus) -> str:
     """Return the distance as text, with its unit."""
     found = lag_of(mark)
-    return "not known yet" if found is None else f"{found:,} {mark.unit}".rstrip()
+    return "unknown" if found is None else f"{found:,} {mark.unit}".rstrip()
 
 
 NOTICE_BUDGET_MS = 1 << 52

@@ -155,7 +155,8 @@ async def find_replaced_identities(
 
 
 def _format_fix(missing: Sequence[str], asked: Mapping[str, Identities]) -> str:
-    """Return the missing statements, and those that restore the replica identities which they replace, one a line."""
+    """Return the missing statements, then the statements that restore the replaced replica identities. Each is a
+    line."""
     back = [
         f"ALTER TABLE {name} REPLICA IDENTITY {before}" for each in asked.values() for name, before in each.values()
     ]

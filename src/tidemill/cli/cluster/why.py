@@ -113,7 +113,7 @@ def format_verdict(found: Verdict, exit_code: int) -> list[str]:
 
 def format_stage(derived: DerivedStatus) -> str:
     mark = derived.mark
-    place = f"delay {lag_text(mark)}" if lag_of(mark) is None else f"{lag_text(mark)} behind"
+    place = "delay unknown" if lag_of(mark) is None else f"{lag_text(mark)} behind"
     tries = f" (try {mark.tries})" if mark.tries > 1 else ""
     holder = f", blocked by {derived.blocker}" if derived.blocker else ""
     reason = f": {mark.reason}{tries}" if mark.reason else ""

@@ -10,7 +10,8 @@
     string, json            str                 the type's output text                   the column
     array, struct, map      str: as JSON        none                                     scalars inside as above
 
--0.0 becomes 0.0. Order: numbers by value, text and bytes bytewise, null last.
+-0.0 becomes 0.0, except within a nested value, where the two differ. Order: numbers by value, text and bytes bytewise,
+null last.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from tidemill.capture.postgres.connection import identifier
 from tidemill.cli.verify.compare import NAN, Row
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.nested.type_names import is_nested
+from tidemill.shards.nested.values import map_leaf_types
 from tidemill.shards.parts.pg_columns import DATE_INFINITY, TIMESTAMP_INFINITY
 from tidemill.shards.parts.schema import TIMESTAMPS
 
@@ -97,19 +99,13 @@ def canonical_column(column: pa.ChunkedArray, kind: Column) -> Any:
     if kind.type == "float32":
         return column.cast(pa.float64())
     if is_nested(kind.type):
-        values = column.cast(_canonical_type(column.type)).to_pylist()
+        values = column.cast(map_leaf_types(column.type, _canonical_type)).to_pylist()
         return pa.array([None if v is None else json.dumps(v, default=_spell_scalar) for v in values], pa.string())
     return column
 
 
 def _canonical_type(kind: pa.DataType) -> pa.DataType:
-    """Return the type whose values are canonical, except decimals and bytes, which `_spell_scalar` prints."""
-    if pa.types.is_struct(kind):
-        return pa.struct([field.with_type(_canonical_type(field.type)) for field in kind])
-    if pa.types.is_map(kind):
-        return pa.map_(kind.key_type, kind.item_field.with_type(_canonical_type(kind.item_type)))
-    if pa.types.is_list(kind):
-        return pa.list_(kind.value_field.with_type(_canonical_type(kind.value_type)))
+    """Return the type in which values within a nested one are compared. `_spell_scalar` prints decimals and bytes."""
     if pa.types.is_timestamp(kind):
         return pa.int64()
     if pa.types.is_date32(kind):

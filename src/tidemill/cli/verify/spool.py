@@ -101,8 +101,7 @@ class Spool:
         )
 
     async def count_revived(self, sequence: Sequence[str], keep_ms: int) -> int:
-        """Return the number of commands with a lower sequence than a deletion of their key at least `keep_ms`
-        before."""
+        """Return the number of commands whose key was deleted with a greater sequence at least `keep_ms` earlier."""
         keys = " AND ".join(f"late.{name} = gone.{name}" for name in self._names[: self._keys])
         late, gone = (f"row({', '.join(self._sequence_values(sequence, of))})" for of in ("late.", "gone."))
         query = (

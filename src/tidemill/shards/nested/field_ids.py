@@ -2,8 +2,8 @@
 
     1 `_hash`, 2 `_time`, 3 `_diff`
     4 …                    the columns, in their order
-    100,000 + 1,000 n …    elements, keys, values and fields within the nth column, counted from 0; those of one level
-                           before what is within them
+    100,000 + 1,000 n …    elements, keys, values and fields within the nth column, counted from 0; all of one level
+                           precede the fields within them
 
 Columns are only ever appended (RFC 0003), and a nested type never changes, so the ids need no storage.
 """
@@ -27,7 +27,7 @@ _PARQUET_ID = "PARQUET:field_id"
 
 
 def ids_within(place: int) -> Iterator[int]:
-    """Yield the ids of the fields within a column, in the order in which they are assigned."""
+    """Yield the ids of the fields within a column, in the order of their assignment."""
     return itertools.count(NESTED_ID + place * NESTED_IDS)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
+from itertools import accumulate
 
 import msgspec
 
@@ -102,14 +103,11 @@ def canonical_nested(type_name: str, scalar: Callable[[str], str]) -> str:
 
     Raises InvalidError for a type that tables do not have.
     """
+    if _levels(type_name) > DEPTH_MAX:  # counted before anything recurses on them
+        raise too_deep_error(type_name)
     left = [FIELDS_MAX]
 
-    def canonical(name: str, depth: int) -> str:
-        if depth > DEPTH_MAX:
-            raise InvalidError(
-                f"type is nested too deeply: type={_short(type_name)!r} levels_max={DEPTH_MAX}.",
-                fix="Declare the inner levels as one column of type json, which keeps the value's text.",
-            )
+    def canonical(name: str) -> str:
         left[0] -= 1
         if left[0] < -1:
             raise InvalidError(
@@ -125,24 +123,31 @@ def canonical_nested(type_name: str, scalar: Callable[[str], str]) -> str:
                 )
             return scalar(name)
         if isinstance(kind, ArrayType):
-            return array_name(canonical(kind.element, depth + 1))
+            return array_name(canonical(kind.element))
         if isinstance(kind, MapType):
-            key = canonical(kind.key, depth + 1)
+            key = canonical(kind.key)
             if key not in MAP_KEYS:
                 raise InvalidError(
                     f"a map cannot have keys of this type: type={_short(name)!r} key={key}.",
                     fix=f"Use one of {', '.join(MAP_KEYS)}, or array<struct<key: …, value: …>>.",
                 )
-            return map_name(key, canonical(kind.value, depth + 1))
+            return map_name(key, canonical(kind.value))
         _check_fields(name, kind)
-        return struct_name([(field, canonical(inner, depth + 1)) for field, inner in kind.fields])
+        return struct_name([(field, canonical(inner)) for field, inner in kind.fields])
 
-    # The levels are counted before anything recurses on them.
-    deepest = depth = 0
-    for mark in re.sub(r"`(?:[^`]|``)*`", "", type_name):
-        depth += (mark == "<") - (mark == ">")
-        deepest = max(deepest, depth)
-    return canonical(type_name, deepest if deepest > DEPTH_MAX else 0)
+    return canonical(type_name)
+
+
+def _levels(type_name: str) -> int:
+    unquoted = re.sub(r"`(?:[^`]|``)*`", "", type_name)
+    return max(accumulate(((mark == "<") - (mark == ">") for mark in unquoted), initial=0))
+
+
+def too_deep_error(type_name: str, what: str = "type") -> InvalidError:
+    return InvalidError(
+        f"type is nested too deeply: {what}={_short(type_name)!r} levels_max={DEPTH_MAX}.",
+        fix="Declare the inner levels as one column of type json, which keeps the value's text.",
+    )
 
 
 def _check_fields(name: str, kind: StructType) -> None:

@@ -8,6 +8,7 @@ null. Maps are compared entry by entry, which is right because both are in norma
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -107,14 +108,30 @@ def value_sizes(array: pa.Array) -> Numbers:
     return np.full(len(array), -(-kind.bit_width // 8), dtype=np.int64)
 
 
-# normal maps --------------------------------------------------------------------------------------
+# types --------------------------------------------------------------------------------------------
+def inner_fields(kind: pa.DataType) -> list[pa.Field]:
+    """Return the fields directly within a type: element, key and value, or fields; none of a scalar type."""
+    if pa.types.is_map(kind):
+        return [kind.key_field, kind.item_field]
+    return [kind.field(at) for at in range(kind.num_fields)] if pa.types.is_nested(kind) else []
+
+
+def map_leaf_types(kind: pa.DataType, convert: Callable[[pa.DataType], pa.DataType]) -> pa.DataType:
+    """Return the type with each scalar type within it converted; a scalar type itself converted."""
+    if not pa.types.is_nested(kind):
+        return convert(kind)
+    fields = [field.with_type(map_leaf_types(field.type, convert)) for field in inner_fields(kind)]
+    if pa.types.is_struct(kind):
+        return pa.struct(fields)
+    return pa.map_(*fields) if pa.types.is_map(kind) else pa.list_(*fields)
+
+
 def contains_map(kind: pa.DataType) -> bool:
     """Return whether a map is anywhere within the type."""
-    if pa.types.is_map(kind):
-        return True
-    if pa.types.is_list(kind):
-        return contains_map(kind.value_type)
-    return pa.types.is_struct(kind) and any(contains_map(field.type) for field in kind)
+    return pa.types.is_map(kind) or any(contains_map(field.type) for field in inner_fields(kind))
+
+
+# normal maps --------------------------------------------------------------------------------------
 
 
 def normalize_maps(array: pa.Array) -> pa.Array:

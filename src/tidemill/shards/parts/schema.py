@@ -29,7 +29,7 @@ import pyarrow as pa
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
 from tidemill.shards.nested.type_names import ArrayType, MapType, canonical_nested, is_nested, nested_type
-from tidemill.shards.nested.values import contains_map, normalize_maps
+from tidemill.shards.nested.values import contains_map, inner_fields, normalize_maps
 from tidemill.shards.parts.numbers import rescale_decimals
 
 FLOATS = ("float32", "float64")
@@ -209,15 +209,9 @@ def _has_same_values(have: pa.DataType, want: pa.DataType) -> bool:
     """Return whether two types differ at most in nullability and in the names of elements, keys and values."""
     if not pa.types.is_nested(want) or have.id != want.id:
         return bool(have.equals(want))
-    inner = list(zip(_inner_fields(have), _inner_fields(want), strict=False))
+    inner = list(zip(inner_fields(have), inner_fields(want), strict=False))
     alike = have.num_fields == want.num_fields and all(_has_same_values(a.type, b.type) for a, b in inner)
     return alike and (not pa.types.is_struct(want) or all(a.name == b.name for a, b in inner))
-
-
-def _inner_fields(kind: pa.DataType) -> list[pa.Field]:
-    if pa.types.is_map(kind):
-        return [kind.key_field, kind.item_field]
-    return [kind.field(at) for at in range(kind.num_fields)]
 
 
 def _with_normal_maps(field: pa.Field, column: pa.ChunkedArray) -> pa.ChunkedArray:

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 
 from tidemill.shards.api import DIFF, HASH, TIME, ShardSchema
 from tidemill.shards.nested.field_ids import DIFF_ID, FIRST_ID, HASH_ID, TIME_ID, ids_within, with_field_ids
+from tidemill.shards.nested.values import inner_fields, map_leaf_types
 from tidemill.shards.parts.schema import part_schema
 
 Hashes = npt.NDArray[np.uint64]
@@ -62,13 +63,7 @@ def stored_field(field: pa.Field) -> pa.Field:
 
 
 def _stored_type(kind: pa.DataType) -> pa.DataType:
-    if pa.types.is_list(kind):
-        return pa.list_(stored_field(kind.value_field))
-    if pa.types.is_map(kind):
-        return pa.map_(stored_field(kind.key_field), stored_field(kind.item_field))
-    if pa.types.is_struct(kind):
-        return pa.struct([stored_field(field) for field in kind])
-    return pa.int32() if kind == pa.int16() else kind
+    return map_leaf_types(kind, lambda leaf: pa.int32() if leaf == pa.int16() else leaf)
 
 
 def stored_rows(schema: ShardSchema, updates: pa.Table, hashes: Hashes) -> pa.Table:
@@ -101,10 +96,7 @@ def chunk_places(columns: pa.Schema) -> dict[str, range]:
 
 
 def _leaf_count(kind: pa.DataType) -> int:
-    if not pa.types.is_nested(kind):
-        return 1
-    fields = [kind.key_field, kind.item_field] if pa.types.is_map(kind) else map(kind.field, range(kind.num_fields))
-    return sum(_leaf_count(field.type) for field in fields)
+    return sum(_leaf_count(field.type) for field in inner_fields(kind)) or 1
 
 
 def bounds_of_hashes(statistics: Any, stored: pa.DataType) -> tuple[int, int] | None:

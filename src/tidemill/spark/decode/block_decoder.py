@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from tidemill.shards.api import Column
+from tidemill.shards.nested.values import inner_fields
 from tidemill.spark.decode.newline_text import JsonLines, Mask, Places, count_quotes, cut_stretches, fields_as_strings
 
 MIN_BLOCK_VALUES = 64
@@ -165,8 +166,7 @@ def read_plain_texts(
 
 
 def _contains_decimal(kind: pa.DataType) -> bool:
-    inner = [kind.field(at).type for at in range(kind.num_fields)] if pa.types.is_nested(kind) else []
-    return bool(pa.types.is_decimal(kind)) or any(map(_contains_decimal, inner))
+    return bool(pa.types.is_decimal(kind)) or any(_contains_decimal(field.type) for field in inner_fields(kind))
 
 
 def _read_json_lines(text: pa.Buffer, options: pj.ParseOptions) -> pa.Table:

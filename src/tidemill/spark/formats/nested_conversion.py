@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
 import pyarrow as pa
 
 from tidemill.shards.api import Column
 from tidemill.shards.nested.type_names import ArrayType, MapType, StructType, is_nested, nested_type
 from tidemill.shards.nested.values import normalize_maps
 from tidemill.shards.parts.schema import arrow_type
+from tidemill.spark.decode.json.nested_values import nulls_of, offsets_of
 
 if TYPE_CHECKING:
     from tidemill.spark.formats.conversion import SourceType
@@ -81,26 +81,18 @@ def _nulls(kind: pa.DataType) -> ConvertValues:
     return lambda values: pa.nulls(len(values), kind)
 
 
-def _places(values: Sequence[Any]) -> tuple[pa.Array, pa.Array]:
-    """Return the offsets of lists or dicts, and a mask of nulls."""
-    sizes = [0 if value is None else len(value) for value in values]
-    return pa.array(np.cumsum([0, *sizes]), pa.int32()), pa.array([value is None for value in values], pa.bool_())
-
-
 def _arrays(values: Sequence[Any], element: ConvertValues, target: pa.DataType) -> pa.Array:
-    places, mask = _places(values)
     inner = element(list(chain.from_iterable(value for value in values if value is not None)))
-    return pa.ListArray.from_arrays(places, inner, type=target, mask=mask)
+    return pa.ListArray.from_arrays(offsets_of(values), inner, type=target, mask=nulls_of(values))
 
 
 def _maps(values: Sequence[Any], convert: ConvertValues, target: pa.DataType) -> pa.Array:
-    places, mask = _places(values)
     keys = [key for value in values if value is not None for key in value]
     items = convert([item for value in values if value is not None for item in value.values()])
-    return pa.MapArray.from_arrays(places, pa.array(keys, target.key_type), items, type=target, mask=mask)
+    arrays = offsets_of(values), pa.array(keys, target.key_type), items
+    return pa.MapArray.from_arrays(*arrays, type=target, mask=nulls_of(values))
 
 
 def _structs(values: Sequence[Any], fields: list[tuple[str, ConvertValues]], target: pa.DataType) -> pa.Array:
-    _, mask = _places(values)
     columns = [convert([None if value is None else value.get(name) for value in values]) for name, convert in fields]
-    return pa.StructArray.from_arrays(columns, fields=list(target), mask=mask)
+    return pa.StructArray.from_arrays(columns, fields=list(target), mask=nulls_of(values))

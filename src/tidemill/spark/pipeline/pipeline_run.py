@@ -116,7 +116,7 @@ class PipelineRun:
         lines = [f"pipeline {found.pipeline} ({found.instance}): {found.state} {found.error}".rstrip()]
         for name, table in found.tables.items():
             why = f", blocked by {table.blocked_by}" if table.blocked_by else ""
-            lag = "lag not known yet" if table.lag_ms is None else f"lag {table.lag_ms} ms"
+            lag = "lag unknown" if table.lag_ms is None else f"lag {table.lag_ms} ms"
             lines.append(f"  {name}: {table.state}, {lag}{why} {table.reason}".rstrip())
         return "\n".join(lines)
 

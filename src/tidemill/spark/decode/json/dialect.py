@@ -42,11 +42,9 @@ class DeclaredDialect:
     @staticmethod
     def supports(columns: Sequence[Column]) -> bool:
         """Return whether these columns can be read in blocks."""
-        return all(
-            (leaf in _PLAIN or leaf in _FORMS or leaf.startswith("decimal")) and not has_map(c.type)
-            for c in columns
-            for leaf in leaf_types(c.type)
-        )
+        leaves = {leaf for column in columns for leaf in leaf_types(column.type)}
+        known = all(leaf in _PLAIN or leaf in _FORMS or leaf.startswith("decimal") for leaf in leaves)
+        return known and not any(has_map(column.type) for column in columns)
 
     def arrow_input_type(self, column: Column, seen: bytes) -> pa.DataType:
         nested = nested_type(column.type)

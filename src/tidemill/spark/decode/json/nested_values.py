@@ -73,15 +73,14 @@ def _to_arrow(values: Sequence[Any], type_name: str, leaf: LeafToArrow) -> pa.Ar
         found = [_signed(value) for value in values] if type_name in FLOATS else values
         return leaf(found, Column("", type_name))
     target = arrow_type(type_name)
-    mask = pa.array([value is None for value in values], pa.bool_())
+    mask = nulls_of(values)
     if isinstance(kind, StructType):
         fields = [
             _to_arrow([None if value is None else getattr(value, f"f{at}") for value in values], inner, leaf)
             for at, (_, inner) in enumerate(kind.fields)
         ]
         return pa.StructArray.from_arrays(fields, fields=list(target), mask=mask)
-    sizes = [0 if value is None else len(value) for value in values]
-    places = pa.array(np.cumsum([0, *sizes]), pa.int32())
+    places = offsets_of(values)
     filled = [value for value in values if value is not None]
     if isinstance(kind, ArrayType):
         inner = _to_arrow(list(chain.from_iterable(filled)), kind.element, leaf)
@@ -89,6 +88,15 @@ def _to_arrow(values: Sequence[Any], type_name: str, leaf: LeafToArrow) -> pa.Ar
     keys = _keys_to_arrow([key.text for value in filled for key in value], kind.key)
     items = _to_arrow([item for value in filled for item in value.values()], kind.value, leaf)
     return pa.MapArray.from_arrays(places, keys, items, type=target, mask=mask)
+
+
+def nulls_of(values: Sequence[Any]) -> pa.Array:
+    return pa.array([value is None for value in values], pa.bool_())
+
+
+def offsets_of(values: Sequence[Any]) -> pa.Array:
+    """Return the offsets of lists or maps among their elements or entries. A null has none."""
+    return pa.array(np.cumsum([0, *(0 if value is None else len(value) for value in values)]), pa.int32())
 
 
 def _keys_to_arrow(texts: list[str], type_name: str) -> pa.Array:
