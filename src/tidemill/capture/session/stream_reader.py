@@ -26,9 +26,12 @@ from tidemill.capture.postgres.standby_status import Keepalive
 from tidemill.capture.session.bad_rows import BadRowPolicy
 from tidemill.capture.session.server_watch import StreamWatch
 
-DENSE_FRAMES = 24
-"""N frames in one receive indicate a dense stream: the next ones are gathered for GATHER_S, and encoded by columns."""
 GATHER_S = 0.004
+"""Pause before a read of a dense stream, in which more arrives: a read costs more than a small transaction in it."""
+DENSE_FRAMES = 24
+"""N frames in one read indicate a dense stream; many together are decoded by columns."""
+DENSE_COMMITS_PER_S = 750
+"""More commits indicate a dense stream, too: 3 in a pause. At a lower rate the pause would delay most of them alone."""
 MESSAGES_PER_CHECK = 16
 MESSAGE_BYTES_PER_CHECK = 1024
 """Small messages are fed in groups of this number, fewer if they are larger, before the reader may yield."""
@@ -46,6 +49,26 @@ class StreamHandlers(msgspec.Struct, frozen=True):
     pause_lock: asyncio.Lock
     process_description: Callable[[RelationSeen], Awaitable[None]]
     bind_soon: Callable[[], None]
+
+
+class ReadPace:
+    """Detects a dense stream. `gathers`: the next read is preceded by a pause of GATHER_S."""
+
+    def __init__(self) -> None:
+        self.gathers = False
+        self._since_s = 0.0
+        self._commits = 0
+        """Number of commits since then."""
+
+    def record_read(self, frames: Sequence[bytes], commits: int, now_s: float) -> None:
+        """Record the frames of one read, and the number of commits among them."""
+        self._commits += commits
+        elapsed_s = now_s - self._since_s
+        if elapsed_s >= GATHER_S:
+            self.gathers = self._commits > elapsed_s * DENSE_COMMITS_PER_S
+            self._since_s, self._commits = now_s, 0
+        if len(frames) >= DENSE_FRAMES:
+            self.gathers = sum(map(len, frames)) < BURST_BYTES
 
 
 class StreamReader:
@@ -69,20 +92,23 @@ class StreamReader:
         self._stages = stages
         self._clock = clock
         self._pace = CoopBudget(clock)
+        self._commits = 0
+        """Number of transactions that the present read passed on in batches."""
 
     async def run(self) -> None:
         """Read until the stream or anything downstream fails, and raise that error."""
-        collector, dense = self._collector, False
+        collector, pace = self._collector, ReadPace()
         while True:
-            if dense:
-                # The server sends row by row, and reading immediately would encode row by row.
+            if pace.gathers:
+                # The server sends row by row, and reading immediately would decode and pass on row by row.
                 await asyncio.sleep(GATHER_S)
             self._watch.record_wait()
             frames = await self._stream.receive()
             self._watch.record_message()
-            dense = len(frames) >= DENSE_FRAMES and sum(map(len, frames)) < BURST_BYTES
+            self._commits = 0
             await self._read_frames(frames)
             await self._pass_on_batch()
+            pace.record_read(frames, self._commits, self._clock.monotonic_s())
             if collector.received_time_ms:
                 self._stages.add("received", [collector.received_time_ms], self._clock.now_ms())
                 collector.received_time_ms = 0
@@ -149,6 +175,8 @@ class StreamReader:
     async def _pass_on_batch(self) -> None:
         batch = self._converter.batch.take()
         if batch is not None:
+            assert batch.batch is not None
+            self._commits += len(batch.batch)
             await self._collector.put(batch)
 
     async def _pass_on(self, fragment: Fragment) -> None:
