@@ -61,6 +61,16 @@ def test_a_field_within_a_column_may_have_the_name_of_a_column_of_parts(name: st
     assert decode_part(schema, part.inline, part).column("v").to_pylist() == [{name: "x", "n": 2}]
 
 
+@pytest.mark.parametrize(
+    ("other", "error"), [("é", "names a field twice"), ("É", "fields of a struct differ only in case")]
+)
+def test_fields_of_a_struct_differ_in_more_than_case(other: str, error: str) -> None:
+    key = Column("k", "int64")
+    with pytest.raises(InvalidError, match=error):
+        check_schema(ShardSchema((key, Column("v", f"array<struct<`é`:int64,`{other}`:string>>")), ("k",)))
+    check_schema(ShardSchema((key, Column("v", "struct<a:struct<A:int64>,b:struct<a:int64>>")), ("k",)))
+
+
 def test_rows_with_nested_columns_are_compared_over_chunks() -> None:
     values = [[{"a": float(n % 3), "m": None}] for n in range(10_000)]
     column = pa.chunked_array([pa.array(values[:4_000], ARROW), pa.array(values[4_000:], ARROW)])

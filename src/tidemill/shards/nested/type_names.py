@@ -151,16 +151,22 @@ def too_deep_error(type_name: str, what: str = "type") -> InvalidError:
 
 
 def _check_fields(name: str, kind: StructType) -> None:
-    seen: set[str] = set()
+    seen: dict[str, str] = {}
     for field, _ in kind.fields:
-        if field in seen:
+        other = seen.get(field.casefold())
+        if other == field:
             raise InvalidError(f"struct names a field twice: field={field!r}.", fix="Name each field once.")
+        if other is not None:
+            raise InvalidError(
+                f"fields of a struct differ only in case, which Spark and DuckDB ignore: fields={other!r},{field!r}.",
+                fix="Rename one of them, or declare the column as json.",
+            )
         if not field or _BAD_IN_NAME.search(field):
             raise InvalidError(
                 f"a field of a struct cannot have this name: field={field!r} type={_short(name)!r}.",
                 fix="Use a name without quotes, backslashes and control characters, or declare the column as json.",
             )
-        seen.add(field)
+        seen[field.casefold()] = field
 
 
 def array_name(element: str) -> str:
