@@ -147,6 +147,11 @@ class Postgres:
     def _unprivileged(self, command: Sequence[str]) -> Sequence[str]:
         if self._uid is None:
             return command
+        if shutil.which("setpriv") is None:
+            raise UnavailableError(
+                "PostgreSQL does not run as root, and setpriv is not on the PATH.",
+                fix="Install util-linux, or run the demo as another user.",
+            )
         user = ["--reuid", str(self._uid), "--regid", str(self._uid), "--clear-groups"]
         return ["setpriv", *user, "--inh-caps=+dac_override", "--ambient-caps=+dac_override", *command]
 

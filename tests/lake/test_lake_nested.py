@@ -75,10 +75,12 @@ def rows(keys: range, time: int, diff: int) -> pa.Table:
 
 @pytest.mark.lake
 @pytest.mark.processes
-@pytest.mark.parametrize("inline", [False, True])
-async def test_readers_have_the_nested_values(reader: ForeignReader, tmp_path: Path, inline: bool) -> None:
+@pytest.mark.parametrize(("inline", "format"), [(False, 2), (False, 3), (True, 3)])
+async def test_readers_have_the_nested_values(
+    reader: ForeignReader, tmp_path: Path, inline: bool, format: int
+) -> None:
     """Rows of parts of which some are deleted, and with `inline` rows that are written for the reader."""
-    world = LakeWorld(tmp_path)
+    world = LakeWorld(tmp_path, format=format)
     shard = await world.table(schema=SCHEMA)
     count = 7 if inline else 3000
     parts = [await shard.write_part(rows(range(count), 1, 1)), await shard.write_part(rows(range(0, count, 3), 1, -1))]

@@ -161,6 +161,16 @@ def test_a_registered_cluster_need_not_be_named(seen: dict[str, Any], harbour: A
     assert seen["named"] == seen["plan"] == stored(harbour, "named") == [[7, 71]]
 
 
+def test_nested_values_are_written_read_and_streamed(seen: dict[str, Any], harbour: Any) -> None:
+    expected = [
+        [1, ["x", None], {"a": None, "b": [1]}, ["n", 5]],
+        [2, [], None, [None, 6]],
+        [3, ["y"], {"c": []}, None],
+    ]
+    assert seen["tagged"] == seen["tagged_copy"] == expected
+    assert [list(row.values())[1] for row in harbour.contents("tagged_copy")] == [["x", None], [], ["y"]]
+
+
 def test_the_server_reads_a_bucket_that_it_can_open_itself_and_another_one_through_the_data_source(
     seen: dict[str, Any],
 ) -> None:

@@ -114,6 +114,17 @@ with timed("register"):
     seen["named"] = rows(spark.read.format("tidemill").load("named"))
     seen["plan"] = rows(tidemill.spark.read(spark, "named").where("n > 0"))
 
+with timed("nested"):
+    nested = "id long, tags array<string>, m map<string,array<int>>, who struct<name:string,at:long>"
+    tagged = frame((1, ["x", None], {"b": [1], "a": None}, ("n", 5)), (2, None, {}, None), schema=nested)
+    tagged.write.format("tidemill").options(key="id", **cluster).mode("append").save("tagged")
+    upserted = frame((2, [], None, (None, 6)), (3, ["y"], {"c": []}, None), schema=nested)
+    upsert(upserted, "tagged", **cluster)
+    seen["tagged"] = read("tagged")
+    followed = changes("tagged").where("_diff > 0").drop("_time", "_diff")
+    finish(followed.writeStream.format("tidemill").options(key="id", **cluster), "nested-checkpoint", "tagged_copy")
+    seen["tagged_copy"] = read("tagged_copy")
+
 with timed("buckets"):
     seen["buckets"] = []
     for in_s3 in [{"objects": one, "consensus": other} for one, other in zip(buckets[::2], buckets[1::2], strict=True)]:
