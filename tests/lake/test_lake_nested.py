@@ -76,9 +76,7 @@ def rows(keys: range, time: int, diff: int) -> pa.Table:
 @pytest.mark.lake
 @pytest.mark.processes
 @pytest.mark.parametrize(("inline", "format"), [(False, 2), (False, 3), (True, 3)])
-async def test_readers_have_the_nested_values(
-    reader: ForeignReader, tmp_path: Path, inline: bool, format: int
-) -> None:
+async def test_readers_have_the_nested_values(reader: ForeignReader, tmp_path: Path, inline: bool, format: int) -> None:
     """Rows of parts of which some are deleted, and with `inline` rows that are written for the reader."""
     world = LakeWorld(tmp_path, format=format)
     shard = await world.table(schema=SCHEMA)

@@ -3,15 +3,14 @@ and the replay of dead letters."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.spark.local_tasks import LocalTasks
-from support.spark.sequence_world import Record, max_by
 from support.spark.sinks import topic_sink
+from support.spark.users_topic import DECLARED, STRICT, contents, expected_of, random_records, value
 from support.waiting import eventually
 from tidemill.cli.verify.table import Verified, verify_expected
 from tidemill.cli.verify.topic_fold import TopicFold
@@ -21,21 +20,7 @@ from tidemill.spark.definition import Pipeline
 from tidemill.spark.ingest import step_planner
 from tidemill.spark.ingest.sources import stream_feed
 from tidemill.spark.ingest.steps import oversized_step, step_executor
-from tidemill.spark.predicates.expectations import Expectation, Expectations
 from tidemill.spark.replay.pipeline_replay import replay_pipeline
-
-DECLARED: dict[str, Any] = {
-    "key": "id", "schema": "id string, version long, n long, gone boolean", "sequence_by": "version",
-    "delete_when": "gone", "except_columns": "gone",
-}  # fmt: skip
-
-
-def value(key: str, version: int | None, n: int | None) -> tuple[str, dict[str, Any]]:
-    return key, {"id": key, "version": version, "n": n, "gone": n is None}
-
-
-def contents(harbour: Any) -> list[tuple[str, int, int]]:
-    return [(r["id"], r["version"], r["n"]) for r in harbour.contents("users")]
 
 
 def tombstones(harbour: Any) -> list[str]:
@@ -69,19 +54,6 @@ def test_a_record_that_is_later_than_a_deletion_changes_nothing(harbour: Any, tm
     assert {r["id"] for r in harbour.contents(name)} == {"a", "b", "c"}
     harbour.drop_shard("users")
     assert tombstones(harbour) == []
-
-
-def random_records(seed: int, count: int) -> list[tuple[str, int, int | None]]:
-    rand = random.Random(seed)
-    return [
-        (f"k{rand.randint(0, 9)}", rand.randint(0, 20), rand.choice([None, number, number])) for number in range(count)
-    ]
-
-
-def expected_of(records: list[tuple[str, int, int | None]]) -> list[tuple[str, int, int]]:
-    versions: list[Record] = [(int(k[1:]), (v,), None if n is None else at, 0) for at, (k, v, n) in enumerate(records)]
-    places = sorted(max_by(versions, 0).values())
-    return sorted((records[at][0], records[at][1], records[at][2] or 0) for at in places)
 
 
 def test_steps_of_any_size_and_two_drivers_equal_a_batch_job_and_verify_agrees(
@@ -142,13 +114,12 @@ def test_a_topic_that_is_created_again_deletes_each_row_at_its_own_sequence(harb
 @pytest.mark.parametrize("seed", range(3))
 def test_replayed_records_obey_the_sequence(harbour: Any, tmp_path: Path, seed: int) -> None:
     """The table equals a batch job over all records once the expectation is repaired."""
-    strict = Expectations((Expectation("small", "n < 60"),))
     topic = harbour.create_topic("users")
     records = random_records(seed, 120)
     for number in range(3):
         harbour.produce(topic, [value(*record) for record in records[number * 40 : number * 40 + 40]])
         harbour.mint("topic/users", number * 1000 + 1000, topic)
-    sink = topic_sink(harbour, tmp_path / "one", "users", expectations=strict, **DECLARED)
+    sink = topic_sink(harbour, tmp_path / "one", "users", expectations=STRICT, **DECLARED)
     sink.process(sink.latest())
     good = [record for record in records if record[2] is None or record[2] < 60]
     assert contents(harbour) == expected_of(good) != expected_of(records)
