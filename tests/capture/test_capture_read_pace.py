@@ -1,4 +1,4 @@
-"""When the reader of a stream waits before a read, so that small transactions arrive together."""
+"""The pause of a stream's reader, in which small transactions gather."""
 
 from __future__ import annotations
 

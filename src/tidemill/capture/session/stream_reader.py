@@ -31,7 +31,7 @@ GATHER_S = 0.004
 DENSE_FRAMES = 24
 """N frames in one read indicate a dense stream; many together are decoded by columns."""
 DENSE_COMMITS_PER_S = 750
-"""More commits indicate a dense stream, too: 3 in a pause. At a lower rate the pause would delay most of them alone."""
+"""Commit rate of a dense stream: 3 in a pause. At a lower rate the pause would mostly delay a single commit."""
 MESSAGES_PER_CHECK = 16
 MESSAGE_BYTES_PER_CHECK = 1024
 """Small messages are fed in groups of this number, fewer if they are larger, before the reader may yield."""

@@ -2,7 +2,7 @@
 
 python sequence_child.py OBJECTS_URL CONSENSUS_URL SCRATCH follow|replay APPEND before|after
 
-It follows the topic binding by binding, or replays the dead letters, ten at once. It prints "done" at the end.
+It follows the topic binding by binding, or replays the dead letters in groups of ten. It prints "done" at the end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tidemill.spark.settings import StoreUrls
 
 
 def kill_at_append(number: int, *, after: bool) -> None:
-    """End this process by SIGKILL at its append of this number, of whatever shard."""
+    """End this process by SIGKILL at its append of this number, counted over all shards."""
     append: Callable[..., Awaitable[Any]] = LogShard.compare_and_append
     seen = 0
 
