@@ -14,14 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.base.errors import InvalidError
-from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
 from tidemill.shards.nested.values import normalize_maps, value_numbers, value_sizes, values_equal
 from tidemill.shards.parts.arrow_rows import row_sizes, rows_equal, values_at
 from tidemill.shards.parts.consolidate import merge_updates, sum_contents
 from tidemill.shards.parts.parts import decode_part, encode_part
 from tidemill.shards.parts.schema import arrow_type, check_schema, conform_rows, contents_schema, update_schema
 from tidemill.shards.parts.schema_evolution import SchemaChanges, convert_to_schema, evolve_schema, is_widening
-from tidemill.shards.parts.stored_types import chunk_places, hash_bounds
+from tidemill.shards.parts.stored_types import chunk_places, hash_bounds, leaf_paths, stored_schema
 
 TYPE = "array<struct<a:float64,m:map<string,array<int16>>>>"
 ARROW = arrow_type(TYPE)
@@ -69,6 +69,16 @@ def test_fields_of_a_struct_differ_in_more_than_case(other: str, error: str) -> 
     with pytest.raises(InvalidError, match=error):
         check_schema(ShardSchema((key, Column("v", f"array<struct<`é`:int64,`{other}`:string>>")), ("k",)))
     check_schema(ShardSchema((key, Column("v", "struct<a:struct<A:int64>,b:struct<a:int64>>")), ("k",)))
+
+
+def test_a_merged_part_tries_no_dictionary_for_hashes_and_keys() -> None:
+    rows = pa.table({"v": [None], "k": [1], "m": [None], TIME: [5], DIFF: [1]}).cast(update_schema(SCHEMA))
+    group = pq.ParquetFile(pa.BufferReader(encode_part(SCHEMA, rows, "zstd").data)).metadata.row_group(0)
+    chunks = [group.column(at) for at in range(group.num_columns)]
+    paths = [path for several in leaf_paths(stored_schema(SCHEMA)).values() for path in several]
+    assert [chunk.path_in_schema for chunk in chunks] == paths
+    without = [chunk.path_in_schema for chunk in chunks if "RLE_DICTIONARY" not in chunk.encodings]
+    assert without == ["k", HASH] and "DELTA_BINARY_PACKED" in chunks[-1].encodings
 
 
 def test_rows_with_nested_columns_are_compared_over_chunks() -> None:

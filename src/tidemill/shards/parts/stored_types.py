@@ -10,6 +10,7 @@ Parts of earlier versions store the types in memory. Every function here reads e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
@@ -97,6 +98,20 @@ def chunk_places(columns: pa.Schema) -> dict[str, range]:
 
 def _leaf_count(kind: pa.DataType) -> int:
     return sum(_leaf_count(field.type) for field in inner_fields(kind)) or 1
+
+
+def leaf_paths(columns: pa.Schema) -> dict[str, list[str]]:
+    """Return the paths in Parquet of each column's leaves, in the order of `chunk_places`."""
+    return {field.name: list(_paths_within(field.type, field.name)) for field in columns}
+
+
+def _paths_within(kind: pa.DataType, path: str) -> Iterator[str]:
+    if not pa.types.is_nested(kind):
+        yield path
+        return
+    group = ".list" if pa.types.is_list(kind) else ".key_value" if pa.types.is_map(kind) else ""
+    for field in inner_fields(kind):
+        yield from _paths_within(field.type, f"{path}{group}.{field.name}")
 
 
 def bounds_of_hashes(statistics: Any, stored: pa.DataType) -> tuple[int, int] | None:
