@@ -38,7 +38,7 @@ L1_INTERVAL_MIN_S = 10.0
 L1_INTERVAL_MAX_S = 600.0
 """Bounds of the interval between two L1 objects of a topic; within them, the interval that fills an object."""
 
-INLINE_PART_BYTES = 16 << 10
+INLINE_PART_BYTES = 24 << 10
 """Size up to which a shard part is stored inside the shard's log record instead of an object."""
 
 METASTORE_PERSIST_INTERVAL_S = 30.0
