@@ -239,6 +239,20 @@ async def test_wait_wakes_for_a_newer_binding() -> None:
     assert await (await opened(world)).wait(5, 0)
 
 
+async def test_a_wait_returns_the_newest_binding_for_one_wait_and_one_read() -> None:
+    world = World()
+    minter, consensus = await opened(world), world.consensus()
+    remap = await opened(world, consensus)
+    await remap.latest()
+    for number in range(1, 6):
+        await minter.mint(at(number * 10, number))
+    before = consensus.requests
+    assert await remap.wait(0, 5) == at(50, 5)
+    assert consensus.requests == before + 2
+    assert await remap.wait(40, 5) == at(50, 5)
+    assert consensus.requests == before + 2, "what the handle knows costs nothing"
+
+
 async def test_a_fresh_name_is_empty() -> None:
     world = World()
     remap = await opened(world)

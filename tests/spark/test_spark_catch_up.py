@@ -97,6 +97,35 @@ def test_a_step_is_bounded_by_bytes_too(harbour: Any, tmp_path: Path, monkeypatc
     assert len(harbour.contents("clicks")) == 240
 
 
+def test_bindings_are_followed_again_once_the_tables_have_reached_the_last_one(harbour: Any, tmp_path: Path) -> None:
+    from support.spark.sinks import clicks_sink
+
+    topic = harbour.create_topic("clicks")
+    sink = clicks_sink(harbour, tmp_path / "s")
+
+    def bind(n: int) -> None:
+        harbour.produce(topic, [(b"k", {"click_id": f"k{n}", "product_id": n})])
+        harbour.mint("topic/clicks", n * 1000, topic)
+
+    def reached() -> bool:
+        return sink.wait_until_reached(0)
+
+    assert reached()
+    bind(1)
+    harbour.portal.call(sink.wait_for_binding(5))
+    assert sink.target == 1001 and not reached(), "the first binding is known, so the next ones need no look"
+    bind(2)
+    sink.process(1001)
+    assert reached(), "the second one is still unknown"
+    bind(3)
+    harbour.portal.call(sink.wait_for_binding(5))
+    assert sink.target == 2001 and not reached()
+    sink.process(1001)
+    assert not reached(), "a round that ends earlier leaves the newer binding open"
+    sink.advance()
+    assert reached() and harbour.upper("clicks") == 3001
+
+
 def test_a_large_time_with_truncations_and_dead_letters_is_what_one_batch_would_be(
     harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

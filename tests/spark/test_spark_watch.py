@@ -52,6 +52,8 @@ class Sink:
     async def wait_for_binding(self, timeout_s: float) -> None:
         raise ClosedError("nothing is bound in this test")
 
+    def wait_until_reached(self, timeout_s: float) -> None: ...
+
 
 def host(**more: Any) -> Any:
     ready = threading.Event()

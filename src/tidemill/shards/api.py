@@ -268,8 +268,8 @@ class Remap(Protocol):
         """
         ...
 
-    async def wait(self, beyond_ms: int, timeout_s: float) -> bool:
-        """Return True as soon as a binding newer than beyond_ms exists, False after the timeout."""
+    async def wait(self, beyond_ms: int, timeout_s: float) -> Binding | None:
+        """Return the newest binding as soon as it is newer than beyond_ms, None after the timeout."""
         ...
 
 

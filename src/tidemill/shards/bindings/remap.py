@@ -249,16 +249,19 @@ class LogRemap:
         self._log_start = (await self._consensus.truncate(self._log, position)).start
         return position - head.start
 
-    async def wait(self, beyond_ms: int, timeout_s: float) -> bool:
+    async def wait(self, beyond_ms: int, timeout_s: float) -> Binding | None:
         until_s = asyncio.get_running_loop().time() + timeout_s
-        while True:
+        if not self._opened or timeout_s <= 0:
             await self._sync()
+        while True:
             if self._window and self._window[-1].time_ms > beyond_ms:
-                return True
+                return self._window[-1]
             left_s = until_s - asyncio.get_running_loop().time()
             if left_s <= 0:
-                return False
+                return None
+            # It returns immediately if the log is already longer than this handle knows.
             await self._consensus.wait(self._log, self._next, left_s)
+            await self._sync()
 
     # ------------------------------------------------------------------------------------------------
 

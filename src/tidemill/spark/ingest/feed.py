@@ -171,13 +171,15 @@ class Feed:
         )
 
     def _follow_bindings(self, sink: FeedSink) -> None:
-        """Wake the feed for every time that is bound, until the pipeline ends."""
+        """Wake the feed when a time is bound, until the pipeline ends. While a round is due or runs, or waits for more
+        records, later times need no look: the next round begins with the newest."""
         host = self._host
 
         def follow() -> None:
             while not host.ending.is_set():
                 try:
                     host.portal.call(sink.wait_for_binding(FOLLOW_S))
+                    sink.wait_until_reached(FOLLOW_S)
                 except (ClosedError, CancelledError):
                     return  # the process ends
                 except TidemillError as error:  # the status report reads bindings too, and reports the error

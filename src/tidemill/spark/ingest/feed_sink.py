@@ -53,6 +53,9 @@ class FeedSink:
         self.idle = threading.Event()
         """Set while no batch is being processed."""
         self.idle.set()
+        self._reached = threading.Event()
+        """Set while every table is at `target`, or cannot advance to it."""
+        self._reached.set()
         pool = ThreadPoolExecutor(decoders, f"decode-{source}") if decoders else None
         self.steps = StepExecutor(portal, stores, remap, seats, dead_letters, pool, self._stopping)
 
@@ -80,9 +83,7 @@ class FeedSink:
 
     def advance_to(self, end: int) -> None:
         """Advance to the end of a micro-batch. If a round is running, return: its thread continues to this end."""
-        if end > self.target:
-            self.target = end
-            self.seats.changed.set()
+        self._raise_target(end)
         if self.idle.is_set():
             self.advance(end)
 
@@ -93,16 +94,25 @@ class FeedSink:
     async def fetch_newest_time(self) -> int:
         """Return the same as `latest`, on the portal's loop."""
         newest = await self.remap.latest()
-        end = newest.time_ms + 1 if newest is not None else 0
+        if newest is not None:
+            self._raise_target(newest.time_ms + 1)
+        return self.target
+
+    def _raise_target(self, end: int) -> None:
         if end > self.target:
             self.target = end
+            self._reached.clear()
             self.seats.changed.set()
-        return self.target
 
     async def wait_for_binding(self, timeout_s: float) -> None:
         """Return once there is a binding newer than the newest seen, and update `target`, or after the timeout."""
-        if await self.remap.wait(self.target - 1, timeout_s):
-            await self.fetch_newest_time()
+        newest = await self.remap.wait(self.target - 1, timeout_s)
+        if newest is not None:
+            self._raise_target(newest.time_ms + 1)
+
+    def wait_until_reached(self, timeout_s: float) -> bool:
+        """Wait until `process` has advanced the tables to `target`; return False after the timeout."""
+        return self._reached.wait(timeout_s)
 
     @property
     def due_in_s(self) -> float | None:
@@ -130,5 +140,7 @@ class FeedSink:
                     self.steps.run_round(due, end)
             finally:
                 self.steps.end_rounds()
+                if end >= self.target:
+                    self._reached.set()
                 self.idle.set()
                 self.seats.changed.set()

@@ -28,7 +28,7 @@ class SourceBindings:
 
     async def wait_for_binding(self, stores: Stores, start: int, timeout_s: float) -> bool:
         """Return whether there is a binding at or after `start`, waiting at most `timeout_s`."""
-        return await (await self._open(stores)).wait(start - 1, timeout_s)
+        return await (await self._open(stores)).wait(start - 1, timeout_s) is not None
 
     async def end_within(self, stores: Stores, start: int, most: int | None, target: int | None) -> int:
         """Return the latest end with at most `most` records after `start`, and not past `target`.
