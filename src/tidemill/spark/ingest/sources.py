@@ -21,7 +21,7 @@ from tidemill.metastore.catalogue import (
     TopicRow,
 )
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.pg_columns import column_for
+from tidemill.shards.parts.pg_columns import columns_for
 from tidemill.shards.parts.schema import check_schema
 from tidemill.spark.decode.avro import AvroVersion
 from tidemill.spark.formats.record_format import PLAIN, RecordFormat
@@ -119,7 +119,10 @@ def known_versions(row: CaptureTableRow) -> tuple[tuple[Column, ...], ...]:
     """Return the columns of each version of its description, with the values of older rows as defaults; empty if there
     is only one version."""
     return tuple(
-        tuple(msgspec.structs.replace(column_for(c.name, c.type_name), default=c.default) for c in columns)
+        tuple(
+            msgspec.structs.replace(column, default=c.default)
+            for column, c in zip(columns_for(columns), columns, strict=True)
+        )
         for columns in (_columns_at_version(row.columns, version) for version in range(1, row.version + 1))
         if row.version > 1
     )
@@ -146,8 +149,7 @@ def captured_schema(row: CaptureTableRow) -> ShardSchema:
         raise InvalidError(
             f"table has no primary key: capture={row.capture} table={row.table}.", fix="Add a primary key."
         )
-    columns = tuple(column_for(c.name, c.type_name) for c in described)
-    return check_schema(ShardSchema(columns, tuple(c.name for c in key)))
+    return check_schema(ShardSchema(columns_for(described), tuple(c.name for c in key)))
 
 
 async def stream_feed(
