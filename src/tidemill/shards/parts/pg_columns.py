@@ -26,7 +26,7 @@ InvalidError.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from decimal import Decimal
 from typing import Protocol, TypeVar
 
@@ -94,10 +94,17 @@ class DescribedColumn(Protocol):
     def key_index(self) -> int: ...
 
 
-def columns_for(described: Sequence[DescribedColumn]) -> tuple[Column, ...]:
-    """Return the shard columns of a captured table."""
+def columns_for(described: Sequence[DescribedColumn], as_text: Collection[str] | None = ()) -> tuple[Column, ...]:
+    """Return the shard columns of a captured table. `as_text`: arrays that are text; None = all."""
     keyed = any(c.key_index >= 0 for c in described)
-    return tuple(column_for(c.name, c.type_name, arrays=keyed and c.key_index < 0) for c in described)
+    return tuple(
+        column_for(
+            c.name,
+            c.type_name,
+            arrays=keyed and c.key_index < 0 and as_text is not None and c.name not in as_text,
+        )
+        for c in described
+    )
 
 
 def column_for(name: str, type_name: str, *, arrays: bool = True) -> Column:
