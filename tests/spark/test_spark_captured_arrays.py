@@ -8,14 +8,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 
+import tidemill
 from support.spark.captured_under_ddl import Ground
+from support.spark.pipelines import running, until
 from support.spark.running import error_of, pipeline
 from support.waiting import eventually
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.spark import Pipeline
+from tidemill.spark import Pipeline, read, register
 
 SHOP = 'def build(p):\n    p.table("grid", p.capture("shop").table("grid"{}){})\n'
 COLUMNS = [("id", "integer", 0), ("cells", "integer[]", -1), ("at", "timestamp without time zone[]", -1)]
@@ -80,12 +83,12 @@ def test_an_existing_table_keeps_the_text_and_goes_on(harbour: Any, tmp_path: Pa
 def test_a_column_that_is_declared_as_text_takes_any_array(harbour: Any, tmp_path: Path) -> None:
     topic = harbour.capture("shop", {"public.grid": COLUMNS})["public.grid"]
     with pipeline(harbour, tmp_path / "1", SHOP.format(', as_text="cells"', "")):
-        harbour.produce(topic, [row(1, "{{1},{2}}", "{infinity}"), row(2, "[0:0]={1}", "{{infinity}}")])
+        harbour.produce(topic, [row(1, "{{1},{2}}", '{"2026-01-02 03:04:05"}'), row(2, "[0:0]={1}", "{{infinity}}")])
         harbour.mint("capture/shop", 1000, topic)
         eventually(lambda: harbour.upper("grid") == 1001)
         assert [(r["id"], r["cells"]) for r in harbour.contents("grid")] == [(1, "{{1},{2}}")]
         letter = harbour.contents("p.dead_letters")[0]
-        assert letter["key"] == '{"id":2}' and "column=at: an array of more than one dimension" in letter["reason"]
+        assert letter["key"] == '{"id": 2}' and "column=at: an array of more than one dimension" in letter["reason"]
         assert "as_text='at'" in letter["reason"]
     # The declaration changes: the table's type does not.
     with pipeline(harbour, tmp_path / "1", SHOP.format(', as_text=["cells", "at"]', "")):
@@ -126,3 +129,57 @@ def test_an_expectation_over_an_array_is_refused_by_name(harbour: Any, tmp_path:
     harbour.capture("shop", {"public.grid": COLUMNS})
     with pipeline(harbour, tmp_path / "1", SHOP.format("", ', expect={"any": "cells <> \'{}\'"}')):
         eventually(lambda: "cells" in error_of(harbour, "shard:grid") and "array" in error_of(harbour, "shard:grid"))
+
+
+DERIVED = SHOP.format("", "") + (
+    '    p.history("versions", of="grid", track="cells")\n'
+    '    @p.derived(key="cell")\n'
+    "    def cells(spark, grid):\n"
+    '        return grid.selectExpr("explode(cells) AS cell").where("cell IS NOT NULL").groupBy("cell").count()\n'
+)
+
+
+@pytest.mark.spark
+def test_spark_and_duckdb_have_lists_and_histories_and_derived_tables_follow_them(
+    harbour: Any, spark: Any, tmp_path: Path
+) -> None:
+    topic = harbour.capture("shop", {"public.grid": COLUMNS})["public.grid"]
+    file = tmp_path / "pipeline.py"
+    file.write_text(DERIVED)
+    with running(harbour, spark, tmp_path / "a", file):
+        first = [row(1, "{1,2}"), row(2, "{2,NULL}", '{"2026-01-02 03:04:05"}'), row(3, "{}"), row(4, None)]
+        harbour.produce(topic, first)
+        harbour.mint("capture/shop", 1000, topic)
+        until(lambda: counts(harbour) == {1: 1, 2: 2}, "derived")
+        harbour.produce(topic, [row(1, "{1,2}", "{infinity}"), row(3, "{7}")])
+        harbour.mint("capture/shop", 2000, topic)
+        until(lambda: counts(harbour) == {1: 1, 2: 2, 7: 1}, "derived again")
+        until(lambda: len(contents(harbour, "versions")) == 5, "history")
+    cells = {(r["id"], r["is_current"]): r["cells"] for r in contents(harbour, "versions")}
+    assert cells == {(1, True): [1, 2], (2, True): [2, None], (3, False): [], (3, True): [7], (4, True): None}
+    where = {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
+    register(spark, **where)
+    for frame in (read(spark, "grid", **where), spark.read.format("tidemill").options(table="grid", **where).load()):
+        assert frame.schema["cells"].dataType.simpleString() == "array<int>"
+        assert frame.schema["at"].dataType.simpleString() == "array<timestamp_ntz>"
+        assert [r.id for r in frame.where("array_contains(cells, 2)").select("id").orderBy("id").collect()] == [1, 2]
+    with tidemill.connect(**where) as cluster, duckdb.connect() as connection:
+        cluster.table("grid").to_duckdb(connection, "grid")
+        relation = connection.sql('SELECT id, cells, "at" FROM grid')
+        assert [str(kind) for kind in relation.types] == ["INTEGER", "INTEGER[]", "TIMESTAMP[]"]
+        assert connection.sql("SELECT id FROM grid WHERE list_contains(cells, 2) ORDER BY 1").fetchall() == [(1,), (2,)]
+    # A stream of the captured table's records has their text.
+    stream = spark.readStream.format("tidemill").options(source="capture/shop", table="public.grid", **where).load()
+    assert stream.schema["cells"].dataType.simpleString() == "string"
+
+
+def counts(harbour: Any) -> dict[int, int]:
+    return {row["cell"]: row["count"] for row in contents(harbour, "cells")}
+
+
+def contents(harbour: Any, name: str) -> list[dict[str, Any]]:
+    if not harbour.upper(name):
+        return []
+    shard = harbour.shard(name)
+    table = harbour.portal.call(shard.snapshot(harbour.upper(name) - 1, 10))
+    return table.drop_columns([c for c in ("at",) if c in table.column_names]).to_pylist()  # infinity is no datetime
