@@ -54,6 +54,14 @@ def test_arrays_are_what_select_returns_through_updates_ddl_and_a_type_that_chan
             assert ground.contents("one")[0]["more"] == [] and ground.row().version == 2
             code, said = ground.command("verify", "one", "--json")
             assert code == 0 and said["one"]["rows"] == 121 and not said["one"]["columns"]
+            # An array of two dimensions is a dead letter, and its key is absent until it has one.
+            ground.sql("UPDATE t SET old = '{{1},{2}}' WHERE id = 5")
+            eventually(lambda: len(ground.contents("one")) == 120)
+            code, said = ground.command("verify", "one", "--json")
+            assert code == 1 and (said["one"]["poisoned"], said["one"]["missing"]) == (1, 0)
+            assert "as_text='old'" in said["one"]["examples"][0]
+            ground.sql("UPDATE t SET old = '[0:1]={1,2}' WHERE id = 5")
+            eventually(lambda: ground.contents("one") == ground.selected())
             # Another type of element pauses the table, and is accepted as any other type.
             shard_id = harbour.shard("one").shard_id
             ground.sql("ALTER TABLE t ALTER old TYPE text[]", "UPDATE t SET old = '{z}' WHERE id = 4")

@@ -39,7 +39,7 @@ class ShardEffect(msgspec.Struct, frozen=True):
 
 def predict_shard_effect(state: ShardState, wanted: ShardSchema) -> ShardEffect:
     """Return the effect on a shard if a table with the schema `wanted` feeds it. Pure. A column keeps the type that the
-    shard has where `with_existing_types` says so.
+    shard has as `with_existing_types` describes.
     """
     held = with_existing_types(wanted.columns, state.schema)
     kept = [c for c, other in zip(held, wanted.columns, strict=True) if c.type != other.type]

@@ -110,7 +110,7 @@ def float_canonicalizer(columns: tuple[Column, ...]) -> Callable[[Row], Row] | N
 
 
 def array_canonicalizer(columns: tuple[Column, ...]) -> Callable[[Row], Row] | None:
-    """Return a function that makes the arrays in a row of `select_expression`s canonical; None if there are none."""
+    """Return a function that makes the arrays in a row of `select_expression`s canonical; None without an array."""
     places = [i for i, c in enumerate(columns) if is_nested(c.type)]
     if not places:
         return None

@@ -108,7 +108,7 @@ def _split_plain(texts: pa.Array, valid: Mask) -> pa.Array:
 
 
 def map_elements(lists: pa.Array, convert: Callable[[pa.Array], pa.Array]) -> pa.Array:
-    """Return lists with all elements converted at once."""
+    """Return lists with their elements converted, all in one call."""
     counts = np.asarray(lists.value_lengths().fill_null(0), dtype=np.int64)
     return list_array(counts, convert(lists.flatten()), _to_mask(lists.is_valid()))
 
