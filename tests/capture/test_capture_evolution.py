@@ -54,6 +54,7 @@ PARKS = {
     "no_decimal": ("ALTER TABLE t ALTER n TYPE numeric", "was numeric(6,2)"),
     "by_expression": ("ALTER TABLE t ALTER w TYPE varchar(9) USING upper(w)", "were rewritten"),
     "with_a_rewrite": ("ALTER TABLE t ADD x int, ALTER v TYPE bigint", "were rewritten"),
+    "dimensions": ("ALTER TABLE t ADD x int[] DEFAULT '{{1}}'", "its default cannot be carried: an array of more"),
     "reserved": ("ALTER TABLE t ADD _time int", "reserved"),
 }  # fmt: skip
 

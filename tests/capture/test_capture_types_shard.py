@@ -4,6 +4,7 @@ part and a snapshot. PostgreSQL's own text and arithmetic are the reference.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from decimal import Decimal
@@ -19,6 +20,9 @@ from support.capture.stored_shard import Stored, decoded, schema_of
 from support.capture.world import World
 from tidemill.shapes.shards.pg_text import text_columns
 from tidemill.shards.api import Column
+from tidemill.shards.nested.type_names import is_nested
+from tidemill.shards.nested.values import map_leaf_types
+from tidemill.shards.parts.pg_columns import element_type
 from tidemill.shards.parts.schema import TIMESTAMPS
 
 pytestmark = pytest.mark.postgres
@@ -27,20 +31,45 @@ INFINITE = {"timestamp": 2**63 - 1, "timestamp_ntz": 2**63 - 1, "date": 2**31 - 
 
 
 def expression(column: Column) -> str:
-    """SQL for the number that a shard stores for a time; for other types the value itself."""
+    """SQL for the number that a shard stores for a time, and for the JSON of an array of such texts; for other types
+    the value itself.
+    """
     name = quoted(column.name)
-    if column.type in TIMESTAMPS:
+    if is_nested(column.type):
+        return elements(name, number_of(f"{name}[n]", element_type(column.type)))
+    return number_of(name, column.type)
+
+
+def number_of(name: str, kind: str) -> str:
+    if kind in TIMESTAMPS:
         number = f"(extract(epoch FROM {name}) * 1000000)::bigint"
-    elif column.type == "date":
+    elif kind == "date":
         number = f"({name} - DATE '1970-01-01')"
     else:
         return name
     return f"CASE WHEN isfinite({name}) THEN {number}::text ELSE {name}::text END"
 
 
+def elements(name: str, expression: str) -> str:
+    text = f"CASE WHEN {name}[n] IS NOT DISTINCT FROM NULL THEN NULL ELSE format('%s', {expression}) END"
+    listed = f"SELECT {text} FROM generate_subscripts({name}, 1) AS n ORDER BY n"
+    return f"CASE WHEN {name} IS NOT NULL THEN to_json(ARRAY({listed})) END"
+
+
+def shown(name: str, kind: str) -> str:
+    """SQL for what a shape over the table shows."""
+    if not is_nested(kind):
+        return quoted(name)
+    if element_type(kind) == "string":
+        return elements(quoted(name), f"{quoted(name)}[n]")
+    return f"to_json({quoted(name)}{'::bigint[]' if kind == 'array<int64>' else ''})"
+
+
 def expected(text: str | None, column: Column) -> Any:
     if text is None:
         return None
+    if is_nested(column.type):
+        return [expected(each, Column(column.name, element_type(column.type))) for each in json.loads(text)]
     if column.type in INFINITE:
         return {"infinity": INFINITE[column.type], "-infinity": -INFINITE[column.type]}.get(text) or int(text)
     if column.type.startswith("int"):
@@ -57,16 +86,16 @@ def expected(text: str | None, column: Column) -> Any:
 
 
 def kept(array: pa.ChunkedArray, column: Column) -> list[Any]:
-    if column.type in TIMESTAMPS:
-        array = array.cast(pa.int64())
-    elif column.type == "date":
-        array = array.cast(pa.int32())
+    widths = {64: pa.int64(), 32: pa.int32()}
+    array = array.cast(map_leaf_types(array.type, lambda t: widths[t.bit_width] if pa.types.is_temporal(t) else t))
     found: list[Any] = array.to_pylist()
     return found
 
 
 def same(left: Any, right: Any) -> bool:
     """Compare values: NaN equals itself, and 0.0 differs from -0.0."""
+    if isinstance(left, list) and isinstance(right, list):
+        return len(left) == len(right) and all(map(same, left, right))
     if isinstance(left, float) and isinstance(right, float) and math.isnan(left):
         return math.isnan(right)
     if isinstance(left, float) and isinstance(right, float) and math.copysign(1, left) != math.copysign(1, right):
@@ -101,13 +130,15 @@ async def test_every_type_is_in_the_shard_what_postgres_says_it_is(postgres_dsn:
         types = {column.type for column in schema}
         assert types >= {"timestamp", "date", "binary", "bool", "json", "decimal(12,2)", "float32", "int16", "string"}
         assert "timestamp_ntz" in types
+        assert {f"array<{kind}>" for kind in types - {"json"} if not is_nested(kind)} <= types
         # The shard returns the values, from its part; and a shape over it prints them.
         stored = await Stored.of(world, "kinds", await schema_of(world, "kinds"))
         await stored.step(captured.commands)
         contents = await stored.contents()
         assert contents.num_rows == 2 * count
         check_columns(contents, schema, at)
-        texts = {row[0]: row for row in await selected(world, "SELECT * FROM kinds")}
+        named = ", ".join(shown(column.name, column.type) for column in schema)
+        texts = {row[0]: row for row in await selected(world, f"SELECT {named} FROM kinds")}
         reported = zip(*text_columns(contents, [column.name for column in schema]), strict=True)
         for row in reported:
             for column, value, text in zip(schema, row, texts[row[0]], strict=True):
@@ -123,8 +154,12 @@ BAD = {
     "at": ("timestamp without time zone", "294276-12-31 23:59:59.999999"),
     "zoned": ("timestamp with time zone", "294276-12-31 23:59:59.999999+00"),
     "third": ("timestamp(3) without time zone", "294247-01-10 04:00:54.776"),
+    "prices": ("numeric(6,2)[]", "{1.50,NaN}"),
+    "ats": ("timestamp without time zone[]", '{infinity,"294276-12-31 23:59:59.999999"}'),
+    "cells": ("integer[]", "{{1,2},{3,4}}"),
+    "words": ("text[]", '[0:0][2:3]={{a,"b c"}}'),
 }
-"""The last one is the first millisecond beyond 2⁶³ µs."""
+"""The third timestamp is the first millisecond beyond 2⁶³ µs."""
 
 
 async def test_a_value_that_its_column_cannot_hold_is_a_dead_letter_and_a_good_one_heals_its_row(
@@ -143,12 +178,17 @@ async def test_a_value_that_its_column_cannot_hold_is_a_dead_letter_and_a_good_o
             await world.caught_up()
             healed = (await world.records("t"))[len(bad) :]
         _, first = await decoded(world, "t", bad)
+        _, by_blocks = await decoded(world, "t", bad * 20)
+        assert by_blocks.dead.num_rows == 20 * first.dead.num_rows
+        assert {*by_blocks.dead.column("reason").to_pylist()} == {*first.dead.column("reason").to_pylist()}
         letters = first.dead.to_pylist()
         assert [(x["offset"], x["table"], x["key"]) for x in letters] == [
             (at, "public.t", f'{{"id":{at}}}') for at in range(1, len(BAD) + 1)
         ]
         for letter, name in zip(letters, BAD, strict=True):
             assert f"table=public.t column={name}:" in letter["reason"]
+            more = "more than one dimension" in letter["reason"] and f"as_text={name!r}" in letter["reason"]
+            assert more is (name in ("cells", "words"))
         live = {r["id"]: r["_live"] for r in first.commands.rows.to_pylist()}
         assert live == {0: True} | dict.fromkeys(range(1, len(BAD) + 1), False), "no old value stays as if current"
         _, second = await decoded(world, "t", healed)

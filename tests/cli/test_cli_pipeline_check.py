@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from tidemill.cli.context import open_stores
 from tidemill.cli.main import app
-from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, PipelineRow
+from tidemill.metastore.catalogue import CapturedColumn, CaptureRow, CaptureTableRow, PipelineRow
 from tidemill.spark.types import stream_schema
 
 GOOD = """
@@ -185,3 +185,37 @@ def test_a_cluster_shows_what_the_file_alone_cannot(tmp_path: Path) -> None:
         opened.portal.call(opened.catalogue.create_topic("clicks", 1))
     told = check(tmp_path / "shop.py", "--cluster", "--config", str(config))[1]
     assert "line 3: table exists with another schema: table=clicks difference=[product int64→string]" in told
+
+
+ARRAYS = """
+def build(p):
+    grid = p.capture("shop").table("grid")
+    p.table("old", grid, expect={"some": "cells <> '{}'"})
+    p.table("new", grid, expect={"some": "cells <> '{}'"})
+    p.table("text", p.capture("shop").table("grid", as_text="cells"), expect={"some": "cells <> '{}'"})
+    p.table("wrong", p.capture("shop").table("grid", as_text=["cells", "id"]))
+"""
+
+
+def test_a_cluster_knows_which_arrays_are_text(tmp_path: Path) -> None:
+    config = tmp_path / "tidemill.toml"
+    config.write_text(f'[node]\ndata = "{tmp_path}/data"\n')
+    (tmp_path / "data").mkdir()
+    with open_stores(config, create=True) as opened:
+        row = CaptureRow("shop", "1", "slot", "publication", 1, snapshot_done=True)
+        opened.portal.call(opened.catalogue.put(row))
+        create: Any = opened.catalogue.create_topic("shop.grid", 1)
+        opened.portal.call(create)
+        columns = (CapturedColumn("id", "integer", 0), CapturedColumn("cells", "integer[]", -1))
+        table = CaptureTableRow("shop", "public.grid", "shop.grid", generation=1, columns=columns)
+        opened.portal.call(opened.catalogue.change_table("shop", "public.grid", lambda _: table))
+        from tidemill.shards.registry import open_shard
+
+        schema = stream_schema("id int, cells string", "id")
+        shard = open_shard(opened.consensus, opened.objects, opened.clock, opened.rand, "old", schema)
+        opened.portal.call(opened.portal.call(shard).aclose())
+    code, told = check(written(tmp_path, ARRAYS), "--cluster", "--config", str(config))
+    assert code == 1
+    assert "line 5: " in told and "cells (array<int32>) has a nested type" in told
+    assert "line 7: " in told and "as_text=id" in told and "array type: cells." in told
+    assert "line 4" not in told and "line 6" not in told

@@ -94,7 +94,9 @@ def created(dsn: str) -> None:
             connection.execute(f"INSERT INTO kinds VALUES {row}".encode())
 
 
-async def captured(dsn: str, table: str = "kinds", drop: int = 0, change: dict[str, Any] | None = None) -> LogShard:
+async def captured(
+    dsn: str, table: str = "kinds", drop: int = 0, change: dict[str, Any] | None = None, arrays: bool = True
+) -> LogShard:
     """The shard that capture and the pipeline would make of the table, parsed from the output text."""
     options = " ".join(f"-c {k}={v.replace(' ', chr(92) + ' ')}" for k, v in DISPLAY_SETTINGS.items())
     with psycopg.connect(dsn, options=options) as connection:
@@ -108,7 +110,7 @@ async def captured(dsn: str, table: str = "kinds", drop: int = 0, change: dict[s
         with cursor.copy(f"COPY {table} TO STDOUT".encode()) as copy:
             for row in copy.rows():
                 copied.append([None if v is None else str(v) for v in row])
-    columns = tuple(column_for(n, t) for n, t in described)
+    columns = tuple(column_for(n, t, arrays=arrays) for n, t in described)
     keys = ("b", "a") if table == "kinds" else ("id",)
     schema = ShardSchema(columns, keys)
     clock, rand = SystemClock(), Rand()
@@ -134,6 +136,69 @@ def test_every_type_equals_at_the_marked_commit(postgres_dsn: str) -> None:
     found = verified(postgres_dsn, run(captured(postgres_dsn)))
     assert (found.rows, found.missing, found.extra, found.different, found.examples) == (4, 0, 0, 0, ())
     assert found.clean and found.source_hash == found.shard_hash and found.time_ms == 10 and found.lsn > 0
+
+
+ARRAYS: dict[str, str] = {
+    "int[]": "{}|{1,NULL,-2147483648}|[0:1]={1,2}",
+    "smallint[]": "{32767}",
+    "bigint[]": "{9223372036854775807,NULL}",
+    "oid[]": "{0,4294967295}",
+    "bool[]": "{t,f,NULL}",
+    "real[]": "{NaN,Infinity,-0,0.1,1e-45}",
+    "float8[]": "{NaN,-Infinity,-0,0.1,5e-324}",
+    "numeric(12,2)[]": "{1.50,-0.01,0,NULL}",
+    "numeric(38,10)[]": "{0,1234567890123456789012345678.0123456789}",
+    "numeric[]": "{1.500,NaN}",
+    "date[]": "{infinity,-infinity,0044-03-15 BC,2026-02-03}",
+    "timestamptz[]": '{"2026-11-21 03:00:00.000001+05:30",infinity,"0044-03-15 12:00 BC"}',
+    "timestamp(3)[]": '{"2026-11-21 03:00:00.123",-infinity}',
+    "bytea[]": '{"\\\\x00ff5c27","\\\\x",NULL}',
+    "text[]": '{NULL,"NULL","","a,b","{}","q\\"\\\\",é😀}|{}',
+    "char(6)[]": "{ab}",
+    "inet[]": "{10.0.0.1,10.0.0.0/8}",
+    "jsonb[]": '{"{\\"a\\": [1, null]}",null}',
+    "interval[]": '{"1 mon -3 sec"}',
+    "place[]": '{"(1,\\"a,b\\")","(,)",NULL}',
+    "box[]": "{(1,1),(0,0);(2,2),(0,0)}",
+    "place": "(,)|(1,)",
+}
+"""Values of each type, between bars."""
+
+
+def test_arrays_of_every_type_equal_and_a_changed_element_is_found(postgres_dsn: str) -> None:
+    fields = ", ".join(f"c{n} {kind}" for n, kind in enumerate(ARRAYS))
+    with psycopg.connect(postgres_dsn, autocommit=True) as connection:
+        connection.execute("CREATE TYPE place AS (x int, y text)")
+        connection.execute(f"CREATE TABLE t (id int PRIMARY KEY, {fields})".encode())
+        connection.execute("INSERT INTO t VALUES (0)")
+        for n, (kind, values) in enumerate(ARRAYS.items()):
+            for at, value in enumerate(values.split("|")):
+                query = f"INSERT INTO t (id, c{n}) VALUES (%s, %s::text::{kind})"
+                connection.execute(query.encode(), (100 * (n + 1) + at, value))
+    remap = StreamRemap(postgres_dsn)
+    assert verified(postgres_dsn, run(captured(postgres_dsn, "t", arrays=False)), "t", remap).clean, "as text, too"
+    shard = run(captured(postgres_dsn, "t"))
+    found = verified(postgres_dsn, shard, "t", remap)
+    assert (found.missing, found.extra, found.different, found.examples, found.columns) == (0, 0, 0, (), "")
+    assert found.clean and found.rows == 1 + sum(len(values.split("|")) for values in ARRAYS.values())
+    changes = {
+        101: "c0 = '{1,-2147483648,NULL}'",  # the order
+        102: "c0 = '{{1},{2}}'",  # more than one dimension
+        301: "c0 = '{}'",
+        600: "c5 = '{NaN,Infinity,0,0.1,1e-45}'",  # the sign of zero
+        800: "c7 = '{1.50,-0.01,0}'",
+        1200: "c11[1] = c11[1] + interval '1 microsecond'",
+        1500: "c14[1] = 'NULL'",
+        1501: "c14 = NULL",
+        2000: "c19[2] = NULL",
+    }
+    with psycopg.connect(postgres_dsn, autocommit=True) as connection:
+        connection.execute("DELETE FROM t WHERE id = 0")
+        for key, change in changes.items():
+            connection.execute(f"INSERT INTO t (id) VALUES ({key}) ON CONFLICT DO NOTHING".encode())
+            connection.execute(f"UPDATE t SET {change} WHERE id = {key}".encode())
+    found = verified(postgres_dsn, shard, "t", remap)
+    assert (found.missing, found.different, found.extra) == (1, len(changes) - 1, 1) and not found.clean
 
 
 def test_rows_that_are_dead_letters_are_poisoned_not_missing_and_never_equal(postgres_dsn: str) -> None:

@@ -106,7 +106,13 @@ def test_defaults_are_the_json_values_of_their_types(kind: str, default: str, va
 
 @pytest.mark.parametrize(
     ("kind", "default"),
-    [("float64", "NaN"), ("float32", "-Infinity"), ("timestamp", "infinity"), ("date", "0044-03-15 BC")],
+    [
+        ("float64", "NaN"),
+        ("float32", "-Infinity"),
+        ("timestamp", "infinity"),
+        ("date", "0044-03-15 BC"),
+        ("array<int32>", "{}"),
+    ],
 )
 def test_a_default_that_iceberg_cannot_express_is_refused(kind: str, default: str) -> None:
     with pytest.raises(InvalidError, match=f"column=c default='{default}'"):

@@ -170,6 +170,7 @@ def test_a_nested_column_is_added_and_retired_and_never_changed() -> None:
     assert row == {"v": None, "k": None, "m": None, "w": None}
     with pytest.raises(InvalidError, match="some values would change: column=w"):
         evolve_schema(added, SchemaChanges(widen=(Column("w", "array<int64>"),)))
-    with pytest.raises(InvalidError, match="nested type cannot have a default: column=x"):
-        evolve_schema(added, SchemaChanges(add=(Column("x", "array<int32>", "{}"),)))
+    for kind in ("array<array<int32>>", "map<string,int32>"):
+        with pytest.raises(InvalidError, match="nested type cannot have a default: column=x"):
+            evolve_schema(added, SchemaChanges(add=(Column("x", kind, "{}"),)))
     assert not is_widening("array<int32>", "array<int64>") and not is_widening("array<int32>", "int64")

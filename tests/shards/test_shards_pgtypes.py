@@ -45,7 +45,7 @@ from tidemill.shards.parts.pg_columns import DATE_INFINITY, TIMESTAMP_INFINITY, 
         ("uuid", "string"),
         ("character varying(20)", "string"),
         ("inet", "string"),
-        ("integer[]", "string"),
+        ("integer[]", "array<int32>"),
         ("public.mood", "string"),
     ],
 )

@@ -13,7 +13,7 @@ from support.shards.world import World
 from support.waiting import run
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
-from tidemill.shards.parts.pg_columns import TIMESTAMP_INFINITY, cast_text, parse_column, with_existing_timestamps
+from tidemill.shards.parts.pg_columns import TIMESTAMP_INFINITY, cast_text, parse_column, with_existing_types
 from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema import arrow_type, canonical_type, conform_rows
 from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema, schema_changes
@@ -106,14 +106,14 @@ def test_neither_becomes_the_other(old: str, new: str) -> None:
 def test_an_old_shard_decides_what_a_captured_column_is_and_a_new_column_is_new() -> None:
     source = (*(Column(name, "timestamp_ntz") for name in ("a", "b", "new")), Column("z", "timestamp"))
     shard = ShardSchema((Column("a", "timestamp"), Column("b", "timestamp_ntz"), Column("z", "timestamp")), ("a",))
-    assert [c.type for c in with_existing_timestamps(source, shard)] == [
+    assert [c.type for c in with_existing_types(source, shard)] == [
         "timestamp",
         "timestamp_ntz",
         "timestamp_ntz",
         "timestamp",
     ]
     # The reverse is a difference: local timestamps do not become instants because the source's type changed.
-    assert with_existing_timestamps((Column("b", "timestamp"),), shard) == (Column("b", "timestamp"),)
+    assert with_existing_types((Column("b", "timestamp"),), shard) == (Column("b", "timestamp"),)
 
 
 def test_a_column_that_is_added_has_its_default_in_older_rows() -> None:

@@ -52,13 +52,17 @@ def with_null(rows: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
     return [row | dict.fromkeys(names) for row in rows]
 
 
-def test_a_column_that_lost_its_zone_is_told_to_stay_an_instant_in_the_shard() -> None:
+def test_a_column_that_lost_its_zone_stays_an_instant_in_the_shard_and_an_array_its_text_and_both_are_told() -> None:
     def schema(kind: str) -> ShardSchema:
         return ShardSchema((Column("id", "int32"), Column("at", kind)), ("id",))
 
     found = predict_shard_effect(ShardState("s", "1", schema("timestamp")), schema("timestamp_ntz"))
     assert (found.how, found.instants) == ("kept", ("at",))
     assert "at: a timestamp without time zone in the source, an instant in the table" in accept._format_effect(found)
+    text = predict_shard_effect(ShardState("s", "1", schema("string")), schema("array<string>"))
+    assert (text.how, text.instants, text.texts) == ("kept", (), ("at",))
+    assert "at: an array in the source, its text in the table as before" in accept._format_effect(text)
+    assert predict_shard_effect(ShardState("s", "1", schema("array<int32>")), schema("array<int64>")).how == "anew"
     same = predict_shard_effect(ShardState("s", "1", schema("timestamp")), schema("timestamp"))
     assert (same.how, same.instants) == ("kept", ())
     assert accept._format_effect(same) == "is kept unchanged and continues with the new copy"

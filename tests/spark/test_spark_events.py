@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import psycopg
+import pyarrow as pa
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -57,6 +58,10 @@ TYPES: dict[str, tuple[int, int, str, tuple[str, ...], tuple[str, ...]]] = {
           ("infinity", "-infinity", "0044-03-15 01:02:03+00 BC", "0001-01-01 00:00:00+00 BC", "10000-01-01 00:00:00+00",
            "294276-12-31 00:00:00+00")),
     "after": (17, -1, "bytea", ("\\x", "\\x00ff10"), ()),
+    "tags": (1009, -1, "text[]", ("{}", '{a,NULL,"b c","q\\"}"}'), ("{{a},{b}}", "[0:0]={x}")),
+    "nums": (1231, 393222, "numeric(6,2)[]", ("{1.50,NULL,-0.25}", "{}"), ("{1.50,NaN}", "{{1.00}}")),
+    "ats": (1115, -1, "timestamp without time zone[]", ('{"2026-02-03 04:05:06.5",NULL}', "{}"),
+            ("{infinity}", '{"0044-03-15 12:00:00 BC"}', '{"294276-12-31 23:59:59"}')),
     "source": (25, -1, "text", ("", 'x "y" \\', '},"source":{"version":', ',"after":{', ',"after":null,"source"'), ()),
 }  # fmt: skip
 """oid, typmod, name, usual values, values that Arrow does not read."""
@@ -95,7 +100,8 @@ def decoded(decoder: CapturedDecoder, records: list[Record]) -> Captured:
 def reported(found: Captured, place_of: list[int]) -> Any:
     """Return commands with the places of changes; an event and its tombstone are one change."""
     rows = found.commands.rows
-    for name, kind in (("s", "int64"), ("s3", "int64"), ("z", "int64"), ("day", "int32")):
+    numbers = {"s": pa.int64(), "s3": pa.int64(), "z": pa.int64(), "day": pa.int32(), "ats": pa.list_(pa.int64())}
+    for name, kind in numbers.items():
         at = rows.schema.get_field_index(name)  # Python's calendar is too short for them
         rows = rows.set_column(at, name, rows.column(name).cast(kind))
     commands = [repr(row | {ORDER: place_of[row[ORDER]]}) for row in rows.to_pylist()]

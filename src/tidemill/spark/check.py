@@ -20,6 +20,7 @@ import msgspec
 from tidemill.base.errors import InvalidError, unknown_name_fix
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, PipelineRow, TopicRow, check_topic_name
 from tidemill.shards.api import ShardSchema
+from tidemill.shards.parts.pg_columns import with_existing_types
 from tidemill.shards.parts.schema import describe_difference
 from tidemill.shards.parts.schema_evolution import evolve_schema, schema_changes
 from tidemill.shards.registry import check_shard_name, read_shard
@@ -249,7 +250,7 @@ async def check_cluster(
     stored = {one for one in sorted(wanted) if await read_shard(consensus, one) is not None}
     found.check_inputs({*reads, *others, *stored})
     for name, source in found.tables.items():
-        error = await _source_problem(name, source, found.expectations.get(name), catalogue, captures)
+        error = await _source_problem(name, source, found.expectations.get(name), catalogue, consensus, captures)
         error = error or await _schema_problem(name, source, consensus)
         if error is not None:
             found.report(error, found.lines.get(name, 0))
@@ -272,6 +273,7 @@ async def _source_problem(
     source: Input,
     expectations: Expectations | None,
     catalogue: Catalogue,
+    consensus: Consensus,
     captures: Collection[str],
 ) -> InvalidError | None:
     if isinstance(source, StreamTopic):
@@ -290,8 +292,12 @@ async def _source_problem(
             fix=f"Use one of: {', '.join(sorted(known))}." if known else f"Configure it: [capture.{source.capture}]",
         )
     try:
-        feed = await captured_feed(catalogue, source.capture, source.table)
-        expectation_check(feed.schema, expectations)
+        schema = (await captured_feed(catalogue, source.capture, source.table, source.as_text)).schema
+        state = await read_shard(consensus, name)
+        if state is not None:
+            columns = with_existing_types(schema.columns, state.schema)
+            schema = msgspec.structs.replace(schema, columns=columns)
+        expectation_check(schema, expectations)
     except SourceNotReadyError:  # the pipeline waits for it
         row = await catalogue.table(source.capture, source.table)
         if row is None or row.state not in NOT_CAPTURED:

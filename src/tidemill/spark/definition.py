@@ -48,8 +48,11 @@ SESSION_NAMES = ("spark", "session")
 
 
 class CapturedTable(msgspec.Struct, frozen=True):
+    """A table of a captured database. `as_text`: its arrays that are stored as PostgreSQL's text."""
+
     capture: str
     table: str
+    as_text: tuple[str, ...] = ()
 
     @property
     def source(self) -> str:
@@ -71,9 +74,16 @@ class Capture:
     def __init__(self, name: str) -> None:
         self.name = name
 
-    def table(self, name: str) -> CapturedTable:
-        """Return the table `schema.table`; the default schema is public."""
-        return CapturedTable(self.name, name if "." in name else f"public.{name}")
+    def table(self, name: str, *, as_text: Names = ()) -> CapturedTable:
+        """Return the table `schema.table`; the default schema is public.
+
+        `as_text`: columns of array types, one or several ("a, b"), that are stored as PostgreSQL's text: any array fits
+        then, also one of several dimensions.
+        """
+        texts = split_names(as_text) if as_text else ()
+        if not all(texts):
+            raise InvalidError(f"as_text names no column: table={name}.", fix='Name the columns, e.g. as_text="cells".')
+        return CapturedTable(self.name, name if "." in name else f"public.{name}", texts)
 
 
 class StreamTopic(msgspec.Struct, frozen=True):

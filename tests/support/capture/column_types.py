@@ -106,8 +106,10 @@ MADE = {
     "citext[]": ["{Mixed,NULL}"],
     "mood[]": ['{"so so","it\'s \\"great\\", {really}"}'],
     "place[]": ['{"(1,\\"a,b\\",)"}'],
-    "integer[]": ["{}", "{1,NULL,3}", "{{1,2},{3,4}}", "[0:1]={1,2}"],
-    "text[]": ['{NULL,"NULL","",  "a,b","{}","q\\"\\\\"}'],
+    "integer[]": ["{}", "{1,NULL,3}", "[0:1]={1,2}", "{NULL}"],
+    "text[]": ['{NULL,"NULL",null1,"","a,b","{}","q\\"\\\\"," ","é😀,\u2028"}', "{}", '[-1:0]={a,"\\"b"}'],
+    "grid": ["{{1,2},{3,4}}", "[0:0][2:3]={{1,NULL}}"],
+    "words[]": ['{"{a,b}","{}"}'],
 }
 """Types that the database itself derives, and arrays of several dimensions."""
 
@@ -116,6 +118,7 @@ DDL = [
     "CREATE EXTENSION citext",
     "CREATE DOMAIN positive AS integer CHECK (VALUE > 0)",
     "CREATE DOMAIN words AS text[]",
+    "CREATE DOMAIN grid AS integer[]",
     "CREATE DOMAIN hours AS timestamp",
     "CREATE DOMAIN exact AS double precision",
     """CREATE TYPE mood AS ENUM ('so so', 'it''s "great", {really}')""",

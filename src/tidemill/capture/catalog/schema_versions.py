@@ -37,7 +37,7 @@ from tidemill.capture.naming import has_invalid_bytes
 from tidemill.capture.postgres.pgoutput import RelationMessage
 from tidemill.metastore.catalogue import CapturedColumn, CaptureTableRow, FormerType
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.pg_columns import column_for
+from tidemill.shards.parts.pg_columns import column_for, columns_for
 from tidemill.shards.parts.schema import check_schema
 from tidemill.shards.parts.schema_evolution import canonical_default, evolve_schema, schema_changes
 
@@ -187,9 +187,8 @@ def plan_next_version(
 
 def shard_schema_of(columns: Sequence[CapturedColumn]) -> ShardSchema:
     """Return the schema of a shard of these columns, with the defaults of added ones. Raises InvalidError."""
-    plain = [column_for(c.name, c.type_name) for c in columns]
     key = sorted((c for c in columns if c.key_index >= 0), key=lambda c: c.key_index)
-    schema = check_schema(ShardSchema(tuple(plain), tuple(c.name for c in key)))
+    schema = check_schema(ShardSchema(columns_for(columns), tuple(c.name for c in key)))
     filled = [replace(s, default=c.default) for s, c in zip(schema.columns, columns, strict=True)]
     return replace(schema, columns=tuple(filled))
 
@@ -239,6 +238,7 @@ def _add_columns(
     """Return the added columns, or why they cannot be carried."""
     out = []
     now = found.by_name
+    keyed = any(c.key_index >= 0 for c in row.columns)
     if target and found.dropped > row.attributes:
         return "a column was added and dropped in the meantime, so it is unknown which one older rows lack"
     for wanted in target:
@@ -256,7 +256,7 @@ def _add_columns(
                 "the rows were rewritten (by a volatile default, an identity or a generated column),"
                 " with values that are not in the stream"
             )
-        kind = column_for(wanted.name, wanted.type_name).type
+        kind = column_for(wanted.name, wanted.type_name, arrays=keyed).type
         if has_invalid_bytes(seen.missing or ""):
             return f"the default of column {wanted.name!r} is not UTF-8"
         try:

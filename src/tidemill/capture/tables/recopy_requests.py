@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.metastore.catalogue import AcceptedSchemaChange, CaptureTableRow, Catalogue
 from tidemill.shards.api import ShardSchema
-from tidemill.shards.parts.pg_columns import with_existing_timestamps
+from tidemill.shards.parts.pg_columns import with_existing_types
 from tidemill.shards.parts.schema import describe_difference
 from tidemill.shards.parts.schema_evolution import schema_changes
 from tidemill.shards.state.state import ShardState
@@ -33,14 +33,18 @@ class ShardEffect(msgspec.Struct, frozen=True):
     """The acceptance that is required for this; None = none"""
     instants: tuple[str, ...] = ()
     """Columns that are clock times in the table (timestamp without a zone) and remain instants in the shard"""
+    texts: tuple[str, ...] = ()
+    """Columns that are arrays in the table and remain text in the shard"""
 
 
 def predict_shard_effect(state: ShardState, wanted: ShardSchema) -> ShardEffect:
-    """Return the effect on a shard if a table with the schema `wanted` feeds it. Pure. A column keeps the timestamp
-    type that the shard has (RFC 0007).
+    """Return the effect on a shard if a table with the schema `wanted` feeds it. Pure. A column keeps the type that the
+    shard has as `with_existing_types` describes.
     """
-    held = with_existing_timestamps(wanted.columns, state.schema)
-    instants = tuple(c.name for c, other in zip(held, wanted.columns, strict=True) if c.type != other.type)
+    held = with_existing_types(wanted.columns, state.schema)
+    kept = [c for c, other in zip(held, wanted.columns, strict=True) if c.type != other.type]
+    instants = tuple(c.name for c in kept if c.type == "timestamp")
+    texts = tuple(c.name for c in kept if c.type == "string")
     wanted = replace(wanted, columns=held)
     names = tuple(column.name for column in state.schema.columns)
     try:
@@ -49,7 +53,7 @@ def predict_shard_effect(state: ShardState, wanted: ShardSchema) -> ShardEffect:
         said = describe_difference(state.schema, wanted)
         return ShardEffect(state.name, "anew", said, AcceptedSchemaChange(state.shard_id, anew=True))
     accepted = AcceptedSchemaChange(state.shard_id, changes.retire) if changes.retire else None
-    return ShardEffect(state.name, "grown" if changes else "kept", str(changes), accepted, instants)
+    return ShardEffect(state.name, "grown" if changes else "kept", str(changes), accepted, instants, texts)
 
 
 async def request_recopy(catalogue: Catalogue, capture: str, table: str) -> CaptureTableRow:

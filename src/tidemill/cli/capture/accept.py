@@ -39,6 +39,7 @@ def accept_table(opened: OpenStores, row: CaptureTableRow, *, yes: bool, dry_run
     effects = [
         {"shard": s.shard, "becomes": s.how, "changes": s.changes}
         | ({"instants": list(s.instants)} if s.instants else {})
+        | ({"texts": list(s.texts)} if s.texts else {})
         for s in shards
     ]
     answer = {
@@ -136,17 +137,20 @@ def _print_changes(row: CaptureTableRow, difference: str, shards: list[ShardEffe
 
 def _format_effect(found: ShardEffect) -> str:
     if found.how == "kept":
-        return "is kept unchanged and continues with the new copy" + _instants_note(found)
+        return "is kept unchanged and continues with the new copy" + _kept_types_note(found)
     if found.how == "grown":
-        return found.changes + _instants_note(found)
+        return found.changes + _kept_types_note(found)
     return f"is dropped and re-created, and its history ends: {found.changes}"
 
 
-def _instants_note(found: ShardEffect) -> str:
-    """Describe the columns that stay instants. Source: RFC 0007, a shard retains the type of timestamp that it has."""
-    if not found.instants:
-        return ""
-    return (
-        f"; {', '.join(found.instants)}: a timestamp without time zone in the source, an instant in the table as"
-        f" before, its value read as UTC (tidemill table drop {found.shard} re-creates it without time zones)"
-    )
+def _kept_types_note(found: ShardEffect) -> str:
+    """Describe the columns that stay instants (RFC 0007) or text: a shard retains the type that it has."""
+    said = ""
+    if found.instants:
+        said += (
+            f"; {', '.join(found.instants)}: a timestamp without time zone in the source, an instant in the table as"
+            f" before, its value read as UTC (tidemill table drop {found.shard} re-creates it without time zones)"
+        )
+    if found.texts:
+        said += f"; {', '.join(found.texts)}: an array in the source, its text in the table as before"
+    return said

@@ -8,7 +8,8 @@
     date                    int days            minus 1970-01-01; ±(2³¹−1) = ±∞          view as int32
     binary                  bytes               the column                               the column
     string, json            str                 the type's output text                   the column
-    array, struct, map      str: as JSON        none                                     scalars inside as above
+    array of scalars        str: as JSON        an array of the elements as above        the elements as above
+    other nested types      str: as JSON        none                                     the scalars inside as above
 
 -0.0 becomes 0.0, except within a nested value, where the two differ. Order: numbers by value, text and bytes bytewise,
 null last.
@@ -27,8 +28,8 @@ from tidemill.cli.verify.compare import NAN, Row
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.nested.values import map_leaf_types
-from tidemill.shards.parts.pg_columns import DATE_INFINITY, TIMESTAMP_INFINITY
-from tidemill.shards.parts.schema import TIMESTAMPS
+from tidemill.shards.parts.pg_columns import DATE_INFINITY, TIMESTAMP_INFINITY, element_type
+from tidemill.shards.parts.schema import TIMESTAMPS, canonical_type
 
 
 def ordered_columns(schema: ShardSchema) -> tuple[Column, ...]:
@@ -40,18 +41,36 @@ def ordered_columns(schema: ShardSchema) -> tuple[Column, ...]:
 def select_expression(column: Column) -> str:
     """Return SQL that yields the canonical value."""
     name = identifier(column.name)
-    if column.type in TIMESTAMPS:
+    return _array_expression(name, column.type) if is_nested(column.type) else _scalar_expression(name, column.type)
+
+
+def _array_expression(name: str, kind: str) -> str:
+    """Return SQL that yields an array of canonical elements.
+
+    `unnest` in FROM would return the fields of composites. An array of more than one dimension, which no table holds,
+    yields its elements twice, so that it equals nothing.
+    """
+    element = _scalar_expression("e", element_type(canonical_type(kind)))
+    elements = f"ARRAY(SELECT {element} FROM (SELECT unnest({name}) AS e) AS elements)"
+    return (
+        f"CASE WHEN {name} IS NULL THEN NULL WHEN array_ndims({name}) > 1 THEN {elements} || {elements}"
+        f" ELSE {elements} END"
+    )
+
+
+def _scalar_expression(name: str, kind: str) -> str:
+    if kind in TIMESTAMPS:
         # A timestamp without a zone is read as UTC; the session's TimeZone is UTC, so both kinds cast alike.
         # PostgreSQL's last days are beyond int64. No shard holds them, so any number that no row has will do.
         finite = f"least(extract(epoch FROM {name}::timestamptz) * 1000000, {TIMESTAMP_INFINITY - 1})::int8"
         return _with_infinity(name, finite, TIMESTAMP_INFINITY, "int8")
-    if column.type == "date":
+    if kind == "date":
         return _with_infinity(name, f"({name} - DATE '1970-01-01')::int8", DATE_INFINITY, "int8")
-    if column.type in ("float32", "float64"):
+    if kind in ("float32", "float64"):
         return f"{name}::float8"
-    if column.type == "int64":
+    if kind == "int64":
         return f"{name}::int8"  # applies to oid, too
-    if column.type in ("string", "json"):
+    if kind in ("string", "json"):
         return _text_expression(name)
     return name
 
@@ -64,8 +83,8 @@ def order_expression(column: Column) -> str:
 
 def _text_expression(name: str) -> str:
     """Return SQL for the text of the output function, as the stream carries it. A cast would trim char(n) and decorate
-    inet."""
-    return f"CASE WHEN {name} IS NULL THEN NULL ELSE format('%s', {name}) END"
+    inet. A composite whose fields are all null IS NULL, but is not null."""
+    return f"CASE WHEN {name} IS NOT DISTINCT FROM NULL THEN NULL ELSE format('%s', {name}) END"
 
 
 def _with_infinity(name: str, finite: str, infinity: int, kind: str) -> str:
@@ -90,6 +109,25 @@ def float_canonicalizer(columns: tuple[Column, ...]) -> Callable[[Row], Row] | N
     return fix
 
 
+def array_canonicalizer(columns: tuple[Column, ...]) -> Callable[[Row], Row] | None:
+    """Return a function that makes the arrays in a row of `select_expression`s canonical; None without an array."""
+    places = [i for i, c in enumerate(columns) if is_nested(c.type)]
+    if not places:
+        return None
+
+    def fix(row: Row) -> Row:
+        values = list(row)
+        for i in places:
+            values[i] = _nested_text(values[i])
+        return tuple(values)
+
+    return fix
+
+
+def _nested_text(value: Any) -> str | None:
+    return None if value is None else json.dumps(value, default=_spell_scalar)
+
+
 def canonical_column(column: pa.ChunkedArray, kind: Column) -> Any:
     """Return a shard column with its canonical integers, float64s or texts, still as Arrow (the spool stores it)."""
     if kind.type in TIMESTAMPS:
@@ -100,7 +138,7 @@ def canonical_column(column: pa.ChunkedArray, kind: Column) -> Any:
         return column.cast(pa.float64())
     if is_nested(kind.type):
         values = column.cast(map_leaf_types(column.type, _canonical_type)).to_pylist()
-        return pa.array([None if v is None else json.dumps(v, default=_spell_scalar) for v in values], pa.string())
+        return pa.array(map(_nested_text, values), pa.string())
     return column
 
 

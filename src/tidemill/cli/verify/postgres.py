@@ -27,6 +27,7 @@ from tidemill.capture.postgres.connection import (
 )
 from tidemill.capture.setup.blockers import PREPARED_LOCK_SQL
 from tidemill.cli.verify.canonical_values import (
+    array_canonicalizer,
     float_canonicalizer,
     order_expression,
     ordered_columns,
@@ -98,7 +99,7 @@ class SourcePoint:
         import psycopg
 
         columns = ordered_columns(schema)
-        fix = float_canonicalizer(columns)
+        fixes = [fix for make in (float_canonicalizer, array_canonicalizer) if (fix := make(columns)) is not None]
         keys = [c for c in columns if c.name in schema.key]
         values = ("NULL" if c.retired else select_expression(c) for c in columns)
         query = (
@@ -113,7 +114,9 @@ class SourcePoint:
                     f"the source lacks a column of its table: table={table} ({_first_line(error)})."
                 ) from error
             while chunk := await cursor.fetchmany(FETCH_ROWS):
-                yield [fix(r) for r in chunk] if fix else chunk
+                for fix in fixes:
+                    chunk = [fix(row) for row in chunk]
+                yield chunk
 
     async def _from_item(self, table: str) -> str:
         """Return the FROM item, which excludes tables that inherit from the table: they are tables of their own."""

@@ -17,7 +17,7 @@ from tidemill.cli.verify.compare import Comparison, Outcome, Row
 from tidemill.cli.verify.postgres import SourceColumn, SourcePoint, open_source_point
 from tidemill.cli.verify.spool import Spool
 from tidemill.shards.api import Binding, Remap, Shard, ShardSchema
-from tidemill.shards.parts.pg_columns import column_for, with_existing_timestamps
+from tidemill.shards.parts.pg_columns import column_for, with_existing_types
 from tidemill.shards.parts.schema import canonical_type
 
 Progress = Callable[[str, int, int], None]
@@ -119,7 +119,7 @@ def column_difference(columns: Sequence[SourceColumn], key: Sequence[str], schem
     said = [f"{kinds.get(c.generated, '')}column {c.name!r} is not in the table" for c in columns if c.name not in ours]
     said += [f"column {name!r} is not in the source" for name in ours if name not in {c.name for c in columns}]
     for column in columns:
-        (held,) = with_existing_timestamps([column_for(column.name, column.type_name)], schema)
+        (held,) = with_existing_types([column_for(column.name, column.type_name)], schema)
         wanted = canonical_type(held.type)
         if column.name in ours and ours[column.name] != wanted:
             said.append(f"column {column.name!r} is {column.type_name} in the source, {ours[column.name]} in the table")

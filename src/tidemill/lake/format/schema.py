@@ -167,6 +167,8 @@ def _publish_column(column: Column, number: int, name: str, version: int) -> Fie
 def default_json(column: Column) -> Any:
     """Return the default of a column as the JSON value of its type. Raises InvalidError if it has no such value."""
     kind = arrow_type(column.type)
+    if pa.types.is_nested(kind):
+        raise _no_json(column)  # readers of Iceberg have no defaults of nested types
     try:
         value = default_value(column).as_py()
         if pa.types.is_timestamp(kind):

@@ -6,9 +6,15 @@ of `cli/verify/canonical_values` and the defaults of `schema_evolution` must agr
     real, double precision       float32, float64         date                date
     numeric(p,s), 0 ≤ s ≤ p ≤ 38 decimal(p,s)             json, jsonb         json (text, as PostgreSQL prints it)
     timestamp with time zone     timestamp                timestamp           timestamp_ntz; see
-                                 `with_existing_timestamps`
-    everything else              string, PostgreSQL's text unchanged (uuid, inet, interval, time, money,
-                                 enums, arrays, ranges, unconstrained numeric, …)
+                                 `with_existing_types`
+    array of a type above        array<…> of its type; of json, array<string>
+    array of any other type      array<string> of the elements' text; `box[]` and others with another delimiter than
+                                 the comma are string
+    everything else              string, PostgreSQL's text unchanged (uuid, inet, interval, time, money, enums,
+                                 composites, ranges, domains also over arrays, unconstrained numeric, …)
+
+An array has one dimension; its lower bound is not stored. A value of more dimensions raises InvalidError. In a key, and
+in a table without one, an array is a string.
 
 Text is that of DateStyle 'ISO', bytea_output 'hex', extra_float_digits ≥ 1 (the settings of a replication session).
 
@@ -20,9 +26,9 @@ InvalidError.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from decimal import Decimal
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -32,6 +38,15 @@ from msgspec.structs import replace
 from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.text import has_zone, read_bytea, read_date, read_timestamp, read_timestamptz
 from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.nested.pg_arrays import (
+    DimensionsError,
+    list_array,
+    lists_of,
+    map_elements,
+    split_array,
+    split_arrays,
+)
+from tidemill.shards.nested.type_names import ArrayType, array_name, is_nested, nested_type
 from tidemill.shards.parts.numbers import decimal_texts_to_arrow, decimals_to_arrow, is_infinite
 from tidemill.shards.parts.schema import TIMESTAMPS, arrow_type, canonical_type
 
@@ -50,6 +65,8 @@ _PLAIN = {
 }
 _NUMERIC = re.compile(r"numeric\((\d+),(-?\d+)\)")
 _TIMESTAMP = re.compile(r"timestamp(?:\(\d\))?( with time zone| without time zone)?")
+_OTHER_DELIMITER = re.compile(r"(?:.*\.)?(?:box|geometry|geography)(?:\(.*\))?", re.DOTALL)
+"""Types whose arrays are not delimited by commas: PostgreSQL's box (;), and those of PostGIS (:)."""
 
 _DIGITS = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 _INFINITY = "^[+-]?inf(inity)?$"
@@ -66,31 +83,75 @@ _HEX_MARK = np.frombuffer(b"\\x", dtype=np.uint8)
 T = TypeVar("T")
 
 
-def column_for(name: str, type_name: str) -> Column:
-    """Return the shard column of a PostgreSQL column; `type_name` is format_type's text, e.g. `numeric(12,2)`."""
+class DescribedColumn(Protocol):
+    """A column of a captured table. `type_name`: format_type's text; `key_index`: its place in the key, or −1."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def type_name(self) -> str: ...
+    @property
+    def key_index(self) -> int: ...
+
+
+def columns_for(described: Sequence[DescribedColumn], as_text: Collection[str] | None = ()) -> tuple[Column, ...]:
+    """Return the shard columns of a captured table. `as_text`: arrays that are text; None = all."""
+    keyed = any(c.key_index >= 0 for c in described)
+    return tuple(
+        column_for(
+            c.name,
+            c.type_name,
+            arrays=keyed and c.key_index < 0 and as_text is not None and c.name not in as_text,
+        )
+        for c in described
+    )
+
+
+def column_for(name: str, type_name: str, *, arrays: bool = True) -> Column:
+    """Return the shard column of a PostgreSQL column; `type_name` is format_type's text, e.g. `numeric(12,2)`.
+
+    `arrays`: whether an array is one in the shard, too, or its text.
+    """
+    if type_name.endswith("[]"):
+        kind = type_name.removesuffix("[]")
+        if not arrays or _OTHER_DELIMITER.fullmatch(kind):
+            return Column(name, "string")
+        element = _scalar_type(kind)
+        return Column(name, array_name("string" if element == "json" else element))
+    return Column(name, _scalar_type(type_name))
+
+
+def _scalar_type(type_name: str) -> str:
     if type_name in _PLAIN:
-        return Column(name, _PLAIN[type_name])
+        return _PLAIN[type_name]
     found = _TIMESTAMP.fullmatch(type_name)
     if found:
-        return Column(name, "timestamp" if found[1] == " with time zone" else "timestamp_ntz")
+        return "timestamp" if found[1] == " with time zone" else "timestamp_ntz"
     found = _NUMERIC.fullmatch(type_name)
     if found:
         precision, scale = int(found[1]), int(found[2])
         if 1 <= precision <= 38 and 0 <= scale <= precision:
-            return Column(name, f"decimal({precision},{scale})")
-    return Column(name, "string")
+            return f"decimal({precision},{scale})"
+    return "string"
 
 
-def with_existing_timestamps(columns: Iterable[Column], have: ShardSchema) -> tuple[Column, ...]:
+def with_existing_types(columns: Iterable[Column], have: ShardSchema) -> tuple[Column, ...]:
     """Return columns of a captured table as an existing shard stores them.
 
-    A shard created before shards had `timestamp_ntz` has `timestamp` instead, its digits read as UTC, and retains it
-    (RFC 0007).
+    timestamp    instead of `timestamp_ntz`, its digits read as UTC, in a shard of before that type (RFC 0007)
+    string       instead of an array, its text, in a shard of before arrays or one that was declared so
     """
-    instants = {c.name for c in have.columns if c.type == "timestamp"}
-    return tuple(
-        replace(c, type="timestamp") if c.type == "timestamp_ntz" and c.name in instants else c for c in columns
-    )
+    held = {c.name: c.type for c in have.columns}
+    return tuple(replace(c, type=held[c.name]) if _keeps_type(c, held.get(c.name, "")) else c for c in columns)
+
+
+def _keeps_type(column: Column, held: str) -> bool:
+    return (column.type, held) == ("timestamp_ntz", "timestamp") or (is_nested(column.type) and held == "string")
+
+
+def has_other_forms(schema: ShardSchema) -> bool:
+    """Return whether an existing shard may store a column of the schema with another type: `with_existing_types`."""
+    return any(c.type == "timestamp_ntz" or is_nested(c.type) for c in schema.columns)
 
 
 def parse_column(values: Sequence[str | None], column: Column) -> pa.Array:
@@ -107,15 +168,28 @@ def parse_column(values: Sequence[str | None], column: Column) -> pa.Array:
         return _parse_values(values, column, kind, arrow_type(kind))
 
 
+def element_type(kind: str) -> str:
+    """Return the type of the elements of a canonical array type."""
+    found = nested_type(kind)
+    if not isinstance(found, ArrayType):
+        raise InvalidError(f"PostgreSQL's text is not read as this type: type={kind}.", fix="Use an array of a scalar.")
+    return found.element
+
+
 def cast_text(text: pa.Array, kind: str) -> pa.Array:
     """Cast an Arrow array of text by columns, for ordinary values.
 
     Arrow's own parsers accept exactly what PostgreSQL prints for these. Raises ArrowInvalid or ArrowNotImplementedError
     if a value is not ordinary.
     """
+    if is_nested(kind):
+        lists, wrong = split_arrays(text)
+        if wrong.any():
+            raise pa.ArrowInvalid("not an array of one dimension")
+        return map_elements(lists, lambda elements: cast_text(elements, element_type(kind)))
     target = arrow_type(kind)
-    if kind in ("string", "json"):
-        return text
+    if kind in ("string", "json") or not len(text):
+        return text.cast(target)
     if kind == "binary":
         return _parse_bytea(text)
     if kind == "bool":
@@ -170,6 +244,10 @@ def _parse_values(values: Sequence[str | None], column: Column, kind: str, targe
     """Parse value by value: finds the invalid one, and reads values that only PostgreSQL writes (infinity, BC, year
     10000).
     """
+    if is_nested(kind):
+        lists = [None if v is None else _parse_value(split_array, v, column) for v in values]
+        counts, elements, valid = lists_of(lists)
+        return list_array(counts, parse_column(elements, replace(column, type=element_type(kind))), valid)
     if kind in TIMESTAMPS:
         read = _timestamp_us if kind == "timestamp" else _clock_us
         numbers = [None if v is None else _parse_value(read, v, column) for v in values]
@@ -195,6 +273,11 @@ def _parse_values(values: Sequence[str | None], column: Column, kind: str, targe
 def _parse_value(parse: Callable[[str], T], value: str, column: Column) -> T:
     try:
         return parse(value)
+    except DimensionsError as error:
+        raise InvalidError(
+            f"an array of more than one dimension: column={column.name} value={value[:80]!r}.",
+            fix=f"Store the column as text: as_text={column.name!r} of the captured table in the pipeline's file.",
+        ) from error
     except (ValueError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
         raise InvalidError(
             f"not a {column.type}: column={column.name} value={value[:80]!r}.",

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import CorruptError, InvalidError
 from tidemill.shards.api import Batch, Column, SchemaEvolvedError, ShardSchema
-from tidemill.shards.nested.type_names import is_nested
+from tidemill.shards.nested.type_names import ArrayType, is_nested, nested_type
 from tidemill.shards.parts.pg_columns import parse_column
 from tidemill.shards.parts.schema import arrow_type, canonical_type, check_name, describe_difference
 from tidemill.shards.parts.stored_types import restored_column
@@ -140,7 +140,8 @@ def _widen_to(column: Column, kind: str) -> Column:
 
 
 def canonical_default(column: Column) -> str | None:
-    """Return the canonical text of a column's default, with the same value under every wider type.
+    """Return the canonical text of a column's default, with the same value under every wider type. That of an array is
+    PostgreSQL's text: `{}`, `{a,"b c"}`.
 
     Raises InvalidError.
     """
@@ -148,9 +149,9 @@ def canonical_default(column: Column) -> str | None:
     if text is None:
         return None
     kind = canonical_type(column.type)
-    if is_nested(kind):
+    if is_nested(kind) and not _is_array_of_scalars(kind):
         raise InvalidError(
-            f"a column of a nested type cannot have a default: column={column.name} type={kind}.",
+            f"a column of this nested type cannot have a default: column={column.name} type={kind}.",
             fix="Add it without a default: earlier rows are null in it.",
         )
     if kind == "json":
@@ -163,6 +164,11 @@ def canonical_default(column: Column) -> str | None:
     if pa.types.is_floating(value.type) or pa.types.is_integer(value.type):
         return str(value.as_py())  # for a float32, all digits of its float64
     return text
+
+
+def _is_array_of_scalars(kind: str) -> bool:
+    found = nested_type(kind)
+    return isinstance(found, ArrayType) and not is_nested(found.element)
 
 
 def _check_json(name: str, text: str) -> None:

@@ -32,8 +32,10 @@ from msgspec.structs import replace
 
 from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.nested.pg_arrays import map_elements, split_arrays
+from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.numbers import narrow_to_float32
-from tidemill.shards.parts.pg_columns import cast_text, parse_column
+from tidemill.shards.parts.pg_columns import cast_text, element_type, parse_column
 from tidemill.shards.parts.schema import FLOATS, TIMESTAMPS, arrow_type
 from tidemill.spark.decode import events
 from tidemill.spark.decode.avro import AvroReader, AvroVersion, SchemaMismatchError, after_row, locate_rows
@@ -376,13 +378,11 @@ class _CaptureDialect:
         found = events.convert_form(self._forms.get(column.name, ""), column, array, odd)
         if found is not None:
             return found
+        if is_nested(column.type):
+            return _arrays_of_texts(array, element_type(column.type), odd)
         if pa.types.is_string(array.type):
-            moment = column.type == "date" or column.type in TIMESTAMPS
-            if moment or column.type.startswith("decimal"):
-                strange = _postgres_only_mask(array, moment=moment)
-                if strange.any():
-                    odd |= strange
-                    array = pc.if_else(pa.array(strange), None, array)
+            array, strange = _without_odd_texts(array, column.type)
+            odd |= strange
             return cast_text(array, column.type)
         if column.type in FLOATS:
             odd |= non_finite_mask(array)
@@ -390,6 +390,30 @@ class _CaptureDialect:
             array, beyond = narrow_to_float32(array)
             odd |= beyond
         return array
+
+
+def _arrays_of_texts(texts: pa.Array, element: str, odd: Mask) -> pa.Array:
+    """Parse PostgreSQL's texts of arrays; see block_decoder.Dialect."""
+    lists, wrong = split_arrays(texts)
+    odd |= wrong
+
+    def convert(elements: pa.Array) -> pa.Array:
+        elements, strange = _without_odd_texts(elements, element)
+        if strange.any():
+            rows = np.repeat(np.arange(len(lists)), np.asarray(lists.value_lengths().fill_null(0)))
+            odd[rows[strange]] = True
+        return cast_text(elements, element)
+
+    return map_elements(lists, convert)
+
+
+def _without_odd_texts(texts: pa.Array, kind: str) -> tuple[pa.Array, Mask]:
+    """Return the texts with null for those that `cast_text` may not read, and a mask of these."""
+    moment = kind == "date" or kind in TIMESTAMPS
+    if not len(texts) or not (moment or kind.startswith("decimal")):
+        return texts, np.zeros(len(texts), dtype=bool)
+    strange = _postgres_only_mask(texts, moment=moment)
+    return (pc.if_else(pa.array(strange), None, texts) if strange.any() else texts), strange
 
 
 def _postgres_only_mask(texts: pa.Array, *, moment: bool) -> Mask:

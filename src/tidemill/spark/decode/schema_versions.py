@@ -20,6 +20,7 @@ import pyarrow.compute as pc
 from tidemill.base.pgtypes.avro import record_prefix
 from tidemill.base.pgtypes.debezium import NUMBERS
 from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.shards.parts.schema_evolution import default_value
 from tidemill.spark.decode.avro import AvroReader, AvroVersion
@@ -77,8 +78,8 @@ class VersionReaders:
             self.value = self.values = AvroReader(avro.row, self.columns, exact, forms)
             self.key = self.keys = AvroReader(avro.key, self.key_columns, some, forms, record_prefix(avro.key_id))
         else:
-            self.value = row_decoder(_number_columns(self.columns, forms), kinds, str | None, exact=True)
-            self.key = row_decoder(_number_columns(self.key_columns, forms), kinds, str | None)
+            self.value = row_decoder(_json_columns(self.columns, forms), kinds, str | None, exact=True)
+            self.key = row_decoder(_json_columns(self.key_columns, forms), kinds, str | None)
             self.values = ObjectReader(self.columns, exact)
             self.keys = ObjectReader(self.key_columns, some)
         self._wider = {c.name: c.type for c in schema.columns if c.name in here and here[c.name].type != c.type}
@@ -169,8 +170,10 @@ def places_between(places: Places, first: int, end: int) -> Places:
     return places[np.searchsorted(places, first) : np.searchsorted(places, end)]
 
 
-def _number_columns(columns: Sequence[Column], forms: Mapping[str, str]) -> list[Column]:
-    return [Column(c.name, "int64") if forms.get(c.name) in NUMBERS else c for c in columns]
+def _json_columns(columns: Sequence[Column], forms: Mapping[str, str]) -> list[Column]:
+    """Return the columns with the types of their values in JSON, in which an array is text."""
+    texts = [Column(c.name, "string") if is_nested(c.type) else c for c in columns]
+    return [Column(c.name, "int64") if forms.get(c.name) in NUMBERS else c for c in texts]
 
 
 def _default_column(column: Column, defaults: Mapping[str, Column]) -> Column:

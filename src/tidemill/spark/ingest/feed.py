@@ -60,7 +60,7 @@ def round_interval_s(freshness_s: float, took_s: float, records: int) -> float:
 async def feed_of(catalogue: Catalogue, table: Input) -> TopicFeed:
     """Return the topic of a table. Raises SourceNotReadyError, InvalidError."""
     if isinstance(table, CapturedTable):
-        return await captured_feed(catalogue, table.capture, table.table)
+        return await captured_feed(catalogue, table.capture, table.table, table.as_text)
     return await stream_feed(catalogue, table.topic, table.schema, table.record_format)
 
 

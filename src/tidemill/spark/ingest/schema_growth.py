@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.metastore.catalogue import AcceptedSchemaChange, Catalogue
 from tidemill.shards.api import SchemaEvolvedError, ShardSchema
-from tidemill.shards.parts.pg_columns import with_existing_timestamps
+from tidemill.shards.parts.pg_columns import has_other_forms, with_existing_types
 from tidemill.shards.parts.schema_evolution import schema_changes
 from tidemill.shards.registry import drop_shard, read_registration
 from tidemill.shards.state.commands import Create
@@ -32,11 +32,11 @@ class SourceSchemaGrewError(SchemaEvolvedError):
 
 
 async def keep_shard_types(stores: Stores, name: str, feed: TopicFeed) -> TopicFeed:
-    """Return the feed with the types that columns of an existing shard already have: see `with_existing_timestamps`.
+    """Return the feed with the types that columns of an existing shard already have: see `with_existing_types`.
 
     Raises UnavailableError, UnknownOutcomeError, ClosedError.
     """
-    if all(column.type != "timestamp_ntz" for column in feed.schema.columns):
+    if not has_other_forms(feed.schema):
         return feed
     try:
         shard = await stores.shard(name)
@@ -44,12 +44,15 @@ async def keep_shard_types(stores: Stores, name: str, feed: TopicFeed) -> TopicF
         return feed
     have = shard.schema
     await shard.aclose()
-    columns = with_existing_timestamps(feed.schema.columns, have)
+    columns = with_existing_types(feed.schema.columns, have)
     if columns == feed.schema.columns:
         return feed
-    kept = [new.name for old, new in zip(feed.schema.columns, columns, strict=True) if old != new]
-    log.warning("timestamps without a zone are read as UTC, as in the table", shard=name, columns=kept)
-    known = tuple(with_existing_timestamps(version, have) for version in feed.known)
+    kept = [new for old, new in zip(feed.schema.columns, columns, strict=True) if old != new]
+    if instants := [column.name for column in kept if column.type == "timestamp"]:
+        log.warning("timestamps without a zone are read as UTC, as in the table", shard=name, columns=instants)
+    if texts := [column.name for column in kept if column.type == "string"]:
+        log.info("arrays are text, as in the table", shard=name, columns=texts)
+    known = tuple(with_existing_types(version, have) for version in feed.known)
     return replace(feed, schema=replace(feed.schema, columns=columns), known=known)
 
 

@@ -7,6 +7,8 @@ topic/<name>     one stream topic; bindings by tick
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import msgspec
 
 from tidemill.base.errors import InvalidError
@@ -21,7 +23,7 @@ from tidemill.metastore.catalogue import (
     TopicRow,
 )
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.parts.pg_columns import column_for
+from tidemill.shards.parts.pg_columns import columns_for
 from tidemill.shards.parts.schema import check_schema
 from tidemill.spark.decode.avro import AvroVersion
 from tidemill.spark.formats.record_format import PLAIN, RecordFormat
@@ -68,9 +70,11 @@ class TopicFeed(msgspec.Struct, frozen=True):
     expectations: Expectations | None = None
 
 
-async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> TopicFeed:
-    """Return the topic of a captured table. Raises SourceNotReadyError, InvalidError (the capture has no such
-    table)."""
+async def captured_feed(
+    catalogue: Catalogue, capture: str, table: str, as_text: Collection[str] | None = ()
+) -> TopicFeed:
+    """Return the topic of a captured table. `as_text`: columns whose arrays are read as text; None = all. Raises
+    SourceNotReadyError, InvalidError (the capture has no such table, or the table no such array)."""
     row = await catalogue.get(CaptureRow, capture)
     mark = f"capture:{capture}"
     if row is None:
@@ -92,7 +96,8 @@ async def captured_feed(catalogue: Catalogue, capture: str, table: str) -> Topic
     topic = await catalogue.get(TopicRow, found.topic)
     if topic is None:
         raise SourceNotReadyError(mark, f"topic {found.topic} does not exist yet")
-    schema, known = captured_schema(found), known_versions(found)
+    _check_arrays(found, as_text or ())
+    schema, known = captured_schema(found, as_text), known_versions(found, as_text)
     return TopicFeed(
         topic.name, topic.topic_id, topic.partitions, True, schema, table, known, found.accepted, column_forms(found),
         avro_versions(found), gone=found.reason if found.state == "dropped" else "",
@@ -115,11 +120,24 @@ def avro_versions(row: CaptureTableRow) -> tuple[AvroVersion, ...]:
     )
 
 
-def known_versions(row: CaptureTableRow) -> tuple[tuple[Column, ...], ...]:
+def _check_arrays(row: CaptureTableRow, as_text: Collection[str]) -> None:
+    arrays = [c.name for c in row.columns if c.type_name.endswith("[]")]
+    for name in as_text:
+        if name not in arrays:
+            raise InvalidError(
+                f"the captured table has no such array: table={row.table} as_text={name}.",
+                fix=f"Name columns of an array type: {', '.join(arrays)}." if arrays else "Remove as_text.",
+            )
+
+
+def known_versions(row: CaptureTableRow, as_text: Collection[str] | None = ()) -> tuple[tuple[Column, ...], ...]:
     """Return the columns of each version of its description, with the values of older rows as defaults; empty if there
     is only one version."""
     return tuple(
-        tuple(msgspec.structs.replace(column_for(c.name, c.type_name), default=c.default) for c in columns)
+        tuple(
+            msgspec.structs.replace(column, default=c.default)
+            for column, c in zip(columns_for(columns, as_text), columns, strict=True)
+        )
         for columns in (_columns_at_version(row.columns, version) for version in range(1, row.version + 1))
         if row.version > 1
     )
@@ -138,16 +156,15 @@ def _columns_at_version(columns: tuple[CapturedColumn, ...], version: int) -> li
     return out
 
 
-def captured_schema(row: CaptureTableRow) -> ShardSchema:
-    """Return the shard schema of a captured table. Raises InvalidError (no key)."""
+def captured_schema(row: CaptureTableRow, as_text: Collection[str] | None = ()) -> ShardSchema:
+    """Return the shard schema of a captured table; `as_text` as in `captured_feed`. Raises InvalidError (no key)."""
     described = row.columns
     key = sorted((c for c in described if c.key_index >= 0), key=lambda c: c.key_index)
     if not key:
         raise InvalidError(
             f"table has no primary key: capture={row.capture} table={row.table}.", fix="Add a primary key."
         )
-    columns = tuple(column_for(c.name, c.type_name) for c in described)
-    return check_schema(ShardSchema(columns, tuple(c.name for c in key)))
+    return check_schema(ShardSchema(columns_for(described, as_text), tuple(c.name for c in key)))
 
 
 async def stream_feed(

@@ -60,7 +60,7 @@ def _open_feed(options: SourceOptions) -> TopicFeed:
     try:
         if kind == "capture":
             table = options.required("table", "Name it as schema.table.")
-            return portal.call(captured_feed(stores.catalogue, name, table))
+            return portal.call(captured_feed(stores.catalogue, name, table, as_text=None))
         schema = stream_schema(
             options.required("schema", 'Write "name type, …".'), options.required("key", "Name the key.")
         )
