@@ -76,7 +76,8 @@ def seconds_text(value: float) -> str:
 
 
 def _cpu(one: Mapping[str, Any]) -> str:
-    parts = {role: value for role, value in one["cpu_percent"].items() if role not in OUTSIDE}
+    # The time of a child that ended moves to its parent, so its own role may be below zero.
+    parts = {role: max(value, 0.0) for role, value in one["cpu_percent"].items() if role not in OUTSIDE}
     text = _parts(parts, one["cpu_total_percent"])
     if not one["disturbed"]:
         return text
