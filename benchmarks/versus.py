@@ -85,7 +85,12 @@ class Run:
         """Return after how many seconds the first probe row was seen."""
         began_s = time.monotonic()
         self.say("starts")
-        wait_for("the first probe row", lambda: bool(self.probe.seen), self.stack.keeper)
+
+        def first_seen() -> bool:
+            self.probe.check()
+            return bool(self.probe.seen)
+
+        wait_for("the first probe row", first_seen, self.stack.keeper)
         took_s = time.monotonic() - began_s
         self.say(f"ready after {took_s:.0f} s")
         return took_s

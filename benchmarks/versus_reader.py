@@ -28,7 +28,7 @@ def ids_of(files: Iterable[str]) -> list[int]:
 
 def follow_tidemill(config: str) -> Iterator[list[int]]:
     import tidemill
-    from tidemill.base.errors import MissingError, UnavailableError
+    from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 
     while True:
         try:
@@ -36,7 +36,7 @@ def follow_tidemill(config: str) -> Iterator[list[int]]:
                 table = cluster.table("probe")
                 for updates in table.changes(since=table.frontiers().since, follow=True):
                     yield updates.column("id").to_pylist()
-        except (MissingError, UnavailableError):
+        except (InvalidError, MissingError, UnavailableError):
             time.sleep(POLL_S)  # the cluster or its table does not exist yet
 
 
