@@ -269,7 +269,7 @@ class Remap(Protocol):
         ...
 
     async def wait(self, beyond_ms: int, timeout_s: float) -> Binding | None:
-        """Return the newest binding as soon as it is newer than beyond_ms, None after the timeout."""
+        """Wait for a binding newer than beyond_ms. Return the newest one, or None after the timeout."""
         ...
 
 
