@@ -190,7 +190,7 @@ async def test_f432_wal_that_is_not_sent_is_named_with_its_server_before_anythin
                 await world.sql("INSERT INTO a VALUES (1)")
 
                 def names_the_server() -> bool:
-                    """Return whether the server is the blocker. WAL that was read before may still wait for its topics."""
+                    """Return whether the server is the blocker. WAL that was read may still wait for its topics."""
                     mark, _ = mark_of(world, capture)
                     assert mark.target <= mark.position or (mark.held_by and (mark.reason or mark.error)), mark
                     return mark.target > mark.position and mark.held_by.startswith("postgres:")
