@@ -194,6 +194,7 @@ def build(p):
     p.table("new", grid, expect={"some": "cells <> '{}'"})
     p.table("text", p.capture("shop").table("grid", as_text="cells"), expect={"some": "cells <> '{}'"})
     p.table("wrong", p.capture("shop").table("grid", as_text=["cells", "id"]))
+    p.table("array", p.capture("shop").table("grid", as_text="cells"))
 """
 
 
@@ -211,11 +212,13 @@ def test_a_cluster_knows_which_arrays_are_text(tmp_path: Path) -> None:
         opened.portal.call(opened.catalogue.change_table("shop", "public.grid", lambda _: table))
         from tidemill.shards.registry import open_shard
 
-        schema = stream_schema("id int, cells string", "id")
-        shard = open_shard(opened.consensus, opened.objects, opened.clock, opened.rand, "old", schema)
-        opened.portal.call(opened.portal.call(shard).aclose())
+        for name, kind in (("old", "string"), ("array", "array<int>")):
+            schema = stream_schema(f"id int, cells {kind}", "id")
+            shard = open_shard(opened.consensus, opened.objects, opened.clock, opened.rand, name, schema)
+            opened.portal.call(opened.portal.call(shard).aclose())
     code, told = check(written(tmp_path, ARRAYS), "--cluster", "--config", str(config))
     assert code == 1
     assert "line 5: " in told and "cells (array<int32>) has a nested type" in told
     assert "line 7: " in told and "as_text=id" in told and "array type: cells." in told
+    assert "line 8: table exists with another schema: table=array difference=[cells array<int32>→string]" in told
     assert "line 4" not in told and "line 6" not in told

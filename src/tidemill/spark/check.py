@@ -39,7 +39,7 @@ from tidemill.spark.definition import (
 )
 from tidemill.spark.derived.version_changes import history_schema, tracked_columns
 from tidemill.spark.formats.record_format import TopicOptions
-from tidemill.spark.ingest.sources import SourceNotReadyError, captured_feed
+from tidemill.spark.ingest.sources import SourceNotReadyError, as_text_error, captured_feed
 from tidemill.spark.ingest.table_ownership import changed_tables, find_refused
 from tidemill.spark.predicates.expectations import DEAD_LETTER, Expectations, expectation_check
 
@@ -295,6 +295,8 @@ async def _source_problem(
         schema = (await captured_feed(catalogue, source.capture, source.table, source.as_text)).schema
         state = await read_shard(consensus, name)
         if state is not None:
+            if (error := as_text_error(name, source.as_text, state.schema)) is not None:
+                return error
             columns = with_existing_types(schema.columns, state.schema)
             schema = msgspec.structs.replace(schema, columns=columns)
         expectation_check(schema, expectations)

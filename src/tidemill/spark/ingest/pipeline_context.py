@@ -33,8 +33,9 @@ from tidemill.base.status.freshness import REFUSED_SEPARATOR
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.base.status.status import StatusTracker
 from tidemill.shards.api import ShardSchema
+from tidemill.shards.registry import read_shard
 from tidemill.spark.ingest.schema_growth import evolve_shard, feed_for_shard, keep_shard_types
-from tidemill.spark.ingest.sources import TopicFeed
+from tidemill.spark.ingest.sources import TopicFeed, as_text_error
 from tidemill.spark.ingest.steps.distributed_step import sweep_pending
 from tidemill.spark.ingest.table_ownership import TableOwnership
 from tidemill.spark.ingest.table_writer import TableWriter
@@ -115,6 +116,7 @@ class PipelineContext:
                 self.portal.call(evolve_shard(self.stores, name, feed))
                 feed = self.portal.call(keep_shard_types(self.stores, name, asked))  # it may have been dropped
             schema = feed.schema
+            self._check_as_text(name, feed.as_text)
         expectation_check(schema, feed.expectations if feed is not None else None)
         try:
             shard = self.portal.call(self.stores.shard(name, schema))
@@ -134,6 +136,12 @@ class PipelineContext:
         table = TableWriter(self.portal, self.stores, shard, self.mirror_dir(name), feed)
         table.hydrate()
         return table
+
+    def _check_as_text(self, name: str, as_text: Collection[str]) -> None:
+        state = self.portal.call(read_shard(self.stores.consensus, name)) if as_text else None
+        error = as_text_error(name, as_text, state.schema) if state is not None else None
+        if error is not None:
+            raise error
 
     def refusal_status_name(self, table: str) -> str:
         """Return the name of the status of a table that this pipeline may not maintain; the owner reports the shard's

@@ -23,6 +23,7 @@ from tidemill.metastore.catalogue import (
     TopicRow,
 )
 from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.parts.pg_columns import columns_for
 from tidemill.shards.parts.schema import check_schema
 from tidemill.spark.decode.avro import AvroVersion
@@ -68,6 +69,8 @@ class TopicFeed(msgspec.Struct, frozen=True):
     gone: str = ""
     """Reason why the table is no longer captured; "" = it is captured."""
     expectations: Expectations | None = None
+    as_text: tuple[str, ...] = ()
+    """Arrays of a captured table that are declared as text."""
 
 
 async def captured_feed(
@@ -100,7 +103,7 @@ async def captured_feed(
     schema, known = captured_schema(found, as_text), known_versions(found, as_text)
     return TopicFeed(
         topic.name, topic.topic_id, topic.partitions, True, schema, table, known, found.accepted, column_forms(found),
-        avro_versions(found), gone=found.reason if found.state == "dropped" else "",
+        avro_versions(found), gone=found.reason if found.state == "dropped" else "", as_text=tuple(as_text or ()),
     )  # fmt: skip
 
 
@@ -128,6 +131,18 @@ def _check_arrays(row: CaptureTableRow, as_text: Collection[str]) -> None:
                 f"the captured table has no such array: table={row.table} as_text={name}.",
                 fix=f"Name columns of an array type: {', '.join(arrays)}." if arrays else "Remove as_text.",
             )
+
+
+def as_text_error(name: str, as_text: Collection[str], have: ShardSchema) -> InvalidError | None:
+    """Return the error of a declaration of text for a column that is an array in the existing table, or None."""
+    found = [c for c in have.columns if c.name in as_text and is_nested(c.type)]
+    if not found:
+        return None
+    difference = ", ".join(f"{c.name} {c.type}→string" for c in found)
+    return InvalidError(
+        f"table exists with another schema: table={name} difference=[{difference}].",
+        fix=f"Remove the column from as_text, or re-create the table: tidemill table drop {name} --force",
+    )
 
 
 def known_versions(row: CaptureTableRow, as_text: Collection[str] | None = ()) -> tuple[tuple[Column, ...], ...]:
