@@ -69,6 +69,10 @@ def test_times_that_python_has_not_are_shown_as_they_are(cluster: Cluster) -> No
         None,
         [["infinity", "-infinity", "infinity", "9999-12-31", "2026-11-22 10:00:00+00", None, "\\xFF", 1]],
     )
+    lists = "[DATE 'infinity', NULL] AS a, [['\\xFF'::BLOB], []] AS b, [1, NULL] AS c, {a: [DATE '2026-01-02']} AS d"
+    assert rows(cluster, f"SELECT {lists}")[1] == [
+        [["infinity", None], [["\\xFF"], []], [1, None], "{'a': [2026-01-02]}"]
+    ], "a list has an element for each of its own, a struct is one text"
 
 
 def test_a_with_is_meant_whatever_its_case(cluster: Cluster) -> None:

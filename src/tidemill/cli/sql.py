@@ -141,12 +141,15 @@ _TEXT_RENDERED_TYPES = ("DATE", "TIMESTAMP", "BLOB")
 """Types whose values are shown as DuckDB's own text."""
 
 
-def _is_shown_as_text(kind: Any) -> bool:
-    """Return whether values are shown as DuckDB's text; nested ones with such values inside are as a whole."""
+def _shown_type(kind: Any) -> str:
+    """Return the type as which values are shown: their own, or DuckDB's text. The elements of a list are shown one by
+    one; a struct or a map with such values inside is one text."""
     name = str(kind)
-    if kind.id in ("list", "array", "struct", "map"):
-        return any(each in name for each in _TEXT_RENDERED_TYPES)
-    return name.startswith(_TEXT_RENDERED_TYPES)
+    if kind.id == "list":
+        return f"{_shown_type(kind.children[0][1])}[]"
+    if kind.id in ("array", "struct", "map"):
+        return "VARCHAR" if any(each in name for each in _TEXT_RENDERED_TYPES) else name
+    return "VARCHAR" if name.startswith(_TEXT_RENDERED_TYPES) else name
 
 
 def _run_query(connection: Any, query: str) -> tuple[list[str], list[Any]]:
@@ -158,9 +161,10 @@ def _run_query(connection: Any, query: str) -> tuple[list[str], list[Any]]:
         if result is None:
             return [], []
         # Converted to Python, DuckDB's infinity is the last moment of 9999, and -infinity the first of the year 1.
-        texts = [_is_shown_as_text(kind) for kind in result.types]
-        shown = [f"CAST(#{at} AS VARCHAR)" if text else f"#{at}" for at, text in enumerate(texts, 1)]
-        return list(result.columns), (result.project(", ".join(shown)) if any(texts) else result).fetchall()
+        kinds = [(str(kind), _shown_type(kind)) for kind in result.types]
+        shown = [f"#{at}" if own == kind else f"CAST(#{at} AS {kind})" for at, (own, kind) in enumerate(kinds, 1)]
+        changed = any(own != kind for own, kind in kinds)
+        return list(result.columns), (result.project(", ".join(shown)) if changed else result).fetchall()
     except duckdb.IOException as error:
         raise UnavailableError(
             f"the query cannot read its input: {error}.",
