@@ -55,5 +55,10 @@ def test_ctrl_c_is_answered_before_the_processes_end(
     monkeypatch.setattr("tidemill.cli.run_supervised.configure_logs", lambda **_: None)
     config = tmp_path / "tidemill.toml"
     config.write_text(f'[node]\ndata = "{tmp_path}/data"\n')
-    run_supervised(load(config), "node-1", lambda *_: os.kill(os.getpid(), signal.SIGINT), pipelines=[])
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        run_supervised(load(config), "node-1", lambda *_: os.kill(os.getpid(), signal.SIGINT), pipelines=[])
+    finally:
+        for number, handler in handlers.items():  # a loop that ends does not restore those of a Spark session
+            signal.signal(number, handler)
     assert capsys.readouterr().err == "tidemill: stopping: each process finishes its current work, for at most 20 s.\n"
