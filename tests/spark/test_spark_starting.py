@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from pathlib import Path
 from typing import Any
@@ -38,15 +39,12 @@ def planners(spark: Any) -> set[str]:
     ahead = [str(jvm)]
     while ahead:
         here = ahead.pop()
-        try:
-            children = [
-                c for task in Path(f"/proc/{here}/task").iterdir() for c in (task / "children").read_text().split()
-            ]
+        with contextlib.suppress(OSError):  # it has ended
             if b"python_streaming_source_runner" in Path(f"/proc/{here}/cmdline").read_bytes():
                 found.add(here)
-        except OSError:
-            continue  # it has ended
-        ahead += children
+            for task in Path(f"/proc/{here}/task").iterdir():
+                with contextlib.suppress(OSError):  # only this thread has ended
+                    ahead += (task / "children").read_text().split()
     return found
 
 
