@@ -197,9 +197,9 @@ def test_an_inspection_reports_every_problem_of_the_server_and_the_switches_of_m
         assert len(problems("reader")) == 2
         connection.execute("ALTER DATABASE postgres RESET rds.logical_replication")
         connection.execute("ALTER DATABASE postgres SET cloudsql.logical_decoding = 'off'")
-        told = problems()
+        fixes = problems()
         connection.execute("ALTER DATABASE postgres RESET cloudsql.logical_decoding")  # other tests use the server, too
-        assert "cloudsql.logical_decoding" in told[0]
+        assert "cloudsql.logical_decoding" in fixes[0]
 
 
 async def test_rc9_an_invalidated_slot_is_an_error_and_its_way_out_copies_all_anew(

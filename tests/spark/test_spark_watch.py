@@ -43,6 +43,7 @@ class Sink:
         self.forwarded = 0
         self.error = ""
         self.records = 0
+        self.waited = 0
         self.steps = SimpleNamespace(use_spark=lambda _: None)
 
     def advance(self) -> None:
@@ -52,7 +53,8 @@ class Sink:
     async def wait_for_binding(self, timeout_s: float) -> None:
         raise ClosedError("nothing is bound in this test")
 
-    def wait_until_reached(self, timeout_s: float) -> None: ...
+    def wait_until_reached(self, timeout_s: float) -> None:
+        self.waited += 1
 
 
 def host(**more: Any) -> Any:
@@ -139,6 +141,7 @@ def test_a_time_that_is_bound_is_taken_with_or_without_spark_and_bindings_that_a
     monkeypatch.setattr(sink, "wait_for_binding", arrival)
     feed_of(found, sink)._advance_tables()
     assert sink.forwarded == 2, "for each of two times"
+    assert sink.waited == 2, "bindings are followed again once the tables have reached the newest one"
 
 
 class Query:

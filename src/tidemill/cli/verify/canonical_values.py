@@ -18,7 +18,7 @@ null last.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -29,7 +29,7 @@ from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.nested.type_names import is_nested
 from tidemill.shards.nested.values import map_leaf_types
 from tidemill.shards.parts.pg_columns import DATE_INFINITY, TIMESTAMP_INFINITY, element_type
-from tidemill.shards.parts.schema import TIMESTAMPS, canonical_type
+from tidemill.shards.parts.schema import FLOATS, TIMESTAMPS, canonical_type
 
 
 def ordered_columns(schema: ShardSchema) -> tuple[Column, ...]:
@@ -96,29 +96,23 @@ def _with_infinity(name: str, finite: str, infinity: int, kind: str) -> str:
 
 def float_canonicalizer(columns: tuple[Column, ...]) -> Callable[[Row], Row] | None:
     """Return a function that makes the plain floats of a row canonical; None if no column is a float."""
-    places = [i for i, c in enumerate(columns) if c.type in ("float32", "float64")]
-    if not places:
+    return _canonicalizer({i: _canonical_float for i, c in enumerate(columns) if c.type in FLOATS})
+
+
+def source_canonicalizer(columns: tuple[Column, ...]) -> Callable[[Row], Row] | None:
+    """Return a function that makes a row of `select_expression`s canonical; None if every row is."""
+    floats = {i: _canonical_float for i, c in enumerate(columns) if c.type in FLOATS}
+    return _canonicalizer(floats | {i: _nested_text for i, c in enumerate(columns) if is_nested(c.type)})
+
+
+def _canonicalizer(by_place: Mapping[int, Callable[[Any], Any]]) -> Callable[[Row], Row] | None:
+    if not by_place:
         return None
 
     def fix(row: Row) -> Row:
         values = list(row)
-        for i in places:
-            values[i] = _canonical_float(values[i])
-        return tuple(values)
-
-    return fix
-
-
-def array_canonicalizer(columns: tuple[Column, ...]) -> Callable[[Row], Row] | None:
-    """Return a function that makes the arrays in a row of `select_expression`s canonical; None without an array."""
-    places = [i for i, c in enumerate(columns) if is_nested(c.type)]
-    if not places:
-        return None
-
-    def fix(row: Row) -> Row:
-        values = list(row)
-        for i in places:
-            values[i] = _nested_text(values[i])
+        for place, canonical in by_place.items():
+            values[place] = canonical(values[place])
         return tuple(values)
 
     return fix

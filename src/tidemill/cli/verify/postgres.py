@@ -27,11 +27,10 @@ from tidemill.capture.postgres.connection import (
 )
 from tidemill.capture.setup.blockers import PREPARED_LOCK_SQL
 from tidemill.cli.verify.canonical_values import (
-    array_canonicalizer,
-    float_canonicalizer,
     order_expression,
     ordered_columns,
     select_expression,
+    source_canonicalizer,
 )
 from tidemill.cli.verify.compare import Row
 from tidemill.shards.api import ShardSchema
@@ -99,7 +98,7 @@ class SourcePoint:
         import psycopg
 
         columns = ordered_columns(schema)
-        fixes = [fix for make in (float_canonicalizer, array_canonicalizer) if (fix := make(columns)) is not None]
+        fix = source_canonicalizer(columns)
         keys = [c for c in columns if c.name in schema.key]
         values = ("NULL" if c.retired else select_expression(c) for c in columns)
         query = (
@@ -114,9 +113,7 @@ class SourcePoint:
                     f"the source lacks a column of its table: table={table} ({_first_line(error)})."
                 ) from error
             while chunk := await cursor.fetchmany(FETCH_ROWS):
-                for fix in fixes:
-                    chunk = [fix(row) for row in chunk]
-                yield chunk
+                yield [fix(r) for r in chunk] if fix else chunk
 
     async def _from_item(self, table: str) -> str:
         """Return the FROM item, which excludes tables that inherit from the table: they are tables of their own."""

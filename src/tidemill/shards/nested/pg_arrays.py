@@ -68,7 +68,7 @@ def split_array(text: str) -> list[str | None]:
 
 
 def split_arrays(texts: pa.Array) -> tuple[pa.Array, Mask]:
-    """Split an Arrow array of texts into lists of texts, with a mask of those that cannot be split, whose lists are
+    """Split texts into lists of texts. Return the lists, and a mask of the texts that do not parse; their lists are
     null.
 
     Texts without quotes are split by columns.

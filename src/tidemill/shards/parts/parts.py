@@ -105,6 +105,7 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
         sink,
         table.schema,
         compression=codec,
+        # Fresh keys and values rarely repeat enough to pay for a dictionary; times and diffs always do.
         use_dictionary=[TIME, DIFF] if codec == "lz4" else _repeating_columns(schema, table.schema),
         column_encoding=None if codec == "lz4" else {HASH: "DELTA_BINARY_PACKED"},
         write_statistics=[TIME, DIFF, HASH, *compared],
@@ -119,9 +120,8 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
 def _repeating_columns(schema: ShardSchema, columns: pa.Schema) -> list[str]:
     """Return the leaves of a merged part for which a dictionary is tried.
 
-    Hashes, and the values of a key of one column, do not repeat. A dictionary of the hashes took four times as long to
-    encode, and three times to decode, as their differences, which need 0.6 of its bytes. Fresh keys and values rarely
-    repeat enough to pay for a dictionary either; times and diffs always do.
+    Hashes, and the values of a key of one column, do not repeat: a dictionary of them is built, found too large, and
+    dropped. Hashes are sorted, so their differences are smaller than they are (`./dev bench merge` and `scan_python`).
     """
     distinct = {HASH, *(schema.key if len(schema.key) == 1 else ())}
     return [path for name, paths in leaf_paths(columns).items() if name not in distinct for path in paths]

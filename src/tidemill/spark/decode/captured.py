@@ -408,7 +408,7 @@ def _arrays_of_texts(texts: pa.Array, element: str, odd: Mask) -> pa.Array:
 
 
 def _without_odd_texts(texts: pa.Array, kind: str) -> tuple[pa.Array, Mask]:
-    """Return the texts with null for those that `cast_text` may not read, and a mask of these."""
+    """Replace texts that `cast_text` may not read by null. Return the texts, and a mask of the replaced ones."""
     moment = kind == "date" or kind in TIMESTAMPS
     if not len(texts) or not (moment or kind.startswith("decimal")):
         return texts, np.zeros(len(texts), dtype=bool)
