@@ -47,8 +47,12 @@ class Toy:
     def run(
         self, *arguments: str, before: Sequence[str] = (), timeout_s: float = 170
     ) -> subprocess.CompletedProcess[str]:
-        """`before` is the command that gets pytest's as its arguments."""
+        """`before` is the command that gets pytest's as its arguments.
+
+        The directory for temporary files is the toy's own: pytest warns of what another run left in the shared one.
+        """
+        temporary = f"--basetemp={self.directory / 'temporary'}"
         return subprocess.run(
-            [*before, *PYTEST, *arguments], cwd=self.directory, env=self.environ, text=True, timeout=timeout_s,
+            [*before, *PYTEST, temporary, *arguments], cwd=self.directory, env=self.environ, text=True, timeout=timeout_s,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
