@@ -9,7 +9,7 @@ from typing import Any
 import fastavro
 import pytest
 
-from tidemill.base.errors import CorruptError, InvalidError
+from tidemill.base.errors import CorruptError
 from tidemill.lake.format import manifests as m
 from tidemill.lake.format.metadata import (
     Snapshot,
@@ -23,7 +23,14 @@ from tidemill.lake.format.metadata import (
     with_logged,
     with_schema,
 )
-from tidemill.lake.format.schema import default_json, field_id, publish_schema, published_names
+from tidemill.lake.format.schema import (
+    default_json,
+    field_id,
+    inexpressible,
+    oldest_version,
+    publish_schema,
+    published_names,
+)
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.parts.schema_evolution import SchemaChanges, evolve_schema
 
@@ -114,18 +121,22 @@ def test_defaults_are_the_json_values_of_their_types(kind: str, default: str, va
         ("array<int32>", "{}"),
     ],
 )
-def test_a_default_that_iceberg_cannot_express_is_refused(kind: str, default: str) -> None:
-    with pytest.raises(InvalidError, match=f"column=c default='{default}'"):
-        default_json(Column("c", kind, default))
+def test_a_default_that_iceberg_cannot_express_is_not_published(kind: str, default: str) -> None:
+    schema = evolve_schema(SCHEMA, SchemaChanges(add=(Column("n", "int32", "1"), Column("c", kind, default))))
+    fields = publish_schema(schema, 3).fields
+    assert [field.initial_default for field in fields[-2:]] == [1, None]
+    assert [column.name for column in inexpressible(schema, 3)] == ["c"]
+    assert oldest_version(schema, 3) == schema.version == 2
 
 
 def test_format_2_has_no_defaults() -> None:
     schema = evolve_schema(SCHEMA, SchemaChanges(add=(Column("n", "int32", "1"),)))
     assert publish_schema(schema, 3).fields[-1].initial_default == 1
-    with pytest.raises(InvalidError, match="format 2 has no defaults"):
-        publish_schema(schema, 2)
+    assert publish_schema(schema, 2).fields[-1].initial_default is None
+    assert (oldest_version(schema, 3), oldest_version(schema, 2)) == (0, 2)
     empty = evolve_schema(SCHEMA, SchemaChanges(add=(Column("n", "int32"),)))
     assert publish_schema(empty, 2).fields[-1].initial_default is None
+    assert oldest_version(empty, 2) == 0
 
 
 # manifests -------------------------------------------------------------------------------------

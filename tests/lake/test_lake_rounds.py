@@ -13,7 +13,7 @@ import pytest
 from support.lake.world import START_MS, LakeWorld
 from support.shards.world import SCHEMA, append
 from tidemill.base.clock import Clock
-from tidemill.base.errors import InvalidError
+from tidemill.base.errors import UnavailableError
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.lake.common_time import publication_times
@@ -227,7 +227,7 @@ async def test_an_old_publication_is_loaded_only_if_it_is_still_the_contents(tmp
     assert await tables.load("c") == first, "nothing changed"
     await shard.evolve(SchemaChanges(add=(Column("n", "float64", "NaN"),)))
     lake.clock.advance(int(lake.settings.interval_s * 1000) + 1)
-    with pytest.raises(InvalidError, match="column=n default='nan'"):
+    with pytest.raises(UnavailableError, match="column=n default='nan' batches=1"):
         await tables.load("c")
 
 

@@ -10,8 +10,9 @@ from support.maintenance.world import KEYS, World, contents
 from tidemill.base.errors import CorruptError, MissingError, UnavailableError
 from tidemill.maintenance.scheduler import Retention, StepBudget
 from tidemill.maintenance.shards.drop import drop_shard
-from tidemill.shards.api import HistoryLostError, staged_key
+from tidemill.shards.api import Column, HistoryLostError, staged_key
 from tidemill.shards.handle import LogShard
+from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.shards.read.holds import hold_during
 from tidemill.shards.state.checkpoint import assemble_state, decode_header, encode_header
 from tidemill.shards.state.restore import restore_shard
@@ -174,6 +175,24 @@ async def test_f702_a_shard_that_cannot_be_read_stops_its_own_upkeep_only() -> N
     await good.frontiers()
     assert good.state.since > 0 and len(good.state.batches) < 10
     assert world.tracker.failure("keeper:shards:good") is None
+
+
+@pytest.mark.parametrize("needed", [False, True])
+async def test_parts_without_a_column_are_rewritten_only_if_a_reader_needs_it_in_the_files(needed: bool) -> None:
+    world = World(oldest_version=lambda schema: schema.version if needed else 0)
+    shard = await world.open()
+    await world.write(shard, range(500), 100)
+    (before,) = shard.state.batches
+    await world.tend()
+    assert world.upkeep.facts()["merges"] == 0
+    await shard.evolve(SchemaChanges(add=(Column("tags", "array<string>", "{}"),)))
+    await world.tend()
+    await shard.frontiers()
+    (after,) = shard.state.batches
+    assert (after.schema_version, world.upkeep.facts()["merges"]) == ((2, 1) if needed else (1, 0))
+    assert (after.lower, after.upper) == (before.lower, before.upper)
+    await world.tend()
+    assert world.upkeep.facts()["merges"] == int(needed), "one merge is enough"
 
 
 async def test_f331_a_damaged_part_stops_the_merges_of_its_table_only_and_its_mark_names_the_object() -> None:

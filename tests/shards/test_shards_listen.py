@@ -12,6 +12,7 @@ from support.shards.world import World, append, contents_of, tuples, updates
 from tidemill.base.errors import ClosedError, CorruptError, MissingError, UnavailableError
 from tidemill.shards import handle as handle_module
 from tidemill.shards.api import Batch, Delta, Part
+from tidemill.shards.compaction import compaction
 from tidemill.shards.compaction.compaction import FAN_IN, choose_run, compact_once
 from tidemill.shards.handle import LogShard
 from tidemill.shards.state.state import check_invariants
@@ -168,6 +169,27 @@ def test_idle_ticks_do_not_unseat_a_merge() -> None:
     assert choose_run(batches) == (0, FAN_IN)
     assert choose_run([*batches, Batch(FAN_IN, FAN_IN + 5, ())]) == (0, FAN_IN)
     assert choose_run(batches[1:]) == (0, 0)
+
+
+def test_parts_of_old_schema_versions_are_rewritten_after_all_other_merges() -> None:
+    """Neighbours together up to the limit of a merge, a larger batch alone, and only what has parts."""
+    small, large, new = (Part(1, size, object_key="k") for size in (10, compaction.RUN_BYTES + 1, 10))
+    batches = [
+        Batch(0, 1, (new,), schema_version=3),
+        Batch(1, 2, (large,), schema_version=2),
+        Batch(2, 3, (small,), schema_version=1),
+        Batch(3, 4, (), schema_version=1),
+        Batch(4, 5, (small,), schema_version=2),
+        Batch(5, 6, (new,), schema_version=3),
+    ]
+    assert choose_run(batches) == choose_run(batches, oldest_version=1) == (0, 0)
+    assert choose_run(batches, oldest_version=2) == (2, 3)
+    assert choose_run(batches, oldest_version=3) == (1, 2)
+    assert choose_run(batches[2:], oldest_version=3) == (0, 1)
+    assert choose_run(batches[4:], oldest_version=3) == (0, 1)
+    many = [Batch(i, i + 1, (small,), schema_version=1) for i in range(3)]
+    assert choose_run(many, oldest_version=2) == (0, 3)
+    assert choose_run([*many] * FAN_IN, oldest_version=2) == (0, 3 * FAN_IN)
 
 
 async def test_m4404_truncate_rows_outside_registered_bounds_never_show() -> None:

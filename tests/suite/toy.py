@@ -53,6 +53,6 @@ class Toy:
         """
         temporary = f"--basetemp={self.directory / 'temporary'}"
         return subprocess.run(
-            [*before, *PYTEST, temporary, *arguments], cwd=self.directory, env=self.environ, text=True, timeout=timeout_s,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+            [*before, *PYTEST, temporary, *arguments], cwd=self.directory, env=self.environ, text=True, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s,
         )  # fmt: skip

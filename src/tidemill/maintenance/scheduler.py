@@ -35,6 +35,7 @@ from tidemill.consensus.leader_election import LeaseRequest, run_while_leading
 from tidemill.metastore.metastore import Metastore
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import RunCpuWork, run_inline
+from tidemill.shards.compaction.compaction import OldestVersion, any_version
 
 LEASE = "keeper"
 STEP_S = 2.0
@@ -79,7 +80,10 @@ class Retention(msgspec.Struct, frozen=True):
 
 
 class JobContext(msgspec.Struct, frozen=True):
-    """Dependencies of a job. `cpu` runs the computation of merges off the loop that serves."""
+    """Dependencies of a job. `cpu` runs the computation of merges off the loop that serves.
+
+    `oldest_version` returns the schema version below which parts of a table are rewritten.
+    """
 
     consensus: Consensus
     objects: ObjectStore
@@ -88,6 +92,7 @@ class JobContext(msgspec.Struct, frozen=True):
     rand: Rand
     retention: Retention
     cpu: RunCpuWork = run_inline
+    oldest_version: OldestVersion = any_version
 
 
 class StepBudget:

@@ -36,6 +36,7 @@ from tidemill.kafka.net.listeners import Listener
 from tidemill.kafka.server.server import BrokerServices, KafkaServer
 from tidemill.kafka.settings import KafkaSettings
 from tidemill.lake.catalogue import StorageAccess, catalogue_routes, storage_access
+from tidemill.lake.format.schema import oldest_versions
 from tidemill.lake.publish.stored import LakeStores
 from tidemill.lake.published import LakeTables
 from tidemill.lake.publisher import LakePublisher
@@ -478,8 +479,9 @@ def _build_maintenance(node: NodeContext, storage: Storage) -> tuple[CheckpointS
     retention = Retention(**config.retention.model_dump())
     pool = ThreadPoolExecutor(1, thread_name_prefix="keeper")
     node.stack.callback(pool.shutdown, wait=False)
+    oldest = oldest_versions(config.lake)
     context = JobContext(
-        storage.consensus, storage.objects, storage.metastore, clock, rand, retention, run_on_pool(pool)
+        storage.consensus, storage.objects, storage.metastore, clock, rand, retention, run_on_pool(pool), oldest
     )
     jobs = build_jobs(context, node.tracker)
     return checkpoints, JobRunner(jobs, storage.consensus, clock, holder=node.instance, tracker=node.tracker)

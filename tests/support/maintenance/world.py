@@ -19,6 +19,7 @@ from tidemill.metastore.rows import SHARDS
 from tidemill.metastore.rows.shards import ShardRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.compaction.compaction import OldestVersion, any_version
 from tidemill.shards.handle import LogShard
 from tidemill.shards.registry import open_shard
 
@@ -69,7 +70,7 @@ class Rows:
 
 
 class World:
-    def __init__(self, retention: Retention | None = None) -> None:
+    def __init__(self, retention: Retention | None = None, oldest_version: OldestVersion = any_version) -> None:
         self.clock = ManualClock(1_700_000_000_000)
         self.rand = Rand(1)
         self.random = random.Random(1)
@@ -79,8 +80,9 @@ class World:
         self.tracker = StatusTracker()
         metastore: Any = self.rows
         self.context = JobContext(
-            self.consensus(), self.objects, metastore, self.clock, self.rand, retention or Retention()
-        )
+            self.consensus(), self.objects, metastore, self.clock, self.rand, retention or Retention(),
+            oldest_version=oldest_version,
+        )  # fmt: skip
         self.upkeep = ShardUpkeep(self.context, self.tracker)
         self.orphans = OrphanCollector(self.context)
         self.updates: list[Update] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -21,20 +22,24 @@ Widened = Annotated[list[str] | None, typer.Option("--widen", help='A column and
 def compact(name: Name, dry_run: DryRunOption = False, config: ConfigOption = None, out: Output = TABLE) -> None:
     """Merge batches now, as maintenance would do later. Contents and readable times do not change; replaced objects are
     deleted later."""
+    from tidemill.lake.format.schema import oldest_versions
     from tidemill.shards.compaction.compaction import compact_once, next_run
     from tidemill.shards.state.state import batch_sums
 
     merges = lost = rows_in = rows_out = bytes_in = bytes_out = 0
     with open_stores(config) as opened:
+        oldest = oldest_versions(opened.config.lake)
         if dry_run:
-            run = next_run(read_shard_state(opened, name))
+            state = read_shard_state(opened, name)
+            run = next_run(state, oldest(state.schema))
             updates, size = (sum(batch_sums(batch)[at] for batch in run) for at in (0, 1))
             row = {"shard": name, "batches": len(run), "updates": updates, "bytes": size}
             what = f"merge {len(run)} batches of {name} first: {updates:,} updates, {size:,} bytes"
             preview(out, row, what if run else "nothing to merge")
             return
         shard = opened.shard(name)
-        while (done := opened.portal.call(compact_once(shard, opened.objects, opened.rand))) is not None:
+        merge = partial(compact_once, shard, opened.objects, opened.rand, oldest_version=oldest)
+        while (done := opened.portal.call(merge())) is not None:
             if not done.shown:
                 lost += 1  # another process, most likely maintenance, was first
                 continue

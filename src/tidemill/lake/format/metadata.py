@@ -94,7 +94,7 @@ class TableMetadata(msgspec.Struct, frozen=True, rename="kebab"):
 
 
 def new_metadata(version: int, table_uuid: str, location: str, schema: ShardSchema) -> TableMetadata:
-    """Return the metadata of a table without snapshots. Raises InvalidError if its schema cannot be published."""
+    """Return the metadata of a table without snapshots."""
     return TableMetadata(
         version, table_uuid, location, 0, 0, last_column_id(schema), (publish_schema(schema, version),),
         schema.version, {MAPPING_PROPERTY: name_mapping(schema)}, next_row_id=0 if version >= 3 else UNSET,
@@ -102,7 +102,7 @@ def new_metadata(version: int, table_uuid: str, location: str, schema: ShardSche
 
 
 def with_schema(metadata: TableMetadata, schema: ShardSchema) -> TableMetadata:
-    """Return the metadata with `schema` as its current schema. Raises InvalidError if it cannot be published."""
+    """Return the metadata with `schema` as its current schema."""
     if metadata.current_schema_id == schema.version:
         return metadata
     others = tuple(known for known in metadata.schemas if known.schema_id != schema.version)

@@ -6,6 +6,10 @@ Files of tables with nested columns carry the ids, since some readers find field
 others carry none: readers find columns by the name mapping, which names every column of the files. Readers differ in
 what they do about a column that the mapping lacks, hence the reserved ids.
 
+The default of an added column stands for the values of older files. Format 2 has no defaults, and format 3 has none of
+nested types, NaN, infinities and dates outside the years 1 to 9999 (`inexpressible`). Such a default is not published:
+maintenance rewrites the files that lack the column (`oldest_version`), and the table is not published before that.
+
 Names that Iceberg reserves for metadata columns are published with `_` appended, since some readers would return the
 metadata.
 
@@ -17,14 +21,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from datetime import UTC
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import msgspec
 import pyarrow as pa
 
-from tidemill.base.errors import InvalidError
+from tidemill.base.config.sections import LakeSection
 from tidemill.shards.api import DIFF, HASH, TIME, Column, ShardSchema
+from tidemill.shards.compaction.compaction import OldestVersion, any_version
 from tidemill.shards.nested.field_ids import FIRST_ID, ids_within
 from tidemill.shards.nested.type_names import ArrayType, MapType, is_nested, nested_type
 from tidemill.shards.parts.schema import arrow_type
@@ -144,7 +149,7 @@ def published_names(schema: ShardSchema) -> dict[str, str]:
 
 
 def publish_schema(schema: ShardSchema, version: int) -> Schema:
-    """Return the Iceberg schema of format `version`. Raises InvalidError for a default that cannot be published."""
+    """Return the Iceberg schema of format `version`. No file may lack a column that is `inexpressible`."""
     names = published_names(schema)
     fields = tuple(
         _publish_column(column, FIRST_ID + at, names[column.name], version) for at, column in enumerate(schema.columns)
@@ -153,22 +158,32 @@ def publish_schema(schema: ShardSchema, version: int) -> Schema:
 
 
 def _publish_column(column: Column, number: int, name: str, version: int) -> Field:
-    default = None if column.default is None else default_json(column)
-    if default is not None and version < 3:
-        raise InvalidError(
-            f"format 2 has no defaults of columns: column={column.name} default={column.default!r}.",
-            fix="Publish the table with lake.format = 3.",
-        )
+    default = default_json(column) if version >= 3 else None
     doc = f"absent in the source since schema version {column.retired}" if column.retired else ""
     kind = _field_type(column.type, ids_within(number - FIRST_ID))
     return Field(number, name, False, kind, doc, default, default)
 
 
+def inexpressible(schema: ShardSchema, version: int) -> tuple[Column, ...]:
+    """Return the columns with a default that format `version` cannot express."""
+    return tuple(c for c in schema.columns if c.default is not None and (version < 3 or default_json(c) is None))
+
+
+def oldest_version(schema: ShardSchema, version: int) -> int:
+    """Return the schema version below which files lack a column that is `inexpressible`; 0 if there is none."""
+    return max((column.version for column in inexpressible(schema, version)), default=0)
+
+
+def oldest_versions(section: LakeSection) -> OldestVersion:
+    """Return the function of a schema that gives the version below which maintenance rewrites files."""
+    return partial(oldest_version, version=section.format) if section.enabled else any_version
+
+
 def default_json(column: Column) -> Any:
-    """Return the default of a column as the JSON value of its type. Raises InvalidError if it has no such value."""
+    """Return the default of a column as the JSON value of its type; None if it has none, or no such value."""
     kind = arrow_type(column.type)
-    if pa.types.is_nested(kind):
-        raise _no_json(column)  # readers of Iceberg have no defaults of nested types
+    if column.default is None or pa.types.is_nested(kind):
+        return None  # readers of Iceberg have no defaults of nested types
     try:
         value = default_value(column).as_py()
         if pa.types.is_timestamp(kind):
@@ -176,22 +191,15 @@ def default_json(column: Column) -> Any:
             return value.astimezone(UTC).isoformat() if kind.tz else value.isoformat()
         if pa.types.is_date(kind):
             return value.isoformat()
-    except (OverflowError, ValueError) as error:
-        raise _no_json(column) from error
+    except (OverflowError, ValueError):
+        return None
     if pa.types.is_decimal(kind):
         return f"{value:f}"
     if pa.types.is_binary(kind):
         return value.hex()
     if pa.types.is_floating(kind) and value - value != 0:
-        raise _no_json(column)  # NaN and infinities
+        return None  # NaN and infinities
     return value
-
-
-def _no_json(column: Column) -> InvalidError:
-    return InvalidError(
-        f"Iceberg cannot express the default of a column: column={column.name} default={column.default!r}.",
-        fix="Leave the table out of the lake, or rebuild it: a rebuilt table needs no default.",
-    )
 
 
 def name_mapping(schema: ShardSchema) -> str:

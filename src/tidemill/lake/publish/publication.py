@@ -16,7 +16,7 @@ import msgspec
 from msgspec import UNSET
 from msgspec.structs import replace
 
-from tidemill.base.errors import InvalidError
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.lake.format.deletion_vectors import Vector, decode_vector, encode_puffin
 from tidemill.lake.format.manifests import (
@@ -44,7 +44,7 @@ from tidemill.lake.format.metadata import (
     with_schema,
 )
 from tidemill.lake.format.position_deletes import PATH_FIELD, encode_position_deletes
-from tidemill.lake.format.schema import Schema
+from tidemill.lake.format.schema import Schema, inexpressible, oldest_version
 from tidemill.lake.pointer import Pointer, move_pointer
 from tidemill.lake.publish.manifest_groups import Group, Regrouped, regroup_data, regroup_deletes
 from tidemill.lake.publish.stored import LakeStores, Stored
@@ -75,7 +75,7 @@ async def publish(stores: LakeStores, columns: PartColumns, stored: Stored, cont
     """Publish `contents` as a new snapshot, or as a tag of the current one if nothing changed; return the new state.
 
     The objects of the batches are held. Raises ConflictError (another process published first: load again),
-    InvalidError (the table cannot be published), MissingError, CorruptError, UnavailableError, UnknownOutcomeError.
+    InvalidError (a later time is published), MissingError, CorruptError, UnavailableError, UnknownOutcomeError.
     """
     views = views_at(contents.batches, contents.schema, contents.time_ms)
     current = stored.metadata.current
@@ -89,10 +89,30 @@ async def publish(stores: LakeStores, columns: PartColumns, stored: Stored, cont
         if tag_of(contents.time_ms) in stored.metadata.refs:
             return stored
         return await _publish_tag(stores, stored, contents)
-    with_schema(stored.metadata, contents.schema)  # a table that cannot be published is refused before it is read
+    _check_defaults(contents, stored.metadata.format_version)
     found = await evaluate(columns, contents.schema, views, before)
     contents = replace(contents, summary={**contents.summary, VIEWS: _digest(views)})
     return await _Publication(stores, columns, stored, contents).run(replace(stored, evaluation=found), found.rows)
+
+
+def _check_defaults(contents: Contents, version: int) -> None:
+    """Raise UnavailableError if a file lacks a column whose default cannot be published."""
+    oldest = oldest_version(contents.schema, version)
+    waiting = [
+        batch
+        for batch in contents.batches
+        if batch.schema_version < oldest
+        and batch.lower <= contents.time_ms
+        and any(part.object_key for part in batch.parts)  # inline parts are written as loose rows, with all columns
+    ]
+    if waiting:
+        column = inexpressible(contents.schema, version)[-1]
+        raise UnavailableError(
+            "files of the table have to be rewritten, because Iceberg cannot express the default of a column:"
+            f" table={contents.name} column={column.name} default={column.default!r} batches={len(waiting)}"
+            f" bytes={sum(part.size_bytes for batch in waiting for part in batch.parts)}.",
+            fix=f"Wait for maintenance, or run `tidemill table compact {contents.name}`.",
+        )
 
 
 def is_published(stored: Stored, contents: Contents) -> bool:

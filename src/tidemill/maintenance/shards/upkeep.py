@@ -157,7 +157,8 @@ class ShardUpkeep(MaintenanceJob):
 
     async def _merge_batches(self, shard: LogShard, budget: StepBudget) -> bool:
         while True:
-            done = await compact_once(shard, self._g.objects, self._g.rand, cpu=self._g.cpu)
+            g = self._g
+            done = await compact_once(shard, g.objects, g.rand, cpu=g.cpu, oldest_version=g.oldest_version)
             if done is None:
                 return False
             budget.spend(done.bytes_in + done.bytes_out)

@@ -13,11 +13,12 @@ Invariants:
 - Bounded memory: RANGE_BYTES of parts, for any size of the shard. Hashes are uniform, so a merge proceeds by equal
   ranges of them.
 
-Two reasons to merge:
+Three reasons to merge:
 
     tiers   FAN_IN small neighbours: so that a shard has few batches
     space   updates that are settled (at or below since) but not yet summed with the oldest batch are as large as it:
             all of them may be dead, so this keeps the stored size within twice the live size
+    schema  parts older than `oldest_version` of the schema, which lack columns that a reader needs in the files
 
 `compact_once` is called by maintenance. Any number of processes may call it concurrently; one wins a run, the others
 find that it moved.
@@ -26,7 +27,7 @@ find that it moved.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
 
@@ -87,11 +88,12 @@ def size_class(batch: Batch) -> int:
     return out
 
 
-def choose_run(batches: Sequence[Batch], since: int = 0) -> tuple[int, int]:
+def choose_run(batches: Sequence[Batch], since: int = 0, oldest_version: int = 0) -> tuple[int, int]:
     """Choose the run to merge as [start, end); (0, 0) = none. Pure.
 
     Space comes first. Otherwise it is the oldest run of at least FAN_IN consecutive batches of one class or smaller,
-    smallest class first, within the run limits. An empty newest batch is excluded: idle ticks extend it, which would
+    smallest class first, within the run limits. Last come batches of schema versions below `oldest_version`: one batch
+    of any size, or several within the run limits. An empty newest batch is excluded: idle ticks extend it, which would
     defeat every merge.
     """
     count = len(batches) - 1 if batches and not batches[-1].parts else len(batches)
@@ -112,17 +114,39 @@ def choose_run(batches: Sequence[Batch], since: int = 0) -> tuple[int, int]:
             if end - start >= FAN_IN:
                 return start, end
             start = end + 1
-    return 0, 0
+    old = [bool(b.parts) and b.schema_version < oldest_version for b in batches[:count]]
+    if True not in old:
+        return 0, 0
+    start = old.index(True)
+    end, held = start + 1, sizes[start]
+    while end < count and old[end] and end - start < RUN_BATCHES and held + sizes[end] <= RUN_BYTES:
+        held += sizes[end]
+        end += 1
+    return start, end
 
 
-def next_run(state: ShardState) -> Sequence[Batch]:
+def next_run(state: ShardState, oldest_version: int = 0) -> Sequence[Batch]:
     """Return the batches that `compact_once` would merge; none if there is nothing to do. Pure."""
-    start, end = choose_run(state.batches, state.since)
+    start, end = choose_run(state.batches, state.since, oldest_version)
     return () if is_garbage_full(state) else state.batches[start:end]
 
 
+OldestVersion = Callable[[ShardSchema], int]
+"""Function of a schema: the version below which parts are rewritten; 0 = none."""
+
+
+def any_version(_: ShardSchema) -> int:
+    """Rewrite no part because of its schema version."""
+    return 0
+
+
 async def compact_once(
-    shard: LogShard, objects: ObjectStore, rand: Rand, *, cpu: RunCpuWork = run_inline
+    shard: LogShard,
+    objects: ObjectStore,
+    rand: Rand,
+    *,
+    cpu: RunCpuWork = run_inline,
+    oldest_version: OldestVersion = any_version,
 ) -> CompactionResult | None:
     """Merge one run; return None if there is nothing to do. If it raises, nothing changed.
 
@@ -130,7 +154,7 @@ async def compact_once(
     """
     await shard.frontiers()
     state = shard.state
-    run = next_run(state)
+    run = next_run(state, oldest_version(state.schema))
     if not run:
         return None
     gone = tuple(batch_id(b) for b in run)
