@@ -15,6 +15,9 @@ from tidemill.consensus.api import Consensus, LogHead, Versioned, resolve_append
 from tidemill.consensus.factory import open_consensus
 
 rand = Rand()
+PAUSE_S = 0.05
+"""Pause after a version that this process won. Without it one process wins all of its versions before the operating
+system runs the others, and none of them loses."""
 
 
 def say(**facts: Any) -> None:
@@ -48,6 +51,7 @@ async def race(consensus: Consensus, name: str, count: str) -> None:
         try:
             seq = (await consensus.cas("race", seq, nonce.encode(), nonce)).seq
             versions.append((seq, nonce))
+            await asyncio.sleep(PAUSE_S)
         except ConflictError as lost:
             current = cast(Versioned, lost.current)
             seen.append((current.seq, current.nonce, current.data.decode()))
