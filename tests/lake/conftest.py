@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from support.lake.readers import READERS, ForeignReader
+from support.lake.readers import READERS, WITHOUT_VECTORS, ForeignReader
 
 OpenReader = Callable[[str], ForeignReader]
 
@@ -26,6 +26,18 @@ def open_reader(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OpenReader
         each.close()
 
 
-@pytest.fixture(params=READERS)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run a test with `reader` once per reader, and with `format` once per format that the reader has."""
+    if "reader" not in metafunc.fixturenames or "reader" in vars(metafunc.module):
+        return
+    old = [(name, 2) for name in WITHOUT_VECTORS]
+    if "format" in metafunc.fixturenames:
+        pairs = [(name, format) for name in READERS for format in (2, 3)] + old
+        metafunc.parametrize(("reader", "format"), pairs, indirect=["reader"])
+    else:
+        metafunc.parametrize("reader", [*READERS, *WITHOUT_VECTORS], indirect=True)
+
+
+@pytest.fixture
 def reader(request: pytest.FixtureRequest, open_reader: OpenReader) -> ForeignReader:
     return open_reader(request.param)

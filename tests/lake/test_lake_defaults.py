@@ -49,7 +49,6 @@ async def rewrite(world: LakeWorld, format: int) -> int:
 
 @pytest.mark.lake
 @pytest.mark.processes
-@pytest.mark.parametrize("format", [2, 3])
 async def test_old_rows_have_the_default_in_every_reader(reader: ForeignReader, tmp_path: Path, format: int) -> None:
     world = LakeWorld(tmp_path, format=format)
     shard = await world.table(schema=SCHEMA)

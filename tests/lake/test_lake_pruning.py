@@ -18,7 +18,7 @@ SCHEMA = ShardSchema((Column("name", "string"), Column("id", "int64"), Column("n
 
 
 async def test_a_filter_on_a_key_finds_every_row_of_files_with_bounds(reader: ForeignReader, tmp_path: Path) -> None:
-    world = LakeWorld(tmp_path)
+    world = LakeWorld(tmp_path, format=reader.format)
     shard = await world.table(schema=SCHEMA)
     for time, first in enumerate(range(0, 6000, 2000), 1):
         ids = range(first, first + 2000)
@@ -45,7 +45,7 @@ async def test_a_filter_on_a_key_finds_every_row_of_files_with_bounds(reader: Fo
 
 async def test_a_key_that_was_widened_is_found_in_files_from_before(reader: ForeignReader, tmp_path: Path) -> None:
     """The first manifest is listed again, with bounds of the narrower type."""
-    world = LakeWorld(tmp_path)
+    world = LakeWorld(tmp_path, format=reader.format)
     for time, (kind, first) in enumerate((("int32", 0), ("int64", 1 << 40)), 1):
         shard = await world.table(schema=ShardSchema((Column("id", kind), Column("note", "string")), ("id",)))
         table = pa.table(

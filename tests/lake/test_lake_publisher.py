@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from tidemill.lake.publish.table_publisher import ORPHAN_MS, TablePublisher, del
 from tidemill.lake.settings import LakeSettings, base_uri
 from tidemill.lake.vectors.part_columns import PartColumns
 from tidemill.maintenance.shards.upkeep import collect_garbage
-from tidemill.shards.api import Column, HistoryLostError
+from tidemill.shards.api import Column, HistoryLostError, written_ms
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema_evolution import SchemaChanges
@@ -312,3 +313,19 @@ async def test_a_table_that_cannot_be_published_is_refused_before_its_parts_are_
     with pytest.raises(UnavailableError, match="column=n default='nan' batches=2"):
         await world.publish(publisher)
     assert columns.fetched_bytes == 0
+
+
+async def test_metadata_files_have_the_names_that_iceberg_gives_them(tmp_path: Path) -> None:
+    """ClickHouse takes the version from the name, as a number of 32 bits."""
+    world = LakeWorld(tmp_path)
+    shard, publisher = await world.table(schema=SCHEMA), await world.publisher()
+    versions = []
+    for time in (1, 2, 3):
+        _, upper = await shard.frontiers()
+        await append(shard, upper, time * 10, [(time, "v", time * 10 - 1, 1)])
+        world.clock.advance(30_000)
+        key = (await world.publish(publisher)).pointer.metadata
+        found = re.fullmatch(r"lake/[^/]+/metadata/(\d{5})-l@\d+-[0-9a-f]{16}\.metadata\.json", key)
+        assert found is not None and written_ms(key) == world.clock.now_ms()
+        versions.append(int(found[1]))
+    assert versions == [1, 2, 3]

@@ -258,6 +258,35 @@ def test_the_guides_example_for_spark_runs(lake: Lake) -> None:
     assert re.search(r"\| +open\|", run(program, INSTALLED / "spark/pyspark", lake.url))
 
 
+def test_the_guides_example_for_clickhouse_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ClickHouse refuses metadata files without a version in their names."""
+    (statements,) = [text for text in blocks("sql") if "DataLakeCatalog" in text]
+    server = start_server()
+    host, port = server.get_host_and_port()
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "writer")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "of the node")
+    try:
+        with urlopen(Request(f"http://{host}:{port}/harbour", method="PUT")) as created:
+            assert created.status == 200
+        url = f"s3://harbour/clickhouse?endpoint=http://{host}:{port}&region=us-east-1"
+        with served_lake(tmp_path, url, {"format": 2}) as lake:
+            lake.append("orders", [(7, "open", -1), (7, "paid", 1)])
+            program = f"""
+import chdb.session
+session = chdb.session.Session()
+for statement in {statements.replace("http://s3.example/bucket", f"http://{host}:{port}/harbour")!r}.split(";"):
+    if statement.strip():
+        print(session.query(statement))
+"""
+
+            def counts() -> set[str]:
+                return set(run(program, INSTALLED / "clickhouse", lake.url).split())
+
+            eventually(lambda: counts() == {'"open",2999', '"paid",1'}, "the contents on S3", pause_s=0.5)
+    finally:
+        server.stop()
+
+
 def test_the_guides_example_for_duckdb_runs(lake: Lake) -> None:
     (statements,) = [text for text in blocks("sql") if "INSTALL iceberg" in text]
     program = f"""

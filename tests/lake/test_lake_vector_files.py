@@ -26,7 +26,7 @@ async def append(shard: LogShard, ids: range | list[int], time: int, diff: int) 
 @pytest.mark.processes
 async def test_a_large_vector_is_not_applied_to_the_file_of_a_small_one(reader: ForeignReader, tmp_path: Path) -> None:
     """DuckDB 1.5.5 returned 2,000 rows of 3,999 when both vectors were in one file."""
-    world = LakeWorld(tmp_path)
+    world = LakeWorld(tmp_path, format=reader.format)
     shard = await world.table(schema=IDS)
     await append(shard, range(3000), 1, 1)
     await append(shard, range(3000, 6000), 2, 1)

@@ -1,9 +1,11 @@
 """Settings of published tables, and the places of their objects.
 
-    lake/<id of the table>/metadata/<time written>-<nonce>.…   metadata, manifest lists, manifests
-    lake/<id of the table>/data/<time written>-<nonce>.…       vectors, position deletes, rows without a place in parts
+    lake/<id of the table>/metadata/<version>-l@<time written>-<nonce>.metadata.json
+    lake/<id of the table>/metadata/l@<time written>-<nonce>.…   manifest lists, manifests
+    lake/<id of the table>/data/l@<time written>-<nonce>.…       vectors, position deletes, rows of no part
 
-Readers open objects by URI: the base of the bucket, then the key.
+Readers open objects by URI: the base of the bucket, then the key. ClickHouse takes the version of the metadata from the
+name of its file, as Iceberg's own catalogues write it, and refuses other names.
 """
 
 from __future__ import annotations
@@ -73,3 +75,8 @@ def base_uri(objects_url: str, directory: str | None) -> str:
 def object_key(shard_id: str, folder: str, now_ms: int, rand: Rand, suffix: str) -> str:
     """Return a key that is never reused. `written_ms` of `shards.api` reads its time."""
     return f"{PREFIX}{shard_id}/{folder}/l@{now_ms}-{rand.nonce()[:16]}{suffix}"
+
+
+def metadata_key(shard_id: str, version: int, now_ms: int, rand: Rand) -> str:
+    """Return a key of table metadata, which is never reused. The version grows with each publication."""
+    return f"{PREFIX}{shard_id}/metadata/{version:05d}-l@{now_ms}-{rand.nonce()[:16]}.metadata.json"

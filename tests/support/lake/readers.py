@@ -14,15 +14,18 @@ import pyarrow as pa
 import pytest
 
 from support.waiting import slowness
+from tidemill.shards.nested.values import map_leaf_types
 from tidemill.spark.session.session import QUICK_JVM
 
 ROOT = Path(__file__).parents[3]
 SCRIPTS = ROOT / "tests/lake/readers"
 INSTALLED = ROOT / ".venv/lake-readers"
 READERS = ("pyiceberg", "duckdb", "polars", "datafusion", "spark")
+WITHOUT_VECTORS = ("clickhouse", "daft")
+"""Readers of format 2 only: they refuse deletion vectors."""
 FROM_CATALOGUE = ("pyiceberg", "duckdb", "spark")
 """Readers that ask a REST catalogue."""
-BY_SNAPSHOT = ("pyiceberg", "duckdb", "polars", "spark")
+BY_SNAPSHOT = ("pyiceberg", "duckdb", "polars", "spark", *WITHOUT_VECTORS)
 BY_TAG = ("pyiceberg", "spark")
 
 
@@ -34,11 +37,14 @@ class ForeignReader:
     """Process of the reader `name`, started with its first request. Skips the test if it is not installed."""
 
     def __init__(self, name: str, scratch: Path) -> None:
-        # Polars parses metadata with pyiceberg.
-        self._packages = INSTALLED / {"polars": "pyiceberg", "spark": "spark/pyspark"}.get(name, name)
-        if not self._packages.is_dir():
+        # Polars and Daft parse metadata with pyiceberg.
+        needed = {"polars": ["pyiceberg"], "daft": ["daft", "pyiceberg"], "spark": ["spark/pyspark"]}.get(name, [name])
+        self._packages = [INSTALLED / each for each in needed]
+        if not all(each.is_dir() for each in self._packages):
             pytest.skip(f"{name} is not installed: run tests/lake/readers/install")
         self.name = name
+        self.format = 2 if name in WITHOUT_VECTORS else 3
+        """Newest format that it reads."""
         self._scratch = scratch
         self._numbers = itertools.count()
         self._process: subprocess.Popen[str] | None = None
@@ -53,6 +59,21 @@ class ForeignReader:
     def read_catalogue(self, url: str, table: str, **more: Any) -> pa.Table:
         """Read a table of the REST catalogue at `url`, as `read` does; `token` is a bearer token."""
         return self._ask({"catalogue": url, "table": table, **more})
+
+    def shown(self, rows: pa.Table) -> pa.Table:
+        """Return rows of a table, with plain types, as this reader shows them.
+
+        ClickHouse has no timestamp without a zone, one type for text and bytes, and an empty array, struct or map in
+        place of null.
+        """
+        if self.name != "clickhouse":
+            return rows
+        columns: dict[str, pa.Array] = {}
+        for field, column in zip(rows.schema, rows.columns, strict=True):
+            kind = map_leaf_types(field.type, _clickhouse_type)
+            kind = field.type if field.type == pa.string() else kind
+            columns[field.name] = pa.array([_without_nulls(value, kind) for value in column.to_pylist()], kind)
+        return plain_types(pa.table(columns))
 
     def _ask(self, request: dict[str, Any]) -> pa.Table:
         if self._process is None:
@@ -73,7 +94,11 @@ class ForeignReader:
     def _start(self) -> subprocess.Popen[str]:
         jars = (INSTALLED / "spark").glob("*.jar") if self.name == "spark" else ()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("SPARK_", "PYSPARK_"))}
-        environment |= {"PYTHONPATH": str(self._packages), "TZ": "UTC", "JDK_JAVA_OPTIONS": " ".join(QUICK_JVM)}
+        environment |= {
+            "PYTHONPATH": os.pathsep.join(map(str, self._packages)),
+            "TZ": "UTC",
+            "JDK_JAVA_OPTIONS": " ".join(QUICK_JVM),
+        }
         with (self._scratch / "log").open("ab") as log:
             return subprocess.Popen(
                 [sys.executable, str(SCRIPTS / f"{self.name}_reader.py"), *map(str, jars)],
@@ -96,6 +121,23 @@ class ForeignReader:
             self._process.kill()
             self._process.wait()
         self._process.stdout.close()
+
+
+def _clickhouse_type(kind: pa.DataType) -> pa.DataType:
+    if kind == pa.string():
+        return pa.binary()
+    return pa.timestamp("us", "UTC") if pa.types.is_timestamp(kind) else kind
+
+
+def _without_nulls(value: Any, kind: pa.DataType) -> Any:
+    """Return the value with every array, struct and map that is null made empty."""
+    if pa.types.is_list(kind):
+        return [_without_nulls(each, kind.value_type) for each in value or ()]
+    if pa.types.is_map(kind):
+        return [(key, _without_nulls(each, kind.item_type)) for key, each in value or ()]
+    if pa.types.is_struct(kind):
+        return {field.name: _without_nulls((value or {}).get(field.name), field.type) for field in kind}
+    return value
 
 
 def plain_types(table: pa.Table) -> pa.Table:

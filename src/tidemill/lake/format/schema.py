@@ -2,9 +2,8 @@
 
     field id  as in shards/nested/field_ids.py; the ids of `_hash`, `_time` and `_diff` are in no schema
 
-Files of tables with nested columns carry the ids, since some readers find fields within a column only by them. All
-others carry none: readers find columns by the name mapping, which names every column of the files. Readers differ in
-what they do about a column that the mapping lacks, hence the reserved ids.
+Files carry the ids. In older files without them readers find columns by the name mapping, which names every column of
+the files. Readers differ in what they do about a column that the mapping lacks, hence the reserved ids.
 
 The default of an added column stands for the values of older files. Format 2 has no defaults, and format 3 has none of
 nested types, NaN, infinities and dates outside the years 1 to 9999 (`inexpressible`). Such a default is not published:

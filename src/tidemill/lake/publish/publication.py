@@ -49,7 +49,7 @@ from tidemill.lake.pointer import Pointer, move_pointer
 from tidemill.lake.publish.manifest_groups import Group, Regrouped, regroup_data, regroup_deletes
 from tidemill.lake.publish.stored import LakeStores, Stored
 from tidemill.lake.publish.table_files import SnapshotFiles, encode_loose_rows, files_of, loose_rows
-from tidemill.lake.settings import object_key
+from tidemill.lake.settings import metadata_key, object_key
 from tidemill.lake.vectors.evaluation import View, evaluate, views_at
 from tidemill.lake.vectors.part_columns import PartColumns
 from tidemill.shards.api import Batch, ShardSchema
@@ -157,7 +157,7 @@ async def _move(stores: LakeStores, stored: Stored, shard_id: str, metadata: Tab
     now_ms = stores.clock.now_ms()
     metadata = replace(metadata, last_updated_ms=max(now_ms, metadata.last_updated_ms))
     metadata = expire(metadata, metadata.last_updated_ms, stores.settings.keep_ms)
-    key = object_key(shard_id, "metadata", now_ms, stores.rand, ".metadata.json")
+    key = metadata_key(shard_id, stored.seq + 1, now_ms, stores.rand)
     await stores.objects.put(key, encode_metadata(metadata))
     pointer = replace(pointer, metadata=key)
     seq = await move_pointer(stores.consensus, stores.rand, shard_id, stored.seq, pointer)

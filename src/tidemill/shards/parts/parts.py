@@ -109,7 +109,7 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
         use_dictionary=[TIME, DIFF] if codec == "lz4" else _repeating_columns(schema, table.schema),
         column_encoding=None if codec == "lz4" else {HASH: "DELTA_BINARY_PACKED"},
         write_statistics=[TIME, DIFF, HASH, *compared],
-        store_schema=True,
+        store_schema=False,  # the types follow from the Parquet schema; Arrow's takes a kilobyte of each part
         write_page_checksum=True,
     ) as writer:
         for start, end in pairwise(cuts):

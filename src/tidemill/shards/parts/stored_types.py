@@ -1,6 +1,6 @@
 """Types of a part's file, where they differ from those in memory, so that every Parquet reader can read the file.
 
-    nested types     with field ids (shards/nested/field_ids.py), and so are all columns of such a table
+    all columns      with field ids (shards/nested/field_ids.py), also those within nested ones
     int16            stored as int32, also within nested values: some engines have no smaller integer
     `_hash` uint64   stored as int64, less 2^63: some engines refuse unsigned integers, also in columns that are not
                      read. The difference keeps the order, so the file stays sorted and its statistics compare
@@ -37,13 +37,9 @@ def stored_schema(schema: ShardSchema) -> pa.Schema:
 
 
 def file_schema(rows: pa.Schema, schema: ShardSchema) -> pa.Schema:
-    """Return the Arrow schema of a file with these columns of a table.
-
-    With a nested column, it has field ids: some readers find the fields within a column only by them.
+    """Return the Arrow schema of a file with these columns of a table, with field ids: some readers of Iceberg find
+    columns only by them.
     """
-    fields = [stored_field(field) for field in rows]
-    if not any(pa.types.is_nested(field.type) for field in fields):
-        return pa.schema(fields)
     places = {column.name: at for at, column in enumerate(schema.columns)}
     of_file = {HASH: HASH_ID, TIME: TIME_ID, DIFF: DIFF_ID}
     return pa.schema(
@@ -51,7 +47,7 @@ def file_schema(rows: pa.Schema, schema: ShardSchema) -> pa.Schema:
             with_field_ids(field, FIRST_ID + place, ids_within(place))
             if (place := places.get(field.name, -1)) >= 0
             else with_field_ids(field, of_file[field.name], iter(()))
-            for field in fields
+            for field in map(stored_field, rows)
         ]
     )
 
