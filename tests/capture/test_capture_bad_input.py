@@ -161,12 +161,21 @@ def replica_level_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
         yield server
 
 
-def test_wal_level_and_slots(replica_level_server: EmbeddedPostgres) -> None:
+@pytest.fixture
+def replica_level_dsn(replica_level_server: EmbeddedPostgres) -> Iterator[str]:
+    """A database of its own for each test."""
+    with psycopg.connect(replica_level_server.dsn, autocommit=True) as connection:
+        connection.execute("CREATE DATABASE inspected")
+        yield replica_level_server.dsn_for("inspected")
+        connection.execute("DROP DATABASE inspected WITH (FORCE)")
+
+
+def test_wal_level_and_slots(replica_level_dsn: str) -> None:
     with pytest.raises(InvalidError) as error:
-        asyncio.run(check_database(replica_level_server.dsn))
+        asyncio.run(check_database(replica_level_dsn))
     assert "wal_level=replica" in str(error.value)
     assert "ALTER SYSTEM SET wal_level = 'logical'" in error.value.fix
-    config = CaptureConfig(name="shop", dsn=replica_level_server.dsn)
+    config = CaptureConfig(name="shop", dsn=replica_level_dsn)
     _, problems = asyncio.run(diagnose_capture(config))
     assert [str(problem).partition(":")[0] for problem in problems] == [
         "PostgreSQL does not log logical changes",
@@ -176,29 +185,28 @@ def test_wal_level_and_slots(replica_level_server: EmbeddedPostgres) -> None:
 
 
 def test_an_inspection_reports_every_problem_of_the_server_and_the_switches_of_managed_services(
-    replica_level_server: EmbeddedPostgres,
+    replica_level_dsn: str,
 ) -> None:
     def problems(user: str = "postgres") -> list[str]:
-        dsn = replica_level_server.dsn.replace("postgres@", f"{user}@")
+        dsn = replica_level_dsn.replace("postgres@", f"{user}@")
         found = asyncio.run(inspect_database("shop", dsn))
         return [error.fix for error in found.problems] + [s for s in found.statements if "ROLE" in s or "rds_" in s]
 
-    with psycopg.connect(replica_level_server.dsn, autocommit=True) as connection:
+    with psycopg.connect(replica_level_dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE t (id int PRIMARY KEY)")
         connection.execute("CREATE ROLE reader LOGIN")
         level, slots, role, statement = problems("reader")
         assert "ALTER SYSTEM SET wal_level" in level and "max_replication_slots" in slots
         assert role == f"Run {statement}." and statement == 'ALTER ROLE "reader" REPLICATION'
         connection.execute("CREATE ROLE rds_replication")
-        connection.execute("ALTER DATABASE postgres SET rds.logical_replication = 'off'")
+        connection.execute("ALTER DATABASE inspected SET rds.logical_replication = 'off'")
         level, _, role, statement = problems("reader")
         assert "parameter group" in level and statement == 'GRANT rds_replication TO "reader"'
         connection.execute(statement)
         assert len(problems("reader")) == 2
-        connection.execute("ALTER DATABASE postgres RESET rds.logical_replication")
-        connection.execute("ALTER DATABASE postgres SET cloudsql.logical_decoding = 'off'")
+        connection.execute("ALTER DATABASE inspected RESET rds.logical_replication")
+        connection.execute("ALTER DATABASE inspected SET cloudsql.logical_decoding = 'off'")
         fixes = problems()
-        connection.execute("ALTER DATABASE postgres RESET cloudsql.logical_decoding")  # other tests use the server, too
         assert "cloudsql.logical_decoding" in fixes[0]
 
 
