@@ -19,7 +19,9 @@ connection.execute("SET TimeZone = 'UTC'")
 def read(request: dict[str, Any]) -> pa.Table:
     if "tag" in request:
         raise NotImplementedError("DuckDB 1.5 reads snapshots by id, not by tag")
-    if "metadata" in request:
+    if "parquet" in request:
+        source = f"read_parquet('{request['parquet']}/*.parquet')"
+    elif "metadata" in request:
         path = request["metadata"].removeprefix("file://")
         version = f", snapshot_from_id = {request['snapshot']}::UBIGINT" if "snapshot" in request else ""
         source = f"iceberg_scan('{path}'{version})"
@@ -33,7 +35,7 @@ def read(request: dict[str, Any]) -> pa.Table:
     if "between" in request:
         column, first, end = request["between"]
         where = f' WHERE "{column}" >= {first!r} AND "{column}" < {end!r}'
-    return connection.execute(f"FROM {source}{where}").to_arrow_table()
+    return connection.execute(f"SELECT {request.get('select', '*')} FROM {source}{where}").to_arrow_table()
 
 
 serve(read)

@@ -1,7 +1,8 @@
 """Loop of a reader: a request as a line of JSON on standard input, a response as a line of JSON on standard output.
 
 Request: {"metadata": URL} or {"catalogue": URL, "table": name, "token"?}, with {"snapshot"?: id, "tag"?: name,
-"between"?: [column, first, end], "out": file}. The rows are written to `out` in Arrow's IPC format. Response:
+"between"?: [column, first, end], "out": file}. DuckDB and Spark also take {"select"?: expressions}, and {"parquet":
+directory} as a source. The rows are written to `out` in Arrow's IPC format. Response:
 {"rows": n} or {"error": text}. The process stays, so that a reader's start is paid once.
 """
 

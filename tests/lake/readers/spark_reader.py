@@ -22,7 +22,9 @@ spark.sparkContext.setLogLevel("OFF")
 
 def read(request: dict[str, Any]) -> pa.Table:
     spark.conf.set("spark.sql.iceberg.vectorization.enabled", str(request.get("vectorized", True)).lower())
-    if "metadata" in request:
+    if "parquet" in request:
+        frame = spark.read.parquet(request["parquet"])
+    elif "metadata" in request:
         reader = spark.read.format("iceberg")
         if "snapshot" in request or "tag" in request:
             reader = reader.option("versionAsOf", request.get("snapshot", request.get("tag")))
@@ -41,6 +43,9 @@ def read(request: dict[str, Any]) -> pa.Table:
     if "between" in request:
         column, first, end = request["between"]
         frame = frame.where(f"`{column}` >= {first!r} AND `{column}` < {end!r}")
+    if "select" in request:
+        frame.createOrReplaceTempView("source")
+        frame = spark.sql(f"SELECT {request['select']} FROM source")
     return frame.toArrow()
 
 

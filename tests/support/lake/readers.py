@@ -54,11 +54,11 @@ class ForeignReader:
 
         `between` (column, first, end) filters. Raises ReadError.
         """
-        return self._ask({"metadata": metadata, "snapshot": snapshot, "tag": tag, **more})
+        return self.ask({"metadata": metadata, "snapshot": snapshot, "tag": tag, **more})
 
     def read_catalogue(self, url: str, table: str, **more: Any) -> pa.Table:
         """Read a table of the REST catalogue at `url`, as `read` does; `token` is a bearer token."""
-        return self._ask({"catalogue": url, "table": table, **more})
+        return self.ask({"catalogue": url, "table": table, **more})
 
     def shown(self, rows: pa.Table) -> pa.Table:
         """Return rows of a table, with plain types, as this reader shows them.
@@ -75,7 +75,8 @@ class ForeignReader:
             columns[field.name] = pa.array([_without_nulls(value, kind) for value in column.to_pylist()], kind)
         return plain_types(pa.table(columns))
 
-    def _ask(self, request: dict[str, Any]) -> pa.Table:
+    def ask(self, request: dict[str, Any]) -> pa.Table:
+        """Return the result of a request of `tests/lake/readers/serve.py`. Raises ReadError."""
         if self._process is None:
             self._process = self._start()
         out = self._scratch / f"{self.name}-{next(self._numbers)}.arrow"
