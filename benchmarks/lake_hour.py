@@ -3,7 +3,7 @@
 A table of N keys gets updates of random keys, ten appends a second. A publisher runs a round per `interval_s`, and the
 steps of maintenance run every five seconds: since, merges, and the deletion of replaced objects. The clock is virtual,
 so an hour of updates takes minutes. A line per twelfth of the time shows what is stored. After `keep_s` all columns are
-flat. At the end the table is compared with the updates, read from the published files.
+flat, replaced parts after another hour. At the end the table is compared with the updates, read from the published files.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="./dev bench lake_hour", description=__doc__)
     parser.add_argument("--keys", type=int, default=100_000)
     parser.add_argument("--rate", type=int, default=500, help="updates per second")
-    parser.add_argument("--hours", type=float, default=2.0)
+    parser.add_argument("--hours", type=float, default=4.0)
     parser.add_argument("--keep-s", type=float, default=3600.0, help="lake.keep_s")
     options = parser.parse_args()
     print(machine())

@@ -19,7 +19,7 @@ from support.postgres import EmbeddedPostgres  # noqa: E402
 from support.replication_slots import drop_slots  # noqa: E402
 from support.waiting import run  # noqa: E402
 
-pytest_plugins = ("suite.selection", "suite.recording", "suite.leftovers")
+pytest_plugins = ("suite.selection", "suite.recording", "suite.leftovers", "suite.temporary")
 
 _numbers = itertools.count(1)
 

@@ -39,7 +39,15 @@ class Toy:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         (directory / "pytest.ini").write_text("[pytest]\nmarkers =\n    processes\n    extended\n")
-        self.environ = {**os.environ, "PYTHONPATH": str(TESTS), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.temporary = directory / "temporary"
+        """Place of pytest's temporary directories. It is the toy's own: pytest warns of what another run left there."""
+        self.temporary.mkdir()
+        self.environ = {
+            **os.environ,
+            "PYTHONPATH": str(TESTS),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_DEBUG_TEMPROOT": str(self.temporary),
+        }
 
     def write(self, name: str, text: str) -> None:
         (self.directory / name).write_text(textwrap.dedent(text))
@@ -47,12 +55,8 @@ class Toy:
     def run(
         self, *arguments: str, before: Sequence[str] = (), timeout_s: float = 170
     ) -> subprocess.CompletedProcess[str]:
-        """`before` is the command that gets pytest's as its arguments.
-
-        The directory for temporary files is the toy's own: pytest warns of what another run left in the shared one.
-        """
-        temporary = f"--basetemp={self.directory / 'temporary'}"
+        """`before` is the command that gets pytest's as its arguments."""
         return subprocess.run(
-            [*before, *PYTEST, temporary, *arguments], cwd=self.directory, env=self.environ, text=True, check=False,
+            [*before, *PYTEST, *arguments], cwd=self.directory, env=self.environ, text=True, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=timeout_s,
         )  # fmt: skip
