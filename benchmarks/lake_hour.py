@@ -3,7 +3,7 @@
 A table of N keys gets updates of random keys, ten appends a second. A publisher runs a round per `interval_s`, and the
 steps of maintenance run every five seconds: since, merges, and the deletion of replaced objects. The clock is virtual,
 so an hour of updates takes minutes. A line per twelfth of the time shows what is stored. After `keep_s` all columns are
-flat, replaced parts after another hour. At the end the table is compared with the updates, read from the published files.
+flat, replaced parts after another hour. At the end all rows are read from the published files, and compared.
 """
 
 from __future__ import annotations
