@@ -1,4 +1,4 @@
-"""`./dev bench lake_reads`: other engines read a published table, beside the same rows as plain Parquet.
+"""`./dev bench lake_reads`: other engines read a published table, compared with plain Parquet of the same rows.
 
 A table of N keys in parts of a million rows, published in format 3, and its rows as plain Parquet files of a million
 rows with the defaults of the library. `merged` is the table as a merge leaves it. `waiting` is the table after a tenth

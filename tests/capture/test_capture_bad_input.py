@@ -163,7 +163,7 @@ def replica_level_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[E
 
 @pytest.fixture
 def replica_level_dsn(replica_level_server: EmbeddedPostgres) -> Iterator[str]:
-    """A database of its own for each test."""
+    """A separate database for each test."""
     with psycopg.connect(replica_level_server.dsn, autocommit=True) as connection:
         connection.execute("CREATE DATABASE inspected")
         yield replica_level_server.dsn_for("inspected")

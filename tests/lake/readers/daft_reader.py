@@ -10,7 +10,7 @@ from serve import serve
 
 def read(request: dict[str, Any]) -> pa.Table:
     if "metadata" not in request or "tag" in request:
-        raise NotImplementedError("Daft reads snapshots by id, not by tag")
+        raise NotImplementedError("it reads snapshots by id, not by tag")
     rows = daft.read_iceberg(StaticTable.from_metadata(request["metadata"]), snapshot_id=request.get("snapshot"))
     if "between" in request:
         column, first, end = request["between"]
