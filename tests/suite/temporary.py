@@ -1,8 +1,8 @@
 """Delete the temporary directories of a run whose tests all passed, in a process for which nothing waits.
 
 A whole run leaves some 300,000 files, most of them of PostgreSQL servers. Where the disk discards freed blocks
-immediately, their deletion takes ten minutes, which pytest would spend before it ends. If the process is killed, the next run deletes
-them: they have the name that pytest gives to directories that it is about to delete.
+immediately, their deletion takes ten minutes, which pytest would spend before it ends. If the process is killed, the
+next run deletes them: they have the name that pytest gives to directories that it is about to delete.
 """
 
 from __future__ import annotations
