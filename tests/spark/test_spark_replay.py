@@ -266,6 +266,22 @@ def test_letters_wait_for_their_table_and_a_file_with_another_schema_is_refused(
     assert [x.outcome for x in replay(harbour, pipeline())] == ["waiting"]
 
 
+def test_a_declared_table_that_the_database_does_not_have_stops_no_replay(harbour: Any, tmp_path: Path) -> None:
+    PartialShop(harbour)  # it captures public.orders, and no public.later
+    clicks = Clicks(harbour, 1)
+    sink = clicks_sink(harbour, tmp_path, expectations=STRICT)
+    clicks.one("k0", 9)
+    clicks.bind()
+    sink.process(sink.latest())
+    later = Pipeline("p")
+    later.table("later", later.capture("shop").table("public.later"))
+    assert [(x.outcome, "no such table" in x.reason) for x in replay(harbour, later)] == [("waiting", True)]
+    both = pipeline()
+    both.table("later", both.capture("shop").table("public.later"))
+    assert [(x.table, x.outcome) for x in replay(harbour, both)] == [("clicks", "applied")]
+    assert contents(harbour) == {"k0": 9} and harbour.contents("p.dead_letters") == []
+
+
 def test_the_command_prints_what_became_of_each_record(harbour: Any, tmp_path: Path) -> None:
     clicks = Clicks(harbour, 1)
     sink = clicks_sink(harbour, tmp_path / "s", expectations=STRICT)

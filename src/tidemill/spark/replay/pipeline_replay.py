@@ -77,6 +77,9 @@ def _feeds_by_topic(portal: BlockingPortal, stores: Stores, pipeline: Pipeline) 
         except SourceNotReadyError as error:
             waiting = waiting or error.reason
             continue
+        except MissingError as error:  # a captured table that does not exist: no topic, so no letters
+            waiting = waiting or error.message
+            continue
         feed = replace(feed, expectations=pipeline.expectations.get(name))
         feeds.setdefault(feed.topic, []).append((name, source.source, feed))
     return feeds, waiting
