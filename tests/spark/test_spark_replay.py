@@ -15,7 +15,7 @@ from support.spark.sinks import clicks_sink, shop_sink
 from tidemill.base.errors import InvalidError
 from tidemill.cli.main import app
 from tidemill.console.dead_letter_read import read_letters
-from tidemill.metastore.catalogue import PipelineRow
+from tidemill.metastore.catalogue import PipelineRow, TopicRow
 from tidemill.shards.api import HistoryLostError
 from tidemill.spark.definition import Pipeline
 from tidemill.spark.predicates.expectations import Expectation, Expectations
@@ -280,6 +280,36 @@ def test_a_declared_table_that_the_database_does_not_have_stops_no_replay(harbou
     both.table("later", both.capture("shop").table("public.later"))
     assert [(x.table, x.outcome) for x in replay(harbour, both)] == [("clicks", "applied")]
     assert contents(harbour) == {"k0": 9} and harbour.contents("p.dead_letters") == []
+
+
+def test_letters_of_a_topic_that_is_created_again_are_told_and_replayed_although_their_offsets_were_used_before(
+    harbour: Any, tmp_path: Path
+) -> None:
+    old = Clicks(harbour, 1, 1)
+    sink = clicks_sink(harbour, tmp_path / "s", expectations=STRICT)
+    for value in (9, 1, 9, 9):
+        old.one("a", value)
+    old.bind()
+    sink.process(sink.latest())
+    harbour.portal.call(harbour.stores.catalogue.delete(TopicRow, "clicks"))
+    new = Clicks(harbour, 1, 1)
+    for key, value in (("k0", 7), ("k1", 8), ("k1", 3)):
+        new.one(key, value)  # offset 2 had a letter in the old topic
+    harbour.mint("topic/clicks", 2000, old.topic, new.topic)
+    again = clicks_sink(harbour, tmp_path / "s", expectations=STRICT)
+    again.process(again.latest())
+    places = [(row["offset"], row["at"].timestamp()) for row in harbour.contents("p.dead_letters")]
+    assert sorted(places) == [(0, 2), (1, 2), (2, 1), (3, 1)], "each letter of the new topic, once at its place"
+    listed = harbour.portal.call(read_letters(harbour.shard("p.dead_letters"), 100))
+    assert (sorted((row["offset"], row["at"].timestamp()) for row in listed.letters), listed.total) == (places, 4)
+    found = {(x.place.offset, x.outcome, x.reason) for x in replay(harbour, pipeline())}
+    assert found == {
+        (0, "applied", ""),
+        (1, "superseded", "partition=0 offset=2 is newer"),
+        (2, "superseded", "the topic was created again since"),
+        (3, "superseded", "the topic was created again since"),
+    }
+    assert contents(harbour) == {"k0": 7, "k1": 3} and harbour.contents("p.dead_letters") == []
 
 
 def test_the_command_prints_what_became_of_each_record(harbour: Any, tmp_path: Path) -> None:
