@@ -379,7 +379,7 @@ def test_of_all_tables_those_that_cannot_be_compared_are_told_and_the_others_are
             return [PipelineRow("p", tables)]
 
         async def get(self, *_: Any) -> None:
-            return None  # nobody has created the topic yet
+            return None  # the topic does not exist yet
 
         async def table(self, capture: str, table: str) -> CaptureTableRow:
             if table == "public.lines":

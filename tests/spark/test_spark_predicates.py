@@ -128,7 +128,7 @@ def test_integers_and_decimals_are_exact_and_never_overflow() -> None:
 
 
 def test_a_list_of_numbers_has_the_type_of_a_real_and_a_single_number_has_not() -> None:
-    """As PostgreSQL resolves the types: SELECT 0.1::real IN (0.1, 0.2) is true, and 0.1::real = 0.1 is false."""
+    """PostgreSQL resolves the types so: SELECT 0.1::real IN (0.1, 0.2) is true, and 0.1::real = 0.1 is false."""
     for text, wanted in (
         ("r IN (0.1, 0.2)", True),
         ("r NOT IN (0.1, 1)", False),

@@ -170,7 +170,7 @@ def inexpressible(schema: ShardSchema, version: int) -> tuple[Column, ...]:
 
 
 def oldest_version(schema: ShardSchema, version: int) -> int:
-    """Return the schema version below which files lack a column that is `inexpressible`; 0 if there is none."""
+    """Return the schema version below which files lack a column that is `inexpressible`, or 0."""
     return max((column.version for column in inexpressible(schema, version)), default=0)
 
 

@@ -6,8 +6,8 @@ appended first, then the table's updates. After a crash in between, the interval
 recognized by their positions. The same holds for a driver that loses a race.
 Invariant (no duplicates): an append names the shard's upper, and its writer has read every letter below that upper, so
 two writers never add the same letter.
-Invariant (one letter at a place): a topic that is created again, or whose table is copied again, has the same offsets
-once more. Its letters have later times, and replace those at the same places, whose records are gone.
+Invariant (one letter at a place): a topic that is created again, or whose table is copied again, begins at offset 0.
+Its letters have later times, and replace those at the same places, whose records are gone.
 
 So letters need no agreed time, no table waits for another, and an interval without letters costs nothing. Any thread
 may add letters, one at a time.

@@ -92,8 +92,8 @@ def number_literal(text: str) -> Operand:
 
 
 def list_items(left: Operand, items: Sequence[Operand]) -> list[Operand]:
-    """Return the items without columns of `left IN (…)` as they are compared: PostgreSQL rounds several of them to the
-    type of a `real`, but compares a single number as a `double precision`."""
+    """Return the items without columns of `left IN (…)` with the types in which they are compared: PostgreSQL rounds
+    several of them to the type of a `real`, but compares a single number as a `double precision`."""
     numbers = [item for item in items if _is_number(item.type)]
     if not left.real or len(items) < 2 or any(item.type == FLOAT for item in numbers):
         return [*items]

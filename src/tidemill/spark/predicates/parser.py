@@ -175,7 +175,7 @@ class _Parser:
         return ops.negation(found) if negated else found
 
     def _list(self, left: Operand, depth: int) -> list[Operand]:
-        """Return the items of IN, as they are compared with `left`."""
+        """Return the items of IN with the types in which they are compared with `left`."""
         constants: list[Operand] = []
         others: list[Operand] = []
         self._expect("(")
