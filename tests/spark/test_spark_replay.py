@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -340,3 +341,5 @@ def test_the_command_prints_what_became_of_each_record(harbour: Any, tmp_path: P
     assert "dead letters: 1 in p.dead_letters" in described.stdout, "removed letters do not count"
     listed = CliRunner().invoke(app, ["dead-letters", "list", "--config", str(config), "--json"])
     assert listed.exit_code == 0, listed.output
+    (left,) = json.loads(listed.stdout)["records"]
+    assert json.loads(left["bytes"]) == {"click_id": "k0", "product_id": 9}, "text, and no literal of Python"
