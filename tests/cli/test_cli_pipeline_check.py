@@ -100,6 +100,30 @@ def test_every_problem_of_a_file_is_reported_once_with_its_line_and_its_remedy(t
     assert "input=click." not in plain and "Did you mean page?" in plain
 
 
+def test_names_and_values_that_no_table_can_have_are_refused_before_a_driver_meets_them(tmp_path: Path) -> None:
+    text = """
+def build(p):
+    one = p.topic("t", key="id", schema="id long")
+    versions = p.history("versions", of=p.table("one", one))
+    p.history("again", of=versions)
+    p.table("shop.dead_letters", one)
+    p.table("two", one, expect=["id > 0"])
+    p.history("none", of="othr")
+    p.table("three", p.topic("t", key=5, schema="id long"))
+"""
+    code, told = check(written(tmp_path, text), "--json")
+    problems = json.loads(told.splitlines()[-1])["problems"]
+    assert code == 1
+    assert sorted((p["line"], p["problem"]) for p in problems) == [
+        (5, "a history can have no history: table=again input=versions."),
+        (6, "this table has the pipeline's dead letters: table=shop.dead_letters."),
+        (7, "expect names no conditions: table=two expect=['id > 0']."),
+        (8, "the pipeline has no such table: table=none input=othr."),
+        (9, "these are no names: given=5."),
+    ]
+    assert "Known are again, one, shop.dead_letters, three, two, versions." in told
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [

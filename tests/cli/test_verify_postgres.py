@@ -360,6 +360,54 @@ def test_a_parked_table_is_said_to_be_and_is_never_equal() -> None:
     assert found.parked == "column 'x' is new" and not found.clean
 
 
+def test_of_all_tables_those_that_cannot_be_compared_are_told_and_the_others_are_verified() -> None:
+    from types import SimpleNamespace
+
+    from tidemill.cli.verify.command import verdict_of
+    from tidemill.cli.verify.tables import Verifier
+    from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow, TableSnapshot
+
+    tables = {
+        "clicks": "topic:clicks",
+        "orders": "capture:shop:public.orders",
+        "lines": "capture:shop:public.lines",
+        "totals": "derived:orders",
+    }
+
+    class Rows:
+        async def list(self, _: Any) -> list[PipelineRow]:
+            return [PipelineRow("p", tables)]
+
+        async def get(self, *_: Any) -> None:
+            return None  # the topic does not exist yet
+
+        async def table(self, capture: str, table: str) -> CaptureTableRow:
+            if table == "public.lines":
+                return CaptureTableRow(capture, table, state="parked", reason="column 'x' is new")
+            return CaptureTableRow(capture, table, state="captured", snapshot=TableSnapshot(1, 1, (), 1, 0, ()))
+
+    clock = SystemClock()
+    stores: Any = SimpleNamespace(
+        config=SimpleNamespace(capture={"shop": SimpleNamespace(dsn="")}, pipeline={}),
+        consensus=MemoryConsensus(clock), objects=MemoryObjects(clock), catalogue=Rows(), clock=clock, rand=Rand(),
+    )  # fmt: skip
+    verifier = Verifier(stores, lambda *_: None)
+    found = {v.table: (verdict_of(v), v.clean, v.unverified) for v in run(verifier.tables())}
+    assert found == {
+        "clicks": ("UNVERIFIED", False, "the topic of this table does not exist: table=clicks topic=clicks."),
+        "orders": ("UNVERIFIED", False, "no such table: table=orders. See `tidemill table list`."),
+        "lines": ("PARKED", False, ""),
+        "totals": (
+            "UNVERIFIED",
+            False,
+            "the configuration has no such pipeline: key=pipeline.p. Add the pipeline with its file.",
+        ),
+    }
+    for name in ("clicks", "orders", "totals"):
+        with pytest.raises(InvalidError):
+            run(verifier.tables([name, "lines"]))
+
+
 def test_bad_input_is_named(postgres_dsn: str) -> None:
     created(postgres_dsn)
     shard = run(captured(postgres_dsn))

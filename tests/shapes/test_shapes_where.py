@@ -37,6 +37,9 @@ INSERT INTO w VALUES
  (6, 12, 1000000007, 123456789012345678901234567890.123456789, 3.3333, 1e300, 1e30, false, 'ÄÖü ß', 'x', 'Zürich', 'z',
   'ffffffff-ffff-ffff-ffff-ffffffffffff', '1970-01-01', '1970-01-01', '1969-12-31 23:59:59.999999+00',
   '00:00:00.000001', 'sad', '{7}', '{abc,ABC}');
+ALTER TABLE w ADD COLUMN js json, ADD COLUMN jb jsonb, ADD COLUMN bytes bytea;
+UPDATE w SET js = '{"a" : 1.0}', jb = '{"b":1.0,  "a":[null]}', bytes = '\\x00ff' WHERE id <> 4;
+UPDATE w SET js = 'null', jb = '"x"', bytes = '' WHERE id = 2;
 """
 TYPES = {
     "id": Type("int4"),
@@ -59,6 +62,9 @@ TYPES = {
     "m": Type("enum", ordered=False),
     "ia": Type("int4", array=True),
     "ta": Type("text", array=True, ordered=False),
+    "js": Type("json"),
+    "jb": Type("jsonb"),
+    "bytes": Type("bytea"),
 }
 
 ACCEPTED = """
@@ -72,6 +78,9 @@ c = 'abc' | c = 'abc   ' | c LIKE 'ab%' | c LIKE 'ab' | c LIKE 'ab    ' | c = v 
 c::text = 'ab' | v = 'abc' | v = t | lower(t) = 'abc' | upper(v) = 'ABC'
 length(t) = 3 | length(v) > id | length('äb') = 2 | concat(t, v, NULL) = 'abcabc' | concat('a') = 'a' | concat(t) = ''
 concat(t, '-', id::text) LIKE '%-1'
+js IS NULL | w.jb IS NOT NULL | bytes IS NULL | js::text = '{"a" : 1.0}' | jb::text = '{"a": [null], "b": 1.0}'
+jb::varchar LIKE '%null%' | bytes::text = '\\x00ff' | CAST(bytes AS text) = '\\x' | js::text IN ('null', jb::text)
+length(js::text) > 4 | js IS NULL OR id = 2 | js::text COLLATE "C" < 'o'
 t COLLATE "C" < 'b' | t >= 'A' COLLATE "C"
 tc < 'abd' | tc > 'Abc' | tc BETWEEN 'A' AND 'b' | t IN ('abc', 'ABC') | t = ANY('{abc,""}') | id = ANY('{1,2}')
 id = ANY(ARRAY[1,5]) | id <> ALL('{1,2}') | id < ANY(ia) | 5 = ANY(ia) | 'a' = ANY(ta) | t = ANY(ta) | id = ALL(ia)
@@ -122,6 +131,11 @@ REFUSED = [
     ("id = 1; DROP TABLE w", "must be one expression"),
     ("id = 1 UNION SELECT 2", "must be one expression"),
     ("t < 'a'", "depends on the collation"),
+    ("js::text < 'a'", "depends on the collation"),
+    ("jb = '{}'", "type jsonb is not supported in a where clause. Compare its text: column::text."),
+    ("bytes = bytes", "type bytea is not supported in a where clause. Compare its text: column::text."),
+    ("jb::int = 1", "cannot cast type jsonb to integer"),
+    ("(jb, 1) IS NULL", "not supported"),
     ("t ~ 'a'", "operator ~ is not supported"),
     ("id = $1", "parameter $1 was not provided"),
     ("t LIKE 'a' ESCAPE 'x'", "not supported"),

@@ -97,10 +97,13 @@ def test_a_record_deletes_its_key_if_the_condition_holds_also_by_a_column_that_t
         ({"except_columns": "m"}, "the schema has no such column: topic=clicks except_columns=m"),
         ({"columns": "n"}, "key column"),
         ({"include": {"topic": "t"}}, "unknown metadata of a record: topic=clicks include=topic"),
+        ({"include": "offset"}, "include maps no metadata to columns: topic=clicks include='offset'"),
+        ({"include": {"offset": 5}}, "include maps no metadata to columns: topic=clicks include={'offset': 5}"),
         ({"include": {"offset": "o int"}}, "this metadata has another type: topic=clicks include=offset type=int32"),
         ({"include": {"offset": "n"}}, "the schema has a column of this name already: topic=clicks column=n"),
         ({"include": {"offset": "_time"}}, "reserved column name"),
         ({"delete_when": "gone"}, "the table has no such column: column=gone expression=[gone]"),
+        ({"delete_when": 5}, "delete_when is no SQL text: topic=clicks delete_when=5"),
         ({"form": "avro"}, "unknown option of a topic: topic=clicks option=form"),
     ],
 )

@@ -123,6 +123,24 @@ def test_integers_and_decimals_are_exact_and_never_overflow() -> None:
     assert evaluate("abs(l) > 0", l=[-(2**63)]) == [True]
     assert evaluate("l = 9007199254740993.0", l=[2**53 + 1]) == [True]
     assert evaluate("-l < 99999999999999999999", l=[-(2**63)]) == [True]
+    assert evaluate("l <= 1e18", l=[10**18, 10**18 + 1]) == [True, False]
+    assert evaluate("l = 25E-1 * 4e0 AND d = 1e-1 AND f < 1e300", l=[10], d=[Decimal("0.10")], f=[1e299]) == [True]
+
+
+def test_a_list_of_numbers_has_the_type_of_a_real_and_a_single_number_has_not() -> None:
+    """PostgreSQL resolves the types so: SELECT 0.1::real IN (0.1, 0.2) is true, and 0.1::real = 0.1 is false."""
+    for text, wanted in (
+        ("r IN (0.1, 0.2)", True),
+        ("r NOT IN (0.1, 1)", False),
+        ("r IN (0.1, NULL)", True),
+        ("r IN (0.1, f)", False),
+        ("r IN (0.1, 1e300)", False),
+        ("r IN (0.1)", False),
+        ("r = 0.1", False),
+        ("r BETWEEN 0.1 AND 0.1", False),
+        ("f IN (0.1, 0.2)", True),
+    ):
+        assert evaluate(text, r=[0.1], f=[0.1]) == [wanted], text
 
 
 def test_values_of_timestamps_with_and_without_a_zone() -> None:
@@ -143,6 +161,8 @@ def test_names_match_in_any_case_unless_they_are_quoted() -> None:
     [
         ("l / 2 > 0", "division is not supported at character 3"),
         ("l::text = '1'", "not supported at character 2"),
+        ("l > 1 --1", "not supported at character 7: --"),
+        ("l > 1 /* l > 2 */", "not supported at character 7: /*"),
         ("nope > 0", "no such column: column=nope"),
         ('"I" > 0', "no such column: column=I"),
         ("l", "is no condition"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from collections import Counter
 from pathlib import Path
@@ -15,7 +16,7 @@ from support.spark.sinks import clicks_sink, shop_sink
 from tidemill.base.errors import InvalidError
 from tidemill.cli.main import app
 from tidemill.console.dead_letter_read import read_letters
-from tidemill.metastore.catalogue import PipelineRow
+from tidemill.metastore.catalogue import PipelineRow, TopicRow
 from tidemill.shards.api import HistoryLostError
 from tidemill.spark.definition import Pipeline
 from tidemill.spark.predicates.expectations import Expectation, Expectations
@@ -266,6 +267,52 @@ def test_letters_wait_for_their_table_and_a_file_with_another_schema_is_refused(
     assert [x.outcome for x in replay(harbour, pipeline())] == ["waiting"]
 
 
+def test_a_declared_table_that_the_database_does_not_have_stops_no_replay(harbour: Any, tmp_path: Path) -> None:
+    PartialShop(harbour)  # it captures public.orders, and no public.later
+    clicks = Clicks(harbour, 1)
+    sink = clicks_sink(harbour, tmp_path, expectations=STRICT)
+    clicks.one("k0", 9)
+    clicks.bind()
+    sink.process(sink.latest())
+    later = Pipeline("p")
+    later.table("later", later.capture("shop").table("public.later"))
+    assert [(x.outcome, "no such table" in x.reason) for x in replay(harbour, later)] == [("waiting", True)]
+    both = pipeline()
+    both.table("later", both.capture("shop").table("public.later"))
+    assert [(x.table, x.outcome) for x in replay(harbour, both)] == [("clicks", "applied")]
+    assert contents(harbour) == {"k0": 9} and harbour.contents("p.dead_letters") == []
+
+
+def test_letters_of_a_topic_that_is_created_again_are_told_and_replayed_although_their_offsets_were_used_before(
+    harbour: Any, tmp_path: Path
+) -> None:
+    old = Clicks(harbour, 1, 1)
+    sink = clicks_sink(harbour, tmp_path / "s", expectations=STRICT)
+    for value in (9, 1, 9, 9):
+        old.one("a", value)
+    old.bind()
+    sink.process(sink.latest())
+    harbour.portal.call(harbour.stores.catalogue.delete(TopicRow, "clicks"))
+    new = Clicks(harbour, 1, 1)
+    for key, value in (("k0", 7), ("k1", 8), ("k1", 3)):
+        new.one(key, value)  # offset 2 had a letter in the old topic
+    harbour.mint("topic/clicks", 2000, old.topic, new.topic)
+    again = clicks_sink(harbour, tmp_path / "s", expectations=STRICT)
+    again.process(again.latest())
+    places = [(row["offset"], row["at"].timestamp()) for row in harbour.contents("p.dead_letters")]
+    assert sorted(places) == [(0, 2), (1, 2), (2, 1), (3, 1)], "each letter of the new topic, once at its place"
+    listed = harbour.portal.call(read_letters(harbour.shard("p.dead_letters"), 100))
+    assert (sorted((row["offset"], row["at"].timestamp()) for row in listed.letters), listed.total) == (places, 4)
+    found = {(x.place.offset, x.outcome, x.reason) for x in replay(harbour, pipeline())}
+    assert found == {
+        (0, "applied", ""),
+        (1, "superseded", "partition=0 offset=2 is newer"),
+        (2, "superseded", "the topic was created again since"),
+        (3, "superseded", "the topic was created again since"),
+    }
+    assert contents(harbour) == {"k0": 7, "k1": 3} and harbour.contents("p.dead_letters") == []
+
+
 def test_the_command_prints_what_became_of_each_record(harbour: Any, tmp_path: Path) -> None:
     clicks = Clicks(harbour, 1)
     sink = clicks_sink(harbour, tmp_path / "s", expectations=STRICT)
@@ -294,3 +341,5 @@ def test_the_command_prints_what_became_of_each_record(harbour: Any, tmp_path: P
     assert "dead letters: 1 in p.dead_letters" in described.stdout, "removed letters do not count"
     listed = CliRunner().invoke(app, ["dead-letters", "list", "--config", str(config), "--json"])
     assert listed.exit_code == 0, listed.output
+    (left,) = json.loads(listed.stdout)["records"]
+    assert json.loads(left["bytes"]) == {"click_id": "k0", "product_id": 9}, "text, and no literal of Python"

@@ -420,6 +420,25 @@ def test_a_crash_between_the_letters_and_the_table_adds_no_letter_twice(harbour:
     assert harbour.upper("clicks") == 201
 
 
+def test_a_later_letter_replaces_the_one_at_its_place_once_for_all_writers(harbour: Any) -> None:
+    def at(time_ms: int, *offsets: int) -> pa.Table:
+        return dead_letter_table([DeadLetter("t", 0, n, n, time_ms, f"at {time_ms}", b"bad") for n in offsets])
+
+    mine, theirs = dead_letters(harbour), dead_letters(harbour)
+    mine.put(at(10, 1, 2, 3))
+    theirs.put(at(20, 2, 4))  # the topic was created again
+    mine.put(at(20, 2, 4))
+    mine.put(at(10, 1, 2))  # a step that is repeated
+    assert (mine.total, theirs.total) == (3, 2)
+    found = [(row["offset"], row["reason"]) for row in harbour.contents("p.dead_letters")]
+    assert found == [(1, "at 10"), (2, "at 20"), (3, "at 10"), (4, "at 20")]
+    later = dead_letters(harbour)
+    later.put(at(20, 4, 2))
+    later.put(at(30, 2))
+    assert later.total == 1
+    assert [row["reason"] for row in harbour.contents("p.dead_letters") if row["offset"] == 2] == ["at 30"]
+
+
 def test_a_dead_letter_shard_of_an_earlier_make_gets_the_columns_of_this_one_while_it_is_written(harbour: Any) -> None:
     s = harbour.stores
     schemas = [ShardSchema(DEAD_LETTERS.columns[:6], DEAD_LETTERS.key), DEAD_LETTERS]

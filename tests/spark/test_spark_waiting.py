@@ -105,6 +105,10 @@ def build(p):
         eventually(lambda: (m := mark(harbour, "shard:orders")) and m.position == 1001)
         late = mark(harbour, "shard:late")
         assert late is not None and (late.held_by, late.error) == ("capture:other", "")
+        harbour.capture("other", {"public.else": TABLES["public.orders"]})
+        late = eventually(lambda: (m := mark(harbour, "shard:late")) and m.error and m)
+        assert "capture=other table=public.orders" in late.reason
+        assert "not started" not in late.reason, "the capture that it waited for has started"
         # The capture takes the table in, and it flows without a restart.
         topics = harbour.capture_more("shop", {"public.nope": TABLES["public.orders"]})
         harbour.produce(topics["public.nope"], [({"o_id": 5}, {"o_id": 5, "status": "new"})])

@@ -40,7 +40,8 @@ class NewestFirst:
             return rows
         places = list(zip(*(rows.column(name).to_pylist() for name in PLACE), strict=True))
         kept = []
-        for at in np.argsort(-int64s(rows, TIME), kind="stable").tolist():
+        # At one time the retraction of a letter precedes the one that replaces it.
+        for at in np.lexsort((-diffs, -int64s(rows, TIME))).tolist():
             if diffs[at] < 0:
                 self._retracted[places[at]] += 1
                 self.removed += 1

@@ -149,26 +149,16 @@ class CheckedPipeline(Pipeline):
 
     def check_inputs(self, reads: Collection[str]) -> None:
         """Check what derived tables read; `reads`: tables that exist elsewhere."""
-        known = {*self.all_tables, *self._broken, self.dead_letters, *reads}
+        known = {*self.all_tables, *self._broken, self.dead_letters, *reads} - {""}
         for history in self.histories.values():
             if history.of not in known:
-                error = InvalidError(
-                    f"the pipeline has no such table: table={history.name} input={history.of}.",
-                    fix=f"{unknown_name_fix(history.of, sorted(known))} If another pipeline maintains it, add --reads"
-                    f" {history.of}, or --cluster.",
-                )
-                self.report(error, self.lines[history.name])
+                self.report(_no_such_table(history.name, history.of, known), self.lines[history.name])
             self._check_tracked_columns(history)
         for table in self.derived_tables.values():
             line = self.lines[table.name]
             for one in table.inputs:
                 if one not in known:
-                    error = InvalidError(
-                        f"the pipeline has no such table: table={table.name} input={one}.",
-                        fix=f"{unknown_name_fix(one, sorted(known))} If another pipeline maintains it, add --reads"
-                        f" {one}, or --cluster.",
-                    )
-                    self.report(error, line)
+                    self.report(_no_such_table(table.name, one, known), line)
             try:
                 inspect.signature(table.function).bind(None, *table.inputs)
             except TypeError as why:
@@ -182,6 +172,12 @@ class CheckedPipeline(Pipeline):
                 self._check_group_columns(table, one, columns)
 
     def _check_tracked_columns(self, table: HistoryTable) -> None:
+        if table.of in self.histories:
+            error = InvalidError(
+                f"a history can have no history: table={table.name} input={table.of}.",
+                fix=f"Keep another history of {self.histories[table.of].of}, or derive a table first.",
+            )
+            self.report(error, self.lines[table.name])
         source = self.tables.get(table.of)
         if not isinstance(source, StreamTopic) or source.schema is UNKNOWN:
             return  # its columns are not in the file
@@ -218,6 +214,14 @@ class CheckedPipeline(Pipeline):
         while frame.f_back is not None and frame.f_code.co_filename != self._file:
             frame = frame.f_back
         return frame.f_lineno if frame.f_code.co_filename == self._file else 0
+
+
+def _no_such_table(name: str, wanted: str, known: set[str]) -> InvalidError:
+    return InvalidError(
+        f"the pipeline has no such table: table={name} input={wanted}.",
+        fix=f"{unknown_name_fix(wanted, sorted(known - {name}))} If another pipeline maintains it, add"
+        f" --reads {wanted}, or --cluster.",
+    )
 
 
 def check_file(file: Path, name: str, reads: Collection[str] | None = ()) -> CheckedPipeline:

@@ -302,6 +302,8 @@ class Pipeline:
     def _check_name_unused(self, name: str) -> None:
         if name in self.all_tables:
             raise InvalidError(f"table is declared twice: table={name}.", fix="Use each table name once.")
+        if name == f"{self.name}.dead_letters":
+            raise InvalidError(f"this table has the pipeline's dead letters: table={name}.", fix="Use another name.")
 
 
 def _input_names(given: Inputs) -> tuple[str, ...]:

@@ -133,6 +133,9 @@ def declared_columns(schema: str | StructType) -> tuple[Column, ...]:
 
 
 def split_names(given: Names) -> tuple[str, ...]:
-    """Return one name or several, given as a sequence or as text ("a, b"), as a tuple."""
+    """Return one name or several, given as a sequence or as text ("a, b"), as a tuple. Raises InvalidError."""
     names = given.split(",") if isinstance(given, str) else given
-    return tuple(name.strip() for name in names)
+    try:
+        return tuple(name.strip() for name in names)
+    except (TypeError, AttributeError) as error:
+        raise InvalidError(f"these are no names: given={given!r}.", fix='Give "a", "a, b" or ("a", "b").') from error

@@ -45,7 +45,8 @@ def dead_letters(
             raise MissingError(f"no such pipeline: pipeline={pipeline}.", fix="See `tidemill pipeline list`.")
         found = [_read_letters(opened, row.dead_letters, limit) for row in rows if row.dead_letters]
     total = sum(each.total for each in found)
-    letters = newest_letters((letter for each in found for letter in each.letters), limit)
+    newest = newest_letters((letter for each in found for letter in each.letters), limit)
+    letters = [letter | {"bytes": (letter["bytes"] or b"").decode("utf-8", "backslashreplace")} for letter in newest]
     if out.is_text:
         print(f"{total} dead letter{'' if total == 1 else 's'}")
     if letters or not out.is_text:

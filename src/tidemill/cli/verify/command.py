@@ -29,6 +29,8 @@ def verdict_of(verified: Verified) -> str:
     """Return the verdict in one word."""
     if verified.parked:
         return "PARKED"
+    if verified.unverified:
+        return "UNVERIFIED"
     wrong = verified.missing or verified.extra or verified.different or verified.columns
     return "equal" if verified.clean else "POISONED" if verified.poisoned and not wrong else "DIFFERENT"
 
@@ -49,7 +51,7 @@ def verify(
     out.rows(rows, COLUMNS, value={v.table: msgspec.to_builtins(v) for v in found}, empty="no tables to verify")
     if out.is_text:
         for v in found:
-            for said in (v.parked, v.columns, *v.examples):
+            for said in (v.parked, v.unverified, v.columns, *v.examples):
                 if said:
                     print(f"{v.table}: {said}")
     raise SystemExit(0 if all(v.clean for v in found) else 1)

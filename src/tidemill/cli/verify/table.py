@@ -50,11 +50,13 @@ class Verified(msgspec.Struct, frozen=True):
     """
     parked: str = ""
     """Reason why the table is paused: its rows are not compared, and it never counts as equal."""
+    unverified: str = ""
+    """Reason why the table cannot be compared: it never counts as equal."""
 
     @property
     def clean(self) -> bool:
-        wrong = self.missing or self.extra or self.different or self.poisoned or self.columns or self.parked
-        return self.source_hash == self.shard_hash and not wrong
+        wrong = self.missing or self.extra or self.different or self.poisoned or self.columns
+        return self.source_hash == self.shard_hash and not (wrong or self.parked or self.unverified)
 
 
 async def verify_captured(

@@ -65,25 +65,37 @@ class Verifier:
         self._progress = progress
 
     async def tables(self, names: Iterable[str] = ()) -> list[Verified]:
-        """Verify the named tables, or all that pipelines maintain when none is named. Raises MissingError for an
-        unknown table."""
+        """Verify the named tables, or all that pipelines maintain when none is named: then a table that cannot be
+        compared is `unverified`, and the others are verified. Raises InvalidError (a named table cannot be compared),
+        MissingError (an unknown table)."""
         plan = await self._plan_verification(tuple(names))
         found: list[Verified] = []
         for capture, pairs in plan.captured.items():
-            found += await self._verify_captured(capture, pairs)
-        for shard, topic in plan.topics.items():
-            expectations = self._expectations_of(shard, plan.pipelines[shard])
-            found.append(await self._verify_stream(shard, topic, expectations, plan.formats.get(shard, PLAIN)))
-        for shard in plan.derived:
-            pipeline = self._load_pipeline(plan.pipelines[shard])
-            if shard not in pipeline.histories:
-                found.append(await self._verify_derived(shard, pipeline))
-            elif names:
-                raise InvalidError(
-                    f"the former versions of a history are in no other table: table={shard}.",
-                    fix=f"Verify its input: tidemill verify {pipeline.histories[shard].of}",
-                )
+            found += await self._verify_captured(capture, pairs, named=bool(names))
+        for shard in (*plan.topics, *plan.derived):
+            try:
+                found += await self._verify_uncaptured(shard, plan, named=bool(names))
+            except InvalidError as error:
+                if names:
+                    raise
+                found.append(_unverified(shard, error))
         return found
+
+    async def _verify_uncaptured(self, name: str, plan: VerificationPlan, *, named: bool) -> list[Verified]:
+        """Verify a table of a topic or a derived one. A history is verified by no rows, unless it is named."""
+        pipeline_name = plan.pipelines[name]
+        if name in plan.topics:
+            expectations = self._expectations_of(name, pipeline_name)
+            return [await self._verify_stream(name, plan.topics[name], expectations, plan.formats.get(name, PLAIN))]
+        pipeline = self._load_pipeline(pipeline_name)
+        if name not in pipeline.histories:
+            return [await self._verify_derived(name, pipeline)]
+        if named:
+            raise InvalidError(
+                f"the former versions of a history are in no other table: table={name}.",
+                fix=f"Verify its input: tidemill verify {pipeline.histories[name].of}",
+            )
+        return []
 
     async def _plan_verification(self, names: tuple[str, ...]) -> VerificationPlan:
         fed_by: dict[str, str] = {}
@@ -115,23 +127,27 @@ class Verifier:
             f"no pipeline maintains this table: table={name}.", fix=unknown_name_fix(name, sorted(maintained))
         )
 
-    async def _verify_captured(self, capture: str, pairs: list[tuple[str, str]]) -> list[Verified]:
+    async def _verify_captured(self, capture: str, pairs: list[tuple[str, str]], *, named: bool) -> list[Verified]:
         section = self._config.capture.get(capture)
         if section is None:
             raise InvalidError(
                 f"the configuration has no such capture: key=capture.{capture}.", fix="Add the capture with its DSN."
             )
         remap = await self._open_remap(f"capture/{capture}")
-        paused: dict[str, Verified] = {}
+        found: dict[str, Verified] = {}
         tables = []
         for source, name in pairs:
             row = await self._catalogue.table(capture, source)
             if row is None or not row.is_streaming:
                 why = row.reason if row is not None and row.reason else "the table is not captured yet"
-                paused[name] = Verified(name, 0, 0, 0, 0, "", "", 0, 0, parked=why)
-            else:
+                found[name] = replace(_uncompared(name), parked=why)
+                continue
+            try:
                 tables.append((source, await self._open_shard(name)))
-        found = dict(paused)
+            except MissingError as error:  # its pipeline has not computed it yet
+                if named:
+                    raise
+                found[name] = _unverified(name, error)
         if tables:
             done = await verify_captured(
                 section.dsn,
@@ -168,7 +184,7 @@ class Verifier:
     ) -> Verified:
         row = await self._catalogue.get(TopicRow, topic)
         if row is None:
-            raise MissingError(f"the topic of this table is gone: table={name} topic={topic}.")
+            raise MissingError(f"the topic of this table does not exist: table={name} topic={topic}.")
         remap = await self._open_remap(f"topic/{topic}")
         latest = await remap.latest()
         if latest is None:
@@ -208,6 +224,14 @@ class Verifier:
                 f"the configuration has no such pipeline: key=pipeline.{name}.", fix="Add the pipeline with its file."
             )
         return load_pipeline(Path(section.file), name)
+
+
+def _uncompared(name: str) -> Verified:
+    return Verified(name, 0, 0, 0, 0, "", "", 0, 0)
+
+
+def _unverified(name: str, error: InvalidError) -> Verified:
+    return replace(_uncompared(name), unverified=f"{error.message} {error.fix}".strip())
 
 
 async def poisoned_keys(

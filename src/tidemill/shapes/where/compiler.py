@@ -31,6 +31,7 @@ from tidemill.shapes.where.expressions import (
     Evaluate,
     Expression,
     column,
+    column_text,
     constant,
     narrowest_equality,
     resolve_unknown,
@@ -151,6 +152,15 @@ class TreeCompiler:
         return expression
 
     def _visit_column_ref(self, node: Any, depth: int) -> Expression:
+        return column(*self._referenced_column(node))
+
+    def _operand_of_any_type(self, node: Any, depth: int) -> Expression:
+        """Compile the operand of IS NULL or of a cast, which may be a column whose type has text only."""
+        if node.WhichOneof("node") != "column_ref":
+            return self.visit(node, depth)
+        return column_text(*self._referenced_column(node.column_ref))
+
+    def _referenced_column(self, node: Any) -> tuple[str, Type]:
         if any(field.WhichOneof("node") != "string" for field in node.fields):
             raise WhereError(f"{_location(node)}* is not supported in a where clause.")
         names = _string_values(node.fields)
@@ -163,8 +173,7 @@ class TreeCompiler:
         del node.fields[:-1]  # printed without its table: the clause is also evaluated on single rows
         self.used_columns.add(name)
         self._references += 1
-        type_ = self._columns[name]
-        return column(name, type_.base_type)
+        return name, self._columns[name].base_type
 
     def _visit_a_const(self, node: Any, depth: int) -> Expression:
         kind = node.WhichOneof("val")
@@ -209,7 +218,7 @@ class TreeCompiler:
             elements = [self.visit(each, depth + 1) for each in node.arg.a_array_expr.elements]
             items = [casts.compile_cast(each, target.element, _location(node)) for each in elements]
             return _array_expression(target.base_type.element, items)
-        return casts.compile_cast(self.visit(node.arg, depth), target, _location(node))
+        return casts.compile_cast(self._operand_of_any_type(node.arg, depth), target, _location(node))
 
     def _visit_collate_clause(self, node: Any, depth: int) -> Expression:
         *qualifier, name = _string_values(node.collname)
@@ -239,7 +248,7 @@ class TreeCompiler:
         return expression
 
     def _visit_null_test(self, node: Any, depth: int) -> Expression:
-        inner = self.visit(node.arg, depth).evaluate
+        inner = self._operand_of_any_type(node.arg, depth).evaluate
         if node.nulltesttype == _enum_value("IS_NULL"):
             return Expression(BOOL, lambda row: inner(row) is None)
         return Expression(BOOL, lambda row: inner(row) is not None)

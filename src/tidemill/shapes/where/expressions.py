@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 import msgspec
 
 from tidemill.base.pgtypes.text import InvalidTextError
-from tidemill.shapes.where.types import Type, Value, WhereError, reader_of
+from tidemill.shapes.where.types import TEXT_ONLY, Type, Value, WhereError, reader_of
 
 Row = Mapping[str, str | None]
 Evaluate = Callable[[Row], Value]
@@ -93,6 +93,14 @@ def column(name: str, type_: Type) -> Expression:
         return None if text is None else read(text)
 
     return Expression(type_, evaluate, column=name)
+
+
+def column_text(name: str, type_: Type) -> Expression:
+    """Return the expression of a column for IS NULL and a cast to text, which types without values have, too. Raises
+    WhereError."""
+    if type_.name not in TEXT_ONLY or type_.array:
+        return column(name, type_)
+    return Expression(type_, lambda row: row[name], column=name)
 
 
 def resolve_unknown(expression: Expression, type_: Type, location: str = "") -> Expression:

@@ -130,6 +130,11 @@ def _unpadded(text: str) -> str:
 _READERS: dict[str, Callable[[str], Value]] = {**READERS, "interval": read_interval}
 
 
+TEXT_ONLY = frozenset({"json", "jsonb", "bytea"})
+"""Types of columns that are read as text only: their cast to text is the text that the database prints (types with a
+cast of their own, such as inet, are not among them). The values have no operators here."""
+
+
 def is_readable(name: str) -> bool:
     return name in _READERS
 
@@ -139,7 +144,8 @@ def reader_of(type_: Type) -> Callable[[str], Value]:
     know."""
     read = _READERS.get(type_.name)
     if read is None:
-        raise WhereError(f"type {type_} is not supported in a where clause.", fix="Cast the column to text.")
+        fix = "Compare its text: column::text." if type_.name in TEXT_ONLY and not type_.array else ""
+        raise WhereError(f"type {type_} is not supported in a where clause.", fix=fix)
     if type_.most_bytes:
         read = partial(truncate, type_.most_bytes)
     return (lambda text: read_array(text, read)) if type_.array else read

@@ -6,14 +6,16 @@ on the stored bytes alone, so every writer produces the same letters.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
 import pyarrow as pa
 
-from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.shards.parts.schema import update_schema
 
 DEAD_LETTERS = ShardSchema(
@@ -38,6 +40,14 @@ DEAD_BYTES_MAX = 64 << 10
 REASON_CHARS_MAX = 500
 
 
+class Place(NamedTuple):
+    """Position of a record, or of the first one of an unreadable batch."""
+
+    topic: str
+    partition: int
+    offset: int
+
+
 class DeadLetter(msgspec.Struct, frozen=True):
     topic: str
     partition: int
@@ -48,6 +58,41 @@ class DeadLetter(msgspec.Struct, frozen=True):
     data: bytes | None = b""
     table: str = ""
     key: str = ""
+
+
+def places_of(rows: pa.Table) -> list[Place]:
+    columns = (rows.column(name).to_pylist() for name in Place._fields)
+    return [Place(*place) for place in zip(*columns, strict=True)]
+
+
+def numbers_in_order(rows: pa.Table) -> list[int]:
+    """Return the numbers of updates in the order of time. At one time the retraction of a letter precedes the one that
+    replaces it."""
+    order: list[int] = np.lexsort((int64s(rows, DIFF), int64s(rows, TIME))).tolist()
+    return order
+
+
+def live_letters(batches: Iterable[pa.Table], wanted: Collection[Place], target: pa.Schema) -> pa.Table:
+    """Return the letters at these places that are still there, as rows of `target`. `batches`: oldest first."""
+    held: dict[Place, pa.Table] = {}
+    for rows in batches:
+        diffs, places = int64s(rows, DIFF).tolist(), places_of(rows)
+        for number in numbers_in_order(rows):
+            if places[number] not in wanted:
+                continue
+            if diffs[number] < 0:
+                held.pop(places[number], None)
+            else:
+                held[places[number]] = rows.slice(number, 1)
+    return pa.concat_tables([target.empty_table(), *(row.select(target.names) for row in held.values())])
+
+
+def retractions(letters: pa.Table, time_ms: int) -> pa.Table:
+    """Return updates that remove these letters."""
+    for name, value in ((TIME, time_ms), (DIFF, -1)):
+        values = pa.array(np.full(letters.num_rows, value, dtype=np.int64))
+        letters = letters.set_column(letters.schema.get_field_index(name), name, values)
+    return letters
 
 
 def dead_letter_table(letters: Sequence[DeadLetter]) -> pa.Table:

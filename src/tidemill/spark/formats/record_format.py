@@ -233,6 +233,11 @@ def _sequence(topic: str, table: ShardSchema, options: TopicOptions) -> _Sequenc
 
 def _hidden_columns(topic: str, condition: str, declared: tuple[Column, ...], table: ShardSchema) -> tuple[Column, ...]:
     """Return the columns that the condition uses and the table does not have."""
+    if not isinstance(condition, str):
+        raise InvalidError(
+            f"delete_when is no SQL text: topic={topic} delete_when={condition!r}.",
+            fix='Give it as delete_when="deleted".',
+        )
     have = {column.name for column in table.columns}
     others = [column for column in declared if column.name not in have]
     try:
@@ -281,6 +286,11 @@ def _chosen_columns(topic: str, declared: tuple[Column, ...], options: TopicOpti
 
 def _included_columns(topic: str, include: Mapping[str, str]) -> list[tuple[str, Column]]:
     out = []
+    if not isinstance(include, Mapping) or not all(isinstance(given, str) for given in include.values()):
+        raise InvalidError(
+            f"include maps no metadata to columns: topic={topic} include={include!r}.",
+            fix='Give it as include={"timestamp": "sent_at"}.',
+        )
     for meta, given in include.items():
         if meta not in METADATA:
             raise InvalidError(

@@ -6,6 +6,8 @@ appended first, then the table's updates. After a crash in between, the interval
 recognized by their positions. The same holds for a driver that loses a race.
 Invariant (no duplicates): an append names the shard's upper, and its writer has read every letter below that upper, so
 two writers never add the same letter.
+Invariant (one letter at a place): a topic that is created again, or whose table is copied again, begins at offset 0.
+Its letters have later times, and replace those at the same places, whose records are gone.
 
 So letters need no agreed time, no table waits for another, and an interval without letters costs nothing. Any thread
 may add letters, one at a time.
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -29,8 +32,15 @@ from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import TIME, Batch, HistoryLostError, SchemaEvolvedError
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.arrow_rows import int64s
+from tidemill.shards.parts.schema import update_schema
 from tidemill.spark.decode.captured import Stop
-from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
+from tidemill.spark.decode.dead_letter_rows import (
+    DeadLetter,
+    dead_letter_table,
+    live_letters,
+    places_of,
+    retractions,
+)
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.merge.commands import ORDER, PARTITION, Commands
 from tidemill.spark.merge.resolve import Resolved
@@ -49,6 +59,13 @@ log = structlog.get_logger()
 _Place = tuple[str, int]
 
 
+class _Letters(NamedTuple):
+    """Letters of one partition: ascending offsets, and the time of the newest letter at each, in µs."""
+
+    offsets: npt.NDArray[np.int64]
+    times: npt.NDArray[np.int64]
+
+
 class DeadLetterWriter:
     """Writer of dead letters. `opened` returns the shard and creates it if absent; it is called on first use, and the
     caller retries it."""
@@ -61,7 +78,7 @@ class DeadLetterWriter:
         self._rand = rand
         self._shard: LogShard | None = None
         self._upper = 0
-        self._known: dict[_Place, npt.NDArray[np.int64]] = {}
+        self._known: dict[_Place, _Letters] = {}
         self._one_at_a_time = threading.Lock()
 
     def open(self) -> None:
@@ -84,8 +101,10 @@ class DeadLetterWriter:
         """Add the new letters; False if a peer was first, or evolved the shard: try again."""
         try:
             self._follow(shard)
-            new = letters.filter(pa.array(self._is_new(letters)))
-            if new.num_rows and not self._append(shard, new):
+            fresh, replacing = self._compare_to_known(letters)
+            new = letters.filter(pa.array(fresh))
+            replaced = self._stored(shard, letters.filter(pa.array(replacing)))
+            if new.num_rows and not self._append(shard, new, replaced):
                 return False
         except SchemaEvolvedError:
             self._shard = None
@@ -98,14 +117,25 @@ class DeadLetterWriter:
             self._shard = self._opened()
         return self._shard
 
-    def _append(self, shard: LogShard, new: pa.Table) -> bool:
+    def _stored(self, shard: LogShard, letters: pa.Table) -> pa.Table:
+        """Return the stored letters at the places of these."""
+        if not letters.num_rows:
+            return update_schema(shard.schema).empty_table()
+        call = self._portal.call
+        found = (call(shard.read_batch(b, 0, b.upper)) for b in call(shard.batches_until(self._upper - 1)))
+        return live_letters(found, set(places_of(letters)), update_schema(shard.schema))
+
+    def _append(self, shard: LogShard, new: pa.Table, replaced: pa.Table) -> bool:
         lower = self._upper
         at = max(lower, int(int64s(new, TIME).max()))
         times = pa.array(np.full(new.num_rows, at, dtype=np.int64))
         rows = new.set_column(new.schema.get_field_index(TIME), TIME, times)
+        updates = rows
+        if replaced.num_rows:
+            updates = pa.concat_tables([retractions(replaced, at), rows.select(replaced.column_names)])
 
         async def run() -> None:
-            part = await shard.write_part(rows)
+            part = await shard.write_part(updates)
             await shard.compare_and_append(lower, at + 1, (part,), self._rand.nonce())
 
         try:
@@ -134,20 +164,39 @@ class DeadLetterWriter:
         self._upper = max(batch.upper for batch in batches)
 
     def _add_known(self, rows: pa.Table) -> None:
-        for place, offsets, _ in _by_place(rows):
-            known = self._known.get(place)
-            self._known[place] = np.unique(offsets) if known is None else np.union1d(known, offsets)
+        record_times = _record_times(rows)
+        for place, offsets, at in _by_place(rows):
+            times, known = record_times[at], self._known.get(place)
+            if known is not None:
+                offsets, times = np.append(known.offsets, offsets), np.append(known.times, times)
+            order = np.lexsort((times, offsets))
+            newest = np.append(np.diff(offsets[order]) != 0, True)
+            self._known[place] = _Letters(offsets[order][newest], times[order][newest])
 
-    def _is_new(self, letters: pa.Table) -> npt.NDArray[np.bool_]:
-        """Return a mask of the new letters. Two tables may fail on one record: of its letters only the first counts as
-        new."""
-        new = np.zeros(letters.num_rows, dtype=bool)
+    def _compare_to_known(self, letters: pa.Table) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+        """Return masks of the new letters, and of those among them at whose places there may be an older one. Two
+        tables may fail on one record: of its letters only the first counts as new."""
+        fresh, replacing = (np.zeros(letters.num_rows, dtype=bool) for _ in range(2))
+        record_times = _record_times(letters)
         for place, offsets, at in _by_place(letters):
             _, first = np.unique(offsets, return_index=True)
-            known = self._known.get(place)
-            fresh = np.ones(len(first), dtype=bool) if known is None else ~np.isin(offsets[first], known)
-            new[at[first[fresh]]] = True
-        return new
+            at, known = at[first], self._known.get(place)
+            if known is None:
+                fresh[at] = True
+                continue
+            found = np.searchsorted(known.offsets, offsets[first])
+            found = np.minimum(found, len(known.offsets) - 1)
+            stored = known.offsets[found] == offsets[first]
+            later = known.times[found] < record_times[at]
+            fresh[at] = ~stored | later
+            replacing[at] = stored & later
+        return fresh, replacing
+
+
+def _record_times(rows: pa.Table) -> npt.NDArray[np.int64]:
+    """Return the times of the records of letters, in µs."""
+    times: npt.NDArray[np.int64] = rows.column("at").cast(pa.int64()).to_numpy()
+    return times
 
 
 def _by_place(rows: pa.Table) -> list[tuple[_Place, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from tidemill.base.errors import InvalidError
+from tidemill.base.errors import InvalidError, MissingError
 from tidemill.base.pgtypes.avro import key_layout, row_layout
 from tidemill.base.pgtypes.debezium import value_form
 from tidemill.metastore.catalogue import (
@@ -77,7 +77,7 @@ async def captured_feed(
     catalogue: Catalogue, capture: str, table: str, as_text: Collection[str] | None = ()
 ) -> TopicFeed:
     """Return the topic of a captured table. `as_text`: columns whose arrays are read as text; None = all. Raises
-    SourceNotReadyError, InvalidError (the capture has no such table, or the table no such array)."""
+    SourceNotReadyError, MissingError (the capture has no such table), InvalidError (the table has no such array)."""
     row = await catalogue.get(CaptureRow, capture)
     mark = f"capture:{capture}"
     if row is None:
@@ -88,7 +88,7 @@ async def captured_feed(
     found = await catalogue.table(capture, table)
     if found is None:
         captured = sorted(t.table for t in await catalogue.tables(capture, fresh=False))
-        raise InvalidError(
+        raise MissingError(
             f"captured database has no such table: capture={capture} table={table}.",
             fix=f"Use one of the captured tables: {', '.join(captured) or 'none'}.",
         )

@@ -167,6 +167,9 @@ class TableUnit:
                 self.holder_tells, self.input_absent = error.tells, error.absent
                 if self._host.ending.wait(pauses.pause_s(0.0)):
                     return None
+            except TidemillError:
+                self.reason = "opening"  # what it waited for before has come
+                raise
 
     def _wait_sink(self) -> FeedSink | None:
         while (sink := self._seat_in()) is None:

@@ -76,6 +76,11 @@ def declared_expectations(table: str, expect: Mapping[str, str], on_violation: s
             f"unknown on_violation: table={table} on_violation={on_violation}.",
             fix=f"Use one of: {', '.join(ON_VIOLATION)}.",
         )
+    if not isinstance(expect, Mapping):
+        raise InvalidError(
+            f"expect names no conditions: table={table} expect={expect!r}.",
+            fix='Give it as expect={"positive": "total >= 0"}.',
+        )
     if len(expect) > EXPECTATIONS_MAX:
         raise InvalidError(f"too many expectations: table={table} count={len(expect)} max={EXPECTATIONS_MAX}.")
     for name, expression in expect.items():

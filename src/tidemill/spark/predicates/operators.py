@@ -44,6 +44,8 @@ class Operand(msgspec.Struct, frozen=True):
     name: str
     literal: str | None = None
     untyped: bool = False
+    real: bool = False
+    """A column of PostgreSQL's type `real`. Its values are compared as `double precision`."""
 
 
 def column_operand(name: str, type_name: str, kind: pa.DataType) -> Operand:
@@ -56,7 +58,7 @@ def column_operand(name: str, type_name: str, kind: pa.DataType) -> Operand:
     wide = pa.int64() if pa.types.is_integer(kind) else FLOAT if pa.types.is_floating(kind) else kind
     if wide == kind:
         return Operand(kind, lambda columns: columns[name], shown)
-    return Operand(wide, lambda columns: columns[name].cast(wide), shown)
+    return Operand(wide, lambda columns: columns[name].cast(wide), shown, real=wide == FLOAT)
 
 
 def constant(value: Any, kind: pa.DataType, name: str) -> Operand:
@@ -73,17 +75,29 @@ def null_literal() -> Operand:
 
 
 def number_literal(text: str) -> Operand:
-    if "e" in text.lower():
-        return constant(float(text), FLOAT, text)
-    if "." not in text and len(text.lstrip("0")) <= 18:
+    """Return an exact number, also with an exponent, as in PostgreSQL. With an exponent and too many digits it is a
+    float."""
+    exponent = "e" in text.lower()
+    if "." not in text and not exponent and len(text.lstrip("0")) <= 18:
         return constant(int(text), pa.int64(), text)
     value = Decimal(text)
-    digits = value.as_tuple()
-    scale = max(0, -int(digits.exponent))
-    precision = max(len(digits.digits), scale, 1)
-    if precision > 38:
-        raise PredicateError(f"{text} has more than 38 digits")
-    return constant(value, pa.decimal256(precision, scale), text)
+    _, digits, power = value.as_tuple()
+    scale = max(0, -int(power))
+    precision = max(len(digits) + max(0, int(power)), scale, 1)
+    if precision <= 38:
+        return constant(Decimal(f"{value:f}"), pa.decimal256(precision, scale), text)
+    if exponent:
+        return constant(float(text), FLOAT, text)
+    raise PredicateError(f"{text} has more than 38 digits")
+
+
+def list_items(left: Operand, items: Sequence[Operand]) -> list[Operand]:
+    """Return the items without columns of `left IN (…)` with the types in which they are compared: PostgreSQL rounds
+    several of them to the type of a `real`, but compares a single number as a `double precision`."""
+    numbers = [item for item in items if _is_number(item.type)]
+    if not left.real or len(items) < 2 or any(item.type == FLOAT for item in numbers):
+        return [*items]
+    return [convert(convert(item, pa.float32()), FLOAT) if _is_number(item.type) else item for item in items]
 
 
 # unification ----------------------------------------------------------------------------------------

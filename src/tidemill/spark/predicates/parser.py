@@ -28,7 +28,7 @@ _TOKEN = re.compile(
     | (?P<text>'(?:[^']|'')*')
     | (?P<quoted>"(?:[^"]|"")+")
     | (?P<word>[^\W\d]\w*)
-    | (?P<sign><=|>=|<>|!=|::|\|\||[-+*/%=<>(),~^.\[\]]|\S)
+    | (?P<sign>--|/\*|<=|>=|<>|!=|::|\|\||[-+*/%=<>(),~^.\[\]]|\S)
     )""",
     re.VERBOSE,
 )
@@ -75,7 +75,9 @@ class _Parser:
     def __init__(self, tokens: Sequence[Token], column: Callable[[str, bool], Operand]) -> None:
         self._tokens = tokens
         self._at = 0
-        self._column = column
+        self._find = column
+        self._references = 0
+        """Number of columns that were found."""
 
     # tokens -----------------------------------------------------------------------------------------
     @property
@@ -102,6 +104,10 @@ class _Parser:
     def _refused(self, why: str, token: Token | None = None) -> PredicateError:
         token = token or self._next
         return PredicateError(f"{why} at {f'character {token.at}: {token.text}' if token.text else 'the end'}")
+
+    def _column(self, name: str, quoted: bool) -> Operand:
+        self._references += 1
+        return self._find(name, quoted)
 
     def expect_end(self) -> None:
         if self._next.kind != "end":
@@ -158,12 +164,8 @@ class _Parser:
             upper = self._sum(depth)
             found = ops.logical("AND", (ops.comparison(">=", left, lower), ops.comparison("<=", left, upper)))
         elif self._takes("IN"):
-            self._expect("(")
-            each = [ops.comparison("=", left, self._sum(depth + 1))]
-            while self._takes(","):
-                each.append(ops.comparison("=", left, self._sum(depth + 1)))
-            self._expect(")")
-            found = ops.logical("OR", each)
+            items = [ops.comparison("=", left, item) for item in self._list(left, depth + 1)]
+            found = ops.logical("OR", items)
         elif self._next.upper in ("LIKE", "ILIKE"):
             ignore_case = self._take().upper == "ILIKE"
             found = ops.like(left, self._primary(depth), ignore_case=ignore_case)
@@ -171,6 +173,20 @@ class _Parser:
             self._at = start
             return left
         return ops.negation(found) if negated else found
+
+    def _list(self, left: Operand, depth: int) -> list[Operand]:
+        """Return the items of IN with the types in which they are compared with `left`."""
+        constants: list[Operand] = []
+        others: list[Operand] = []
+        self._expect("(")
+        while True:
+            before = self._references
+            item = self._sum(depth)
+            (constants if self._references == before else others).append(item)
+            if not self._takes(","):
+                break
+        self._expect(")")
+        return [*ops.list_items(left, constants), *others]
 
     def _sum(self, depth: int) -> Operand:
         found = self._product(depth)

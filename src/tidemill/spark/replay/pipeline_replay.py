@@ -10,10 +10,11 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.spark.decode.dead_letter_rows import Place
 from tidemill.spark.definition import Pipeline
 from tidemill.spark.ingest.feed import feed_of
 from tidemill.spark.ingest.sources import SourceNotReadyError, TopicFeed
-from tidemill.spark.replay.stored_letters import Place, StoredLetters
+from tidemill.spark.replay.stored_letters import StoredLetters
 from tidemill.spark.replay.table_replay import FINAL, UNKNOWN, WAITING, Outcome, TableReplay
 from tidemill.spark.stores import Stores
 
@@ -76,6 +77,9 @@ def _feeds_by_topic(portal: BlockingPortal, stores: Stores, pipeline: Pipeline) 
             feed = portal.call(feed_of(stores.catalogue, source))
         except SourceNotReadyError as error:
             waiting = waiting or error.reason
+            continue
+        except MissingError as error:  # a captured table that does not exist: no topic, so no letters
+            waiting = waiting or error.message
             continue
         feed = replace(feed, expectations=pipeline.expectations.get(name))
         feeds.setdefault(feed.topic, []).append((name, source.source, feed))

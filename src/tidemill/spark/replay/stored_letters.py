@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-import numpy as np
 import pyarrow as pa
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ConflictError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.shards.api import DIFF, TIME
+from tidemill.shards.api import DIFF
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.shards.parts.schema import update_schema
-
-
-class Place(NamedTuple):
-    """Position of a record, or of the first one of an unreadable batch."""
-
-    topic: str
-    partition: int
-    offset: int
+from tidemill.spark.decode.dead_letter_rows import Place, live_letters, numbers_in_order, retractions
 
 
 class StoredLetter(NamedTuple):
@@ -52,8 +44,7 @@ class StoredLetters:
         for rows in self._batches():
             columns = rows.select(["topic", "partition", "offset", "last_offset", "at", "reason"]).to_pydict()
             diffs = int64s(rows, DIFF).tolist()
-            # In the order of time, an insertion of a place follows the retraction of the one before.
-            for number in np.argsort(int64s(rows, TIME), kind="stable").tolist():
+            for number in numbers_in_order(rows):
                 place = Place(columns["topic"][number], columns["partition"][number], columns["offset"][number])
                 if diffs[number] < 0:
                     found.pop(place, None)
@@ -67,36 +58,18 @@ class StoredLetters:
         wanted = set(places)
         while wanted:
             lower = self._portal.call(self._shard.frontiers())[1]
-            rows = self._rows_of(wanted)
+            rows = live_letters(self._batches(), wanted, update_schema(self._shard.schema))
             if not rows.num_rows:
                 return 0
             if self._retract(rows, lower):
                 return int(rows.num_rows)
         return 0
 
-    def _rows_of(self, wanted: Collection[Place]) -> pa.Table:
-        held: dict[Place, pa.Table] = {}
-        for rows in self._batches():
-            diffs, places = int64s(rows, DIFF).tolist(), _places_of(rows)
-            for number in np.argsort(int64s(rows, TIME), kind="stable").tolist():
-                if places[number] not in wanted:
-                    continue
-                if diffs[number] < 0:
-                    held.pop(places[number], None)
-                else:
-                    held[places[number]] = rows.slice(number, 1)
-        target = update_schema(self._shard.schema)
-        return pa.concat_tables([target.empty_table(), *(row.select(target.names) for row in held.values())])
-
     def _retract(self, rows: pa.Table, lower: int) -> bool:
         """Append the retractions at `lower`; False if another process appended first."""
-        count = rows.num_rows
-        for name, value in ((TIME, lower), (DIFF, -1)):
-            values = pa.array(np.full(count, value, dtype=np.int64))
-            rows = rows.set_column(rows.schema.get_field_index(name), name, values)
 
         async def run() -> None:
-            part = await self._shard.write_part(rows)
+            part = await self._shard.write_part(retractions(rows, lower))
             await self._shard.compare_and_append(lower, lower + 1, (part,), self._rand.nonce())
 
         try:
@@ -110,8 +83,3 @@ class StoredLetters:
         upper = self._portal.call(self._shard.frontiers())[1]
         for batch in self._portal.call(self._shard.batches_until(upper - 1)) if upper else ():
             yield self._portal.call(self._shard.read_batch(batch, 0, upper))
-
-
-def _places_of(rows: pa.Table) -> Sequence[Place]:
-    columns = (rows.column(name).to_pylist() for name in ("topic", "partition", "offset"))
-    return [Place(*place) for place in zip(*columns, strict=True)]

@@ -29,6 +29,7 @@ from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.read.hash_ranges import HASH_MAX, range_between, read_range
 from tidemill.shards.read.part_reader import fetch_through
+from tidemill.spark.decode.dead_letter_rows import Place
 from tidemill.spark.decode.records import Slice
 from tidemill.spark.formats.schemas.lookup import writer_schemas
 from tidemill.spark.ingest.dead_letters import letters_of_resolved
@@ -44,7 +45,7 @@ from tidemill.spark.merge.sequence import DELETED_MS
 from tidemill.spark.merge.sequence_ranks import NO_RANK, comparable_sequences, rank_rows
 from tidemill.spark.predicates.expectations import DEAD_LETTER, expectation_check
 from tidemill.spark.replay.newer_records import Key, NewerRecords, Rank, code_of, ranks_of
-from tidemill.spark.replay.stored_letters import Place, StoredLetter
+from tidemill.spark.replay.stored_letters import StoredLetter
 from tidemill.spark.stores import Stores
 from tidemill.spark.tombstones import Tombstones
 from tidemill.spark.write import WRITES
@@ -116,7 +117,6 @@ class TableReplay:
     def run(self, letters: Sequence[StoredLetter], every: Sequence[StoredLetter]) -> list[Outcome]:
         """Replay these letters. `every`: all letters of the topic. Raises InvalidError (the file's schema differs from
         the table's), UnavailableError, UnknownOutcomeError: run again."""
-        codes = [code_of(o, x.place.partition) for x in every for o in range(x.place.offset, x.last_offset + 1)]
         self._letter_at = {
             Place(x.place.topic, x.place.partition, offset): x.place
             for x in letters
@@ -133,7 +133,7 @@ class TableReplay:
                 rule = self._asked.record_format.sequence_rule
                 if rule is not None:
                     self._tombstones = Tombstones(self._portal, self._stores, shard, rule, None)
-                self._attempt(shard, letters, np.array(codes, dtype=np.int64))
+                self._attempt(shard, letters, every)
                 return [self._outcomes[letter.place] for letter in letters]
             except ConflictError:
                 continue  # another writer was first: what was read of the topic stays valid
@@ -171,10 +171,11 @@ class TableReplay:
             found = replace(found, expectations=replace(expectations, on_violation=DEAD_LETTER))
         return found
 
-    def _attempt(self, shard: LogShard, letters: Sequence[StoredLetter], codes: Index) -> None:
+    def _attempt(self, shard: LogShard, letters: Sequence[StoredLetter], every: Sequence[StoredLetter]) -> None:
         lower = self._portal.call(shard.frontiers())[1]
         if self._prepared is None:
-            self._prepared = self._prepare(self._feed_of(shard), letters, codes, lower)
+            feed = self._feed_of(shard)
+            self._prepared = self._prepare(feed, letters, self._codes_of(feed, every), lower)
         mine = self._prepared
         self._outcomes = dict(mine.outcomes)
         mine.newer.advance(self._remap, lower, self._heads(mine.feed, lower))
@@ -213,6 +214,13 @@ class TableReplay:
         plain, hashes = replace(feed, expectations=None), np.unique(hash_rows(rows, feed.schema.key))
         newer = NewerRecords(self._portal, self._stores, plain, oldest, hashes, codes)
         return _Prepared(feed, rows, keys, ranks, newer, dict(self._outcomes))
+
+    def _codes_of(self, feed: TopicFeed, every: Sequence[StoredLetter]) -> Index:
+        """Return the codes of the records of letters. Those of a deleted topic of the same name are of other
+        records."""
+        mine = every[self._first_of_topic(feed, [letter.time_ms for letter in every]) :]
+        codes = [code_of(o, x.place.partition) for x in mine for o in range(x.place.offset, x.last_offset + 1)]
+        return np.array(codes, dtype=np.int64)
 
     def _choose(self, feed: TopicFeed, letters: Sequence[StoredLetter], lower: int) -> list[StoredLetter]:
         """Return the letters whose records are in the part of the topic that the table has read. Letters are in the

@@ -211,7 +211,7 @@ def compile_call(name: str, operands: Sequence[Expression], location: str) -> Ex
         operands = [_as_text(operand) for operand in operands]
     types = [operand.type.name if not operand.type.array else "array" for operand in operands]
     if not _accepts(name, types):
-        raise WhereError(f"{location}function {name}({kinds}) does not exist", fix="Cast to text.")
+        raise WhereError(f"{location}function {name}({kinds}) does not exist.", fix="Cast to text.")
     first = operands[0]
     if name in _LIKES:
         return compile_like(_LIKES[name], operands[0], operands[1], location)
