@@ -357,13 +357,13 @@ class Replicated(RuleBasedStateMachine):
         leader = self.leader()
         if of_the_leader and leader is not None:
             slot = self.nodes.index(leader)
-        snapshot = self.read(slot, lambda domain: domain.snapshot())
+        term, snapshot = self.read(slot, snapshot_of)
         self.taken.append(snapshot)
-        node = self.node(slot)
-        return node, node.domain.term, snapshot, dict(self.rows)
+        return self.node(slot), term, snapshot, dict(self.rows)
 
     @rule(taken=snapshots, wanted=st.lists(keys, min_size=1, max_size=5))
     def read_snapshot(self, taken: tuple[Node, int, Snapshot, Rows], wanted: list[bytes]) -> None:
+        """Read a snapshot with its term, which is 0 if it was taken by a process that did not lead."""
         node, term, snapshot, rows = taken
         if not node.life.alive:
             return
@@ -502,6 +502,13 @@ class Replicated(RuleBasedStateMachine):
 
 async def pairs(chunks: Any) -> Batch:
     return [pair async for keys_, values in chunks for pair in zip(keys_, values, strict=True)]
+
+
+async def snapshot_of(domain: Domain) -> tuple[int, Snapshot]:
+    """Return a snapshot, and the term in which it was taken; 0 if the process led only before or after."""
+    term = domain.term
+    snapshot = await domain.snapshot()
+    return (term if domain.term == term else 0), snapshot
 
 
 async def persisted_seqno(domain: Domain) -> int:
