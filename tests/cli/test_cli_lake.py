@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from support.cli.cluster import DAY, Cluster
-from tidemill.base.errors import MissingError
+from tidemill.base.errors import MissingError, UnavailableError
 from tidemill.metastore.catalogue import PipelineRow
+from tidemill.shards import handle
 from tidemill.shards.registry import tombstones_name
 
 
@@ -44,6 +45,22 @@ def test_a_table_is_published_listed_and_described(tmp_path: Path) -> None:
     ]
     assert described["location"] in cluster.command("describe", "orders")
     assert cluster.json("list")[0]["behind_s"] == 0.0
+
+
+def test_a_table_whose_default_iceberg_lacks_is_published_after_the_command_that_the_error_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(handle, "INLINE_PART_BYTES", 0)
+    cluster = LakeCluster(tmp_path)
+    table = Cluster.of(cluster.config)
+    cluster.append([(n, "a", 1) for n in range(100)])
+    table.command("evolve", "orders", "--add", "tags array<string> default {x}", "--yes")
+    with pytest.raises(UnavailableError, match="or run `tidemill table compact orders`"):
+        cluster.command("publish", "orders")
+    assert "merge 1 batches of orders first" in table.command("compact", "orders", "--dry-run")
+    assert table.json("compact", "orders")["merges"] == 1
+    assert cluster.json("publish", "orders")["rows"] == 100
+    assert table.json("compact", "orders")["merges"] == 0
 
 
 def test_a_table_that_does_not_exist_is_refused(tmp_path: Path) -> None:

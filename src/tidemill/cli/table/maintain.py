@@ -22,13 +22,14 @@ Widened = Annotated[list[str] | None, typer.Option("--widen", help='A column and
 def compact(name: Name, dry_run: DryRunOption = False, config: ConfigOption = None, out: Output = TABLE) -> None:
     """Merge batches now, as maintenance would do later. Contents and readable times do not change; replaced objects are
     deleted later."""
-    from tidemill.lake.format.schema import oldest_versions
+    from tidemill.lake.format.schema import oldest_version
     from tidemill.shards.compaction.compaction import compact_once, next_run
     from tidemill.shards.state.state import batch_sums
 
     merges = lost = rows_in = rows_out = bytes_in = bytes_out = 0
     with open_stores(config) as opened:
-        oldest = oldest_versions(opened.config.lake)
+        # Also without lake.enabled: `tidemill lake publish` names this command.
+        oldest = partial(oldest_version, version=opened.config.lake.format)
         if dry_run:
             state = read_shard_state(opened, name)
             run = next_run(state, oldest(state.schema))
