@@ -33,6 +33,7 @@ def rest() -> Iterator[Rest]:
     found.close()
 
 
+@pytest.mark.processes  # protoc
 async def test_schemas_with_what_they_refer_to_and_an_id_that_is_unknown(rest: Rest) -> None:
     plain = rest.register("plain", json.dumps(ORDER))
     rest.register("a/money", MONEY)
