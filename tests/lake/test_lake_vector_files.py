@@ -9,6 +9,7 @@ import pytest
 
 from support.lake.readers import ForeignReader
 from support.lake.world import LakeWorld, contents, rows_of
+from tidemill.lake.format.position_deletes import PATH_FIELD
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.handle import LogShard
 
@@ -48,3 +49,19 @@ async def test_only_the_vector_that_changed_is_written_again(tmp_path: Path) -> 
     await world.publish(publisher)
     after = {meta.key async for meta in world.objects.list("lake/") if meta.key.endswith(".puffin")}
     assert (len(before), len(after - before)) == (3, 1)
+
+
+@pytest.mark.parametrize("format", [2, 3])
+async def test_each_file_of_deletes_names_its_data_file_in_its_bounds(tmp_path: Path, format: int) -> None:
+    """Else pyiceberg reads every file of deletes for every data file, and Polars refuses those of format 2."""
+    world = LakeWorld(tmp_path, format=format)
+    shard = await world.table(schema=IDS)
+    for first in (0, 3000):
+        await append(shard, range(first, first + 3000), first + 1, 1)
+    await append(shard, [1, 3001], 5000, -1)
+    stored = await world.publish(await world.publisher())
+    deletes = [entry.file for group in stored.deletes for entry in group.entries.values()]
+    assert len(deletes) == 2
+    for file in deletes:
+        assert file.referenced is not None
+        assert file.lower == file.upper == {PATH_FIELD: file.referenced.encode()}

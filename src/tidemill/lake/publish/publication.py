@@ -279,13 +279,15 @@ class _Publication:
         """Write the vector of a data file, in a separate Puffin file.
 
         pyiceberg 0.12 applies every vector of a file, listed or not; DuckDB 1.5.5 may apply its first one for another.
+        By the bounds of its path pyiceberg finds the vector of a data file; without them it reads all for each file.
         """
         data, (place,) = encode_puffin([Vector(path, files.vectors[path], files.dead[path])])
         uri = await self._put("data", data, ".puffin")
-        kind = FORMAT_OF_DELETES[self._version]
+        kind, bound = FORMAT_OF_DELETES[self._version], {PATH_FIELD: path.encode()}
         return ContentFile(
-            uri, place.count, len(data), 1, kind, referenced=path, offset=place.offset, length=place.length
-        )
+            uri, place.count, len(data), 1, kind, lower=bound, upper=bound, referenced=path, offset=place.offset,
+            length=place.length,
+        )  # fmt: skip
 
     async def _write_position_deletes(self, path: str, files: SnapshotFiles) -> ContentFile:
         rows, blob = files.data[path].rows, files.vectors[path]
