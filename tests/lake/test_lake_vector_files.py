@@ -53,7 +53,7 @@ async def test_only_the_vector_that_changed_is_written_again(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("format", [2, 3])
 async def test_each_file_of_deletes_names_its_data_file_in_its_bounds(tmp_path: Path, format: int) -> None:
-    """Else pyiceberg reads every file of deletes for every data file, and Polars refuses those of format 2."""
+    """pyiceberg reads a file of deletes without bounds for every data file, and Polars refuses one of format 2."""
     world = LakeWorld(tmp_path, format=format)
     shard = await world.table(schema=IDS)
     for first in (0, 3000):
