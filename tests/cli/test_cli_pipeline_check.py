@@ -82,8 +82,8 @@ def test_a_valid_file_passes_without_spark(tmp_path: Path) -> None:
 
 
 def test_every_problem_of_a_file_is_reported_once_with_its_line_and_its_remedy(tmp_path: Path) -> None:
-    code, told = check(written(tmp_path, BAD), "--json")
-    problems = json.loads(told.splitlines()[-1])["problems"]
+    code, output = check(written(tmp_path, BAD), "--json")
+    problems = json.loads(output.splitlines()[-1])["problems"]
     assert code == 1 and all(p["fix"] for p in problems)
     assert sorted((p["line"], p["problem"].partition(":")[0]) for p in problems) == [
         (3, "key column is not a column"),
@@ -111,8 +111,8 @@ def build(p):
     p.history("none", of="othr")
     p.table("three", p.topic("t", key=5, schema="id long"))
 """
-    code, told = check(written(tmp_path, text), "--json")
-    problems = json.loads(told.splitlines()[-1])["problems"]
+    code, output = check(written(tmp_path, text), "--json")
+    problems = json.loads(output.splitlines()[-1])["problems"]
     assert code == 1
     assert sorted((p["line"], p["problem"]) for p in problems) == [
         (5, "a history can have no history: table=again input=versions."),
@@ -121,7 +121,7 @@ def build(p):
         (8, "the pipeline has no such table: table=none input=othr."),
         (9, "these are no names: given=5."),
     ]
-    assert "Known are again, one, shop.dead_letters, three, two, versions." in told
+    assert "Known are again, one, shop.dead_letters, three, two, versions." in output
 
 
 @pytest.mark.parametrize(
@@ -140,13 +140,13 @@ def build(p):
 def test_a_file_that_is_wrong_as_a_whole_is_one_problem(tmp_path: Path, text: str, named: str) -> None:
     import re
 
-    code, told = check(written(tmp_path, text))
-    assert code == 1 and len(told.splitlines()) == 1 and re.search(named, told), told
+    code, output = check(written(tmp_path, text))
+    assert code == 1 and len(output.splitlines()) == 1 and re.search(named, output), output
 
 
 def test_a_file_that_is_missing_is_a_problem(tmp_path: Path) -> None:
-    code, told = check(tmp_path / "none.py")
-    assert code == 1 and "no such pipeline file" in told
+    code, output = check(tmp_path / "none.py")
+    assert code == 1 and "no such pipeline file" in output
 
 
 ON_CLUSTER = """
@@ -190,9 +190,9 @@ def test_a_cluster_shows_what_the_file_alone_cannot(tmp_path: Path) -> None:
                 opened.consensus, opened.objects, opened.clock, opened.rand, name, stream_schema(schema, "id")
             )
             opened.portal.call(opened.portal.call(shard).aclose())
-    code, told = check(written(tmp_path, ON_CLUSTER), "--cluster", "--config", str(config))
+    code, output = check(written(tmp_path, ON_CLUSTER), "--cluster", "--config", str(config))
     assert code == 1
-    found = sorted(line.split(": ", 1)[1].split(" fix")[0] for line in told.splitlines())
+    found = sorted(line.split(": ", 1)[1].split(" fix")[0] for line in output.splitlines())
     assert [line.partition(": ")[0] + ": " + line.split(": ", 2)[1] for line in found] == [
         "line 10: table exists with another schema",
         "line 14: the pipeline has no such table",
@@ -201,14 +201,14 @@ def test_a_cluster_shows_what_the_file_alone_cannot(tmp_path: Path) -> None:
         "line 6: there is no such capture",
         "line 7: another pipeline maintains this table from another source",
         "line 8: the table is not captured",
-    ], told
-    assert "table=log capture=shop, because it needs a primary key. Add one." in told
-    assert "table=by_product difference=[key (id)→(product)]. Use another table, or re-create it" in told
-    assert "input=nowhere" in told and "tidemill topic create clicks" in told
+    ], output
+    assert "table=log capture=shop, because it needs a primary key. Add one." in output
+    assert "table=by_product difference=[key (id)→(product)]. Use another table, or re-create it" in output
+    assert "input=nowhere" in output and "tidemill topic create clicks" in output
     with open_stores(config) as opened:
         opened.portal.call(opened.catalogue.create_topic("clicks", 1))
-    told = check(tmp_path / "shop.py", "--cluster", "--config", str(config))[1]
-    assert "line 3: table exists with another schema: table=clicks difference=[product int64→string]" in told
+    output = check(tmp_path / "shop.py", "--cluster", "--config", str(config))[1]
+    assert "line 3: table exists with another schema: table=clicks difference=[product int64→string]" in output
 
 
 ARRAYS = """
@@ -240,9 +240,9 @@ def test_a_cluster_knows_which_arrays_are_text(tmp_path: Path) -> None:
             schema = stream_schema(f"id int, cells {kind}", "id")
             shard = open_shard(opened.consensus, opened.objects, opened.clock, opened.rand, name, schema)
             opened.portal.call(opened.portal.call(shard).aclose())
-    code, told = check(written(tmp_path, ARRAYS), "--cluster", "--config", str(config))
+    code, output = check(written(tmp_path, ARRAYS), "--cluster", "--config", str(config))
     assert code == 1
-    assert "line 5: " in told and "cells (array<int32>) has a nested type" in told
-    assert "line 7: " in told and "as_text=id" in told and "array type: cells." in told
-    assert "line 8: table exists with another schema: table=array difference=[cells array<int32>→string]" in told
-    assert "line 4" not in told and "line 6" not in told
+    assert "line 5: " in output and "cells (array<int32>) has a nested type" in output
+    assert "line 7: " in output and "as_text=id" in output and "array type: cells." in output
+    assert "line 8: table exists with another schema: table=array difference=[cells array<int32>→string]" in output
+    assert "line 4" not in output and "line 6" not in output

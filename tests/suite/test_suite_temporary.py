@@ -1,4 +1,4 @@
-"""Temporary directories: gone soon after a run that passed, kept after one that failed."""
+"""Temporary directories are deleted after a run that passed, and stay after a run that failed."""
 
 from __future__ import annotations
 

@@ -14,9 +14,6 @@ if TYPE_CHECKING:
 
     from tidemill.shards.handle import LogShard
 
-PLACE = ("topic", "partition", "offset")
-"""Key columns of a letter."""
-
 
 class NewestFirst:
     """Letters that are still there, in batches from the newest to the oldest: a replay removes letters by
@@ -29,19 +26,18 @@ class NewestFirst:
 
     def live(self, rows: pa.Table) -> pa.Table:
         """Return the rows of a batch that no retraction in it, or in a newer batch, removes."""
-        import numpy as np
         import pyarrow as pa  # commands import this module for its types
 
-        from tidemill.shards.api import DIFF, TIME
+        from tidemill.shards.api import DIFF
         from tidemill.shards.parts.arrow_rows import int64s
+        from tidemill.spark.decode.dead_letter_rows import numbers_in_order, places_of
 
         diffs = int64s(rows, DIFF)
         if not self._retracted and (diffs > 0).all():
             return rows
-        places = list(zip(*(rows.column(name).to_pylist() for name in PLACE), strict=True))
+        places = places_of(rows)
         kept = []
-        # At one time the retraction of a letter precedes the one that replaces it.
-        for at in np.lexsort((-diffs, -int64s(rows, TIME))).tolist():
+        for at in reversed(numbers_in_order(rows)):
             if diffs[at] < 0:
                 self._retracted[places[at]] += 1
                 self.removed += 1

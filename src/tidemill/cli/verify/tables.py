@@ -65,9 +65,11 @@ class Verifier:
         self._progress = progress
 
     async def tables(self, names: Iterable[str] = ()) -> list[Verified]:
-        """Verify the named tables, or all that pipelines maintain when none is named: then a table that cannot be
-        compared is `unverified`, and the others are verified. Raises InvalidError (a named table cannot be compared),
-        MissingError (an unknown table)."""
+        """Verify the named tables, or without names all that pipelines maintain.
+
+        Without names, a table that cannot be compared is reported as `unverified`. Raises InvalidError (a named table
+        cannot be compared), MissingError (an unknown table).
+        """
         plan = await self._plan_verification(tuple(names))
         found: list[Verified] = []
         for capture, pairs in plan.captured.items():
@@ -82,7 +84,7 @@ class Verifier:
         return found
 
     async def _verify_uncaptured(self, name: str, plan: VerificationPlan, *, named: bool) -> list[Verified]:
-        """Verify a table of a topic or a derived one. A history is verified by no rows, unless it is named."""
+        """Verify the table of a topic, or a derived table. Return no result for a history that is not named."""
         pipeline_name = plan.pipelines[name]
         if name in plan.topics:
             expectations = self._expectations_of(name, pipeline_name)

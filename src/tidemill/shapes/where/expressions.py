@@ -96,7 +96,7 @@ def column(name: str, type_: Type) -> Expression:
 
 
 def column_text(name: str, type_: Type) -> Expression:
-    """Return the expression of a column for IS NULL and a cast to text, which types without values have, too. Raises
+    """Return the expression of a column for IS NULL and casts to text, which types without operators also have. Raises
     WhereError."""
     if type_.name not in TEXT_ONLY or type_.array:
         return column(name, type_)

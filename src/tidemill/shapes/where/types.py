@@ -131,8 +131,8 @@ _READERS: dict[str, Callable[[str], Value]] = {**READERS, "interval": read_inter
 
 
 TEXT_ONLY = frozenset({"json", "jsonb", "bytea"})
-"""Types of columns that are read as text only: their cast to text is the text that the database prints (types with a
-cast of their own, such as inet, are not among them). The values have no operators here."""
+"""Types without operators here. Their cast to text is the text that the database prints; types whose cast differs,
+such as inet, are not among them."""
 
 
 def is_readable(name: str) -> bool:

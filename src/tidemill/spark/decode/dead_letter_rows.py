@@ -61,19 +61,20 @@ class DeadLetter(msgspec.Struct, frozen=True):
 
 
 def places_of(rows: pa.Table) -> list[Place]:
+    """Return the place of each update."""
     columns = (rows.column(name).to_pylist() for name in Place._fields)
     return [Place(*place) for place in zip(*columns, strict=True)]
 
 
 def numbers_in_order(rows: pa.Table) -> list[int]:
-    """Return the numbers of updates in the order of time. At one time the retraction of a letter precedes the one that
-    replaces it."""
+    """Return the numbers of the updates in the order in which they apply: by time, and at equal times a retraction
+    before the letter that replaces it."""
     order: list[int] = np.lexsort((int64s(rows, DIFF), int64s(rows, TIME))).tolist()
     return order
 
 
 def live_letters(batches: Iterable[pa.Table], wanted: Collection[Place], target: pa.Schema) -> pa.Table:
-    """Return the letters at these places that are still there, as rows of `target`. `batches`: oldest first."""
+    """Return the letters at these places that no retraction removed, as rows of `target`. `batches`: oldest first."""
     held: dict[Place, pa.Table] = {}
     for rows in batches:
         diffs, places = int64s(rows, DIFF).tolist(), places_of(rows)

@@ -56,7 +56,7 @@ _SHIFT = 20
 
 log = structlog.get_logger()
 
-_Place = tuple[str, int]
+_Partition = tuple[str, int]
 
 
 class _Letters(NamedTuple):
@@ -78,7 +78,7 @@ class DeadLetterWriter:
         self._rand = rand
         self._shard: LogShard | None = None
         self._upper = 0
-        self._known: dict[_Place, _Letters] = {}
+        self._known: dict[_Partition, _Letters] = {}
         self._one_at_a_time = threading.Lock()
 
     def open(self) -> None:
@@ -165,22 +165,22 @@ class DeadLetterWriter:
 
     def _add_known(self, rows: pa.Table) -> None:
         record_times = _record_times(rows)
-        for place, offsets, at in _by_place(rows):
-            times, known = record_times[at], self._known.get(place)
+        for partition, offsets, at in _by_partition(rows):
+            times, known = record_times[at], self._known.get(partition)
             if known is not None:
                 offsets, times = np.append(known.offsets, offsets), np.append(known.times, times)
             order = np.lexsort((times, offsets))
             newest = np.append(np.diff(offsets[order]) != 0, True)
-            self._known[place] = _Letters(offsets[order][newest], times[order][newest])
+            self._known[partition] = _Letters(offsets[order][newest], times[order][newest])
 
     def _compare_to_known(self, letters: pa.Table) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Return masks of the new letters, and of those among them at whose places there may be an older one. Two
         tables may fail on one record: of its letters only the first counts as new."""
         fresh, replacing = (np.zeros(letters.num_rows, dtype=bool) for _ in range(2))
         record_times = _record_times(letters)
-        for place, offsets, at in _by_place(letters):
+        for partition, offsets, at in _by_partition(letters):
             _, first = np.unique(offsets, return_index=True)
-            at, known = at[first], self._known.get(place)
+            at, known = at[first], self._known.get(partition)
             if known is None:
                 fresh[at] = True
                 continue
@@ -199,16 +199,16 @@ def _record_times(rows: pa.Table) -> npt.NDArray[np.int64]:
     return times
 
 
-def _by_place(rows: pa.Table) -> list[tuple[_Place, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
+def _by_partition(rows: pa.Table) -> list[tuple[_Partition, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
     """Return (topic and partition, offsets, row numbers) of each partition that has rows."""
     topics = rows.column("topic").to_pylist()
     partitions = rows.column("partition").to_pylist()
     offsets = int64s(rows, "offset")
-    found: dict[_Place, list[int]] = {}
-    for at, place in enumerate(zip(topics, partitions, strict=True)):
-        found.setdefault(place, []).append(at)
-    numbers = {place: np.array(at, dtype=np.int64) for place, at in found.items()}
-    return [(place, offsets[at], at) for place, at in numbers.items()]
+    found: dict[_Partition, list[int]] = {}
+    for at, partition in enumerate(zip(topics, partitions, strict=True)):
+        found.setdefault(partition, []).append(at)
+    numbers = {partition: np.array(at, dtype=np.int64) for partition, at in found.items()}
+    return [(partition, offsets[at], at) for partition, at in numbers.items()]
 
 
 def letters_of_resolved(feed: TopicFeed, found: Resolved) -> pa.Table:

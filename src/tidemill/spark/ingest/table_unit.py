@@ -168,7 +168,7 @@ class TableUnit:
                 if self._host.ending.wait(pauses.pause_s(0.0)):
                     return None
             except TidemillError:
-                self.reason = "opening"  # what it waited for before has come
+                self.reason = "opening"  # the input for which it waited exists now
                 raise
 
     def _wait_sink(self) -> FeedSink | None:
