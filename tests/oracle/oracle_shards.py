@@ -23,6 +23,8 @@ PIPELINE = "world"
 UNTIL_S = 240.0
 """Limit for a driver that was killed and starts a JVM while the world recovers from other faults."""
 _MOMENT = re.compile(r"(.+?)(?:\+00)?$")
+_ELEMENT = re.compile(r'"((?:[^"\\]|\\.)*)"|([^,{}]+)', re.DOTALL)
+_ESCAPED = re.compile(r"\\(.)", re.DOTALL)
 _UNITS = {"D": (1 << 31) - 1, "us": (1 << 63) - 1}
 
 
@@ -91,6 +93,9 @@ def _plain(column: pa.ChunkedArray) -> list[Any]:
 
 def _maker(kind: str) -> Callable[[str], Any]:
     """Return the function that converts a value's text to the value in its shard."""
+    if kind.endswith("[]"):
+        element = _maker(kind.removesuffix("[]"))
+        return lambda text: _elements(text, element)
     if kind in ("smallint", "integer", "bigint"):
         return int
     if kind == "double precision":
@@ -108,6 +113,14 @@ def _maker(kind: str) -> Callable[[str], Any]:
     if kind == "bytea":
         return lambda text: bytes.fromhex(text[2:])
     return str
+
+
+def _elements(text: str, element: Callable[[str], Any]) -> list[Any]:
+    """Return the elements of an array of one dimension."""
+    return [
+        element(_ESCAPED.sub(r"\1", quoted)) if plain is None else None if plain == "NULL" else element(plain)
+        for quoted, plain in (found.groups() for found in _ELEMENT.finditer(text))
+    ]
 
 
 def _decimal(text: str) -> Decimal:
