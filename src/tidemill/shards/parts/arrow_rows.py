@@ -22,6 +22,8 @@ Mask = npt.NDArray[np.bool_]
 
 CHUNK_BYTES = 1 << 30
 """Limit for the texts of one array created here."""
+COPIED_BYTES = 256 << 10
+"""Size of a chunked table that may be copied to take rows from it: less work than a call for each column."""
 NESTED_ROWS = 4096
 """Number of nested values that are compared at a time."""
 
@@ -241,7 +243,18 @@ def rows_at(table: pa.Table, at: Index, limit_bytes: int = CHUNK_BYTES) -> pa.Ta
     found = _range_of(at)
     if found is not None:
         return table.slice(*found)
+    if _fits_one_take(table, len(at), limit_bytes):
+        return table.take(pa.array(at))
     return pa.Table.from_arrays([values_at(column, at, limit_bytes) for column in table.columns], schema=table.schema)
+
+
+def _fits_one_take(table: pa.Table, rows: int, limit_bytes: int) -> bool:
+    """Return whether one call of Arrow can take `rows` rows: the result is certainly small enough even if one row is
+    taken again and again, and no large column is copied first to make it contiguous."""
+    size_bytes = table.get_total_buffer_size()
+    if size_bytes * rows > limit_bytes:
+        return False
+    return size_bytes <= COPIED_BYTES or all(column.num_chunks <= 1 for column in table.columns)
 
 
 def combine_columns(table: pa.Table) -> pa.Table:

@@ -98,7 +98,8 @@ def encode_part(schema: ShardSchema, rows: pa.Table, codec: Codec = "lz4") -> En
         hashes = hashes[order]
     table = stored_rows(schema, updates, hashes)
     sink = pa.BufferOutputStream()
-    cuts = cut_positions(row_sizes(table), ROW_GROUP_BYTES, ROW_GROUP_ROWS)
+    few = table.num_rows <= ROW_GROUP_ROWS and table.get_total_buffer_size() <= ROW_GROUP_BYTES
+    cuts = [0, table.num_rows] if few else cut_positions(row_sizes(table), ROW_GROUP_BYTES, ROW_GROUP_ROWS)
     # Float statistics exclude NaN, which most engines order as the greatest value when they skip row groups by them.
     compared = [c.name for c in schema.columns if c.name in schema.key and c.type not in FLOATS]
     with pq.ParquetWriter(

@@ -66,7 +66,10 @@ def _stored_type(kind: pa.DataType) -> pa.DataType:
 def stored_rows(schema: ShardSchema, updates: pa.Table, hashes: Hashes) -> pa.Table:
     """Return updates and their hashes as the file stores them. The cast to a wider integer is exact."""
     target = stored_schema(schema)
-    columns = [pc.cast(each, field.type) for each, field in zip(updates.columns, target, strict=False)]
+    columns = [
+        each if each.type == field.type else pc.cast(each, field.type)
+        for each, field in zip(updates.columns, target, strict=False)
+    ]
     return pa.Table.from_arrays([*columns, pa.array((hashes ^ _SIGN).view(np.int64))], schema=target)
 
 
