@@ -162,7 +162,7 @@ async def pair(lane: str, args: argparse.Namespace) -> dict[str, Any]:
                 processes.append(subprocess.Popen(spec.command, env=environ, stdout=log, stderr=log))
         try:
             until_s = time.monotonic() + DEADLINE_S
-            while sum(path.read_text().count("query runs") for path in logs) < len(loads):
+            while sum(path.read_text().count("pipeline runs") for path in logs) < len(loads):
                 if time.monotonic() > until_s:
                     raise SystemExit(f"the drivers did not start: {[path.read_text()[-1000:] for path in logs]}")
                 for each in loads:

@@ -77,12 +77,12 @@ class Cluster:
         self.shard: LogShard
 
     async def start(self) -> None:
-        """Wait until the table exists and Spark runs its batches."""
+        """Wait until the pipeline runs."""
         failed: list[BaseException] = []
         self.supervisor = start_all(self.config, SystemClock(), failed.append)
         log = self.home / "logs" / "pipeline-steady.log"
         until_s = time.monotonic() + START_S
-        while not log.exists() or "query runs" not in log.read_text():
+        while not log.exists() or "pipeline runs" not in log.read_text():
             if failed or time.monotonic() > until_s:
                 raise SystemExit(f"the pipeline did not start: {failed or log}")
             await asyncio.sleep(0.2)

@@ -74,7 +74,7 @@ class Lane:
         self._log = root / f"driver-{name}-{by}.log"
 
     async def start(self) -> None:
-        """Wait until Spark itself runs the batches."""
+        """Wait until the pipeline runs, and Spark's batches where Spark computes the steps."""
         await self.load.open()
         name = self.load.name
         file = self._root / f"{name}.py"
@@ -89,7 +89,8 @@ class Lane:
         self.pid = self._driver.pid
         self.tree = Tree(self.pid)
         until_s = time.monotonic() + DEADLINE_S
-        while "query runs" not in self._log.read_text():
+        runs = "query runs" if self.by == "tasks" else "pipeline runs"
+        while runs not in self._log.read_text():
             if self._driver.poll() is not None or time.monotonic() > until_s:
                 raise SystemExit(f"the driver did not start: {self._log.read_text()[-2000:]}")
             await self._produce(WARM_UP_RECORDS)

@@ -18,6 +18,7 @@ from tidemill.metastore.catalogue import PipelineRow
 from tidemill.spark.ingest.step_planner import STEP_BYTES
 from tidemill.spark.merge.mirror import MANIFEST
 from tidemill.spark.pipeline import status_report
+from tidemill.spark.pipeline.streaming_query import StreamingQuery
 
 PIPELINE = """
 def build(p):
@@ -74,6 +75,7 @@ def test_mirrors_are_saved_before_spark_is_asked_to_stop_however_long_that_takes
 
     try:
         eventually(lambda: runner.tables())
+        runner.query = StreamingQuery(runner, (), lambda _: None, lambda: True)
         runner.query.query = Query()
         ended = partial(eventually, lambda: not [t for t in threading.enumerate() if t.name.startswith("table-")])
         runner._start_thread("tables", lambda: runner.ending.wait() and ended())

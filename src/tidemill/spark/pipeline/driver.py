@@ -1,7 +1,7 @@
 """`python -m tidemill.spark.pipeline.driver`: run one pipeline in a process, or several in one (shared_driver.py).
 `tidemill up` supervises the process.
 
-    open stores ─┬─ start the JVM (a thread) ──────────────────────────┐
+    open stores ─┬─ start the JVM, if Spark is used (a thread) ────────┐
                  └─ wait for each feed → open shards → hydrate mirrors ┴→ one streaming query for all feeds,
                                                                           one thread per derived table
 

@@ -5,6 +5,9 @@ feed (feed.py); one per table (table_unit.py); one per derived table; one publis
 of a cluster. An exception of a unit is reported under its stage status, and the unit is restarted (`run_unit_thread`).
 The run ends when `stopping` is set, or when Spark's JVM is gone, because only a new process gets another JVM.
 
+The JVM starts only for a pipeline that computes with it (`uses_spark`): on one machine the driver computes every step of
+the tables and histories itself.
+
 A Spark job without an executor waits indefinitely. So when a cluster has no executor left, the jobs are cancelled, and
 the driver computes their steps. A cancelled step is not lost: the feed computes it inline (distributed_step.py), and a
 derived table retries.
@@ -91,7 +94,9 @@ class PipelineRunner(PipelineContext):
         self.histories: dict[str, History] = {}
         self.dead_letters: DeadLetterWriter
         self._opening = opening or SessionOpener(settings)
-        if pipeline.tables and not self._opening.of_caller:  # whose checkpoints and workers a query would depend on
+        if not self.uses_spark:
+            self.session_ready.set()
+        elif pipeline.tables and not self._opening.of_caller:  # whose checkpoints and workers a query would depend on
             self.query = StreamingQuery(self, tuple(pipeline.sources()), self._sink_of, self._derived_tables_began)
         self._own_session = opening is None
         self._stopping = stopping
@@ -123,6 +128,11 @@ class PipelineRunner(PipelineContext):
             raise self._failure
 
     @property
+    def uses_spark(self) -> bool:
+        """Return whether the pipeline computes with Spark, or was given a session (RFC 0014)."""
+        return bool(self.pipeline.derived_tables) or not is_local(self.settings.master) or self._opening.given
+
+    @property
     def has_stopped(self) -> bool:
         """True once the run has ended and no thread is left that might write into its directory."""
         return not any(thread.is_alive() for thread in self._threads if thread.name != SESSION_THREAD)
@@ -146,7 +156,8 @@ class PipelineRunner(PipelineContext):
         self._owning = asyncio.run_coroutine_threadsafe(owning, self.portal.loop)
         self._owning.add_done_callback(self._on_ownership_lost)
         self._start_unit("catalogue", self._maintain_registration)
-        self._start_thread(SESSION_THREAD, self._watch_session)
+        if self.uses_spark:
+            self._start_thread(SESSION_THREAD, self._watch_session)
         if not is_local(self.settings.master) and not self._opening.of_caller:  # it cancels all jobs
             self._start_unit("executors", partial(watch_executors, self))
         for feed in self.feeds:
@@ -160,6 +171,7 @@ class PipelineRunner(PipelineContext):
             body = partial(self._run_history, history)
             self._start_unit(f"history-{history.name}", body, mark=f"shard:{history.name}")
         self._start_thread("report", reporter.run)
+        log.info("pipeline runs", uses_spark=self.uses_spark)
 
     def _stop(self) -> None:
         """Stop in this order: sinks end their rounds, mirrors are saved, the query stops, then the session and the

@@ -164,12 +164,17 @@ class StatusReporter:
         starting, behind = not runner.session_ready.is_set(), self._tracker.mark(f"shard:{slowest}")
         # Repeated opening counts as a table's progress; once it has failed the pipeline has none until it passes.
         failing = self._tracker.failure(f"shard:{slowest}") is not None
+        progress = behind.progress if behind is not None and not failing else 0
+        if starting:
+            progress = self._startup_progress()
+        elif waiting and not failing:
+            progress += len(self._started)
         self._set_status(
             f"pipeline:{runner.settings.name}",
             (upper, max(place[1] for place in places.values()) if starting else places[slowest][1]),
             f"shard:{slowest}",
             "; ".join(part for part in ("Spark is starting" if starting else "", waiting) if part),
-            self._startup_progress() if starting else behind.progress if behind is not None and not failing else 0,
+            progress,
             work_ms=behind.budget_ms if behind is not None else 0,
         )
 
@@ -423,7 +428,7 @@ class StatusReporter:
             "tables": tables,
             "memory": self._memory_usage(),
             "dead_letters": runner.dead_letters.total,
-            "spark": spark.version if spark is not None else "",
+            "spark": (spark.version if spark is not None else "") if runner.uses_spark else None,
             "master": runner.settings.master,
             "began_ms": self._began_ms,
         }

@@ -32,6 +32,8 @@ class SessionOpener:
         spark: SparkSession | None = None,
         of_caller: bool = False,
     ) -> None:
+        self.given = spark is not None
+        """True if the session existed before."""
         self.of_caller = of_caller
         self._settings = settings
         self._shared = shared

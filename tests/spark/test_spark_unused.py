@@ -1,0 +1,74 @@
+"""A pipeline that does not compute with Spark runs without a session, a JVM and a streaming query (RFC 0014)."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.spark.running import mark, started
+from support.waiting import eventually
+from tidemill.base.clock import Rand
+from tidemill.console.views.pipelines import _driver_state
+from tidemill.consensus.status.board import StatusBoard
+from tidemill.spark.pipeline.runner import PipelineRunner
+from tidemill.spark.session.opener import SessionOpener
+from tidemill.spark.settings import DriverSettings
+
+TABLE = """
+def build(p):
+    p.table("t", p.topic("t", key="id", schema="id string"))
+"""
+HISTORY = TABLE + '    p.history("t_history", of="t")\n'
+DERIVED = TABLE + '    p.derived("n", key="id", inputs=("t",))(lambda spark, t: t)\n'
+
+
+@pytest.mark.parametrize(
+    "text, master, given, uses",
+    [
+        (TABLE, "local[*]", False, False),
+        (HISTORY, "local[2]", False, False),
+        (HISTORY, "local", False, False),
+        (DERIVED, "local[*]", False, True),
+        (TABLE, "spark://host:7077", False, True),
+        (TABLE, "local-cluster[1,1,1024]", False, True),
+        (TABLE, "local[*]", True, True),
+    ],
+)
+def test_a_pipeline_uses_spark_for_derived_tables_for_executors_and_in_a_session_that_exists(
+    harbour: Any, tmp_path: Path, text: str, master: str, given: bool, uses: bool
+) -> None:
+    file = tmp_path / "p.py"
+    file.write_text(text)
+    settings = DriverSettings("p", file, harbour.urls, master, tmp_path / "scratch")
+    session: Any = object()
+    runner = PipelineRunner(settings, threading.Event(), SessionOpener(settings, spark=session if given else None))
+    try:
+        assert runner.uses_spark is uses
+        assert (runner.query is not None) is uses
+        assert runner.session_ready.is_set() is not uses, "otherwise it waits for the session"
+    finally:
+        runner.portal.close()
+
+
+def test_tables_and_histories_flow_without_a_session_and_the_driver_is_running(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(SessionOpener, "session", lambda _: pytest.fail("a session was opened"))
+    topic = harbour.create_topic("t")
+    _, stopping, thread = started(harbour, tmp_path, HISTORY, session=True)
+    try:
+        harbour.produce(topic, [(b"", {"id": "a"})])
+        harbour.mint("topic/t", 1000, topic)
+        eventually(lambda: harbour.upper("t") == 1001 and harbour.upper("t_history") == 1001)
+        assert harbour.contents("t") == [{"id": "a"}]
+        eventually(lambda: (m := mark(harbour, "pipeline:p")) and m.position >= m.target and not m.reason)
+        (report,) = harbour.portal.call(StatusBoard(harbour.stores.consensus, Rand()).reports())
+        assert report.facts["spark"] is None and _driver_state(report, "p") == "running"
+        assert mark(harbour, "pipeline:p:spark") is None
+    finally:
+        stopping.set()
+        thread.join(30)
+    assert not thread.is_alive()
