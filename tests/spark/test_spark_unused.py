@@ -11,8 +11,8 @@ import pytest
 from support.spark.running import mark, started
 from support.waiting import eventually
 from tidemill.base.clock import Rand
-from tidemill.console.views.pipelines import _driver_state
 from tidemill.consensus.status.board import StatusBoard
+from tidemill.console.views.pipelines import _driver_state
 from tidemill.spark.pipeline.runner import PipelineRunner
 from tidemill.spark.session.opener import SessionOpener
 from tidemill.spark.settings import DriverSettings
@@ -26,7 +26,7 @@ DERIVED = TABLE + '    p.derived("n", key="id", inputs=("t",))(lambda spark, t: 
 
 
 @pytest.mark.parametrize(
-    "text, master, given, uses",
+    ("text", "master", "given", "uses"),
     [
         (TABLE, "local[*]", False, False),
         (HISTORY, "local[2]", False, False),

@@ -73,7 +73,7 @@ class PipelineContext:
         self.spark_local: Path | None = None
         """Directory in which the session that this process opened stores its blocks."""
         self.session_ready = threading.Event()
-        """Set once the session can be used; from the start on in a pipeline that needs none, whose `spark` stays None."""
+        """Set once the session can be used. In a pipeline that uses none it is always set, and `spark` stays None."""
         self.ending = threading.Event()
         self.tracker = StatusTracker(settings.budget_ms + settings.freshness_ms)
         """Stage statuses of the pipeline and its units; their supervision reports failures here."""

@@ -5,8 +5,8 @@ feed (feed.py); one per table (table_unit.py); one per derived table; one publis
 of a cluster. An exception of a unit is reported under its stage status, and the unit is restarted (`run_unit_thread`).
 The run ends when `stopping` is set, or when Spark's JVM is gone, because only a new process gets another JVM.
 
-The JVM starts only for a pipeline that computes with it (`uses_spark`): on one machine the driver computes every step of
-the tables and histories itself.
+The JVM starts only for a pipeline that computes with it (`uses_spark`): on one machine the driver itself computes every
+step of tables and histories.
 
 A Spark job without an executor waits indefinitely. So when a cluster has no executor left, the jobs are cancelled, and
 the driver computes their steps. A cancelled step is not lost: the feed computes it inline (distributed_step.py), and a
