@@ -87,19 +87,29 @@ def parse_ddl(text: str) -> tuple[Column, ...]:
     """Return the columns in order. Raises InvalidError naming the text that does not parse, or the type that tables do
     not have."""
     reader = _Reader(text)
-    is_struct = reader.take_keyword("STRUCT") and reader.take_mark("<")
-    if not is_struct:
-        is_struct = _Reader(text).has_colon()
-        # With a colon, Spark reads the text as the inside of a struct.
-        reader = _Reader(f"struct<{text.strip()}>", at=len("struct<")) if is_struct else _Reader(text)
+    if reader.take_keyword("STRUCT") and reader.take_mark("<"):
+        return _columns_of_struct(reader)
+    try:
+        return _columns(_Reader(text), colon=False, end="")
+    except InvalidError:
+        if not _Reader(text).has_colon():
+            raise
+    # Spark then reads the text as the inside of a struct, whose fields may have colons.
+    return _columns_of_struct(_Reader(f"struct<{text.strip()}>", at=len("struct<")))
+
+
+def _columns_of_struct(reader: _Reader) -> tuple[Column, ...]:
+    return _columns(reader, colon=True, end=">")
+
+
+def _columns(reader: _Reader, *, colon: bool, end: str) -> tuple[Column, ...]:
+    """Read columns, the mark `end`, and the end of the text."""
     columns: list[Column] = []
-    if reader.peek().text != (">" if is_struct else ""):
-        columns.append(reader.column(colon=is_struct))
+    if reader.peek().text != end:
+        columns.append(reader.column(colon=colon))
         while reader.take_mark(","):
-            columns.append(reader.column(colon=is_struct))
-    if is_struct and not reader.take_mark(">"):
-        reader.fail()
-    if reader.peek().kind:
+            columns.append(reader.column(colon=colon))
+    if (end and not reader.take_mark(end)) or reader.peek().kind:
         reader.fail()
     return tuple(columns)
 
