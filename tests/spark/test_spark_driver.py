@@ -21,6 +21,15 @@ def build(p):
     p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string, product_id long"))
 """
 
+WITH_DERIVED = (
+    PIPELINE
+    + """
+    @p.derived("copy", key="click_id", inputs=("clicks",))
+    def copy(spark, clicks):
+        return clicks
+"""
+)
+
 
 def command(harbour: Any, tmp_path: Path, **more: str) -> list[str]:
     file = tmp_path / "pipeline.py"
@@ -98,6 +107,7 @@ def test_kill_9_at_any_moment_loses_and_doubles_nothing(
     harbour: Any, tmp_path: Path, short_path: Path, started: list[subprocess.Popen[bytes]]
 ) -> None:
     """And the sockets that a killed driver left behind are gone after the next start."""
+    (tmp_path / "pipeline.py").write_text(WITH_DERIVED)
     draw = random.Random(5)
     topic = harbour.create_topic("clicks", 2)
     expected: dict[str, int] = {}

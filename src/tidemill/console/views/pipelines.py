@@ -205,7 +205,7 @@ def instance_row(
 def _driver_state(report: StatusReport, name: str) -> str:
     if any(mark.parked for mark in report.marks if mark.name == PREFIX + name):
         return "parked"
-    return "starting" if report.facts.get("spark") == "" else "running"  # None: it needs no session
+    return "starting" if report.facts.get("spark", "") == "" else "running"  # None: it uses no session
 
 
 def _table_facts(report: StatusReport) -> dict[str, dict[str, Any]]:
