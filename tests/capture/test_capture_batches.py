@@ -27,7 +27,7 @@ def batch_of(fragments: Iterable[Fragment]) -> Fragment:
     builder = BatchBuilder()
     for each in fragments:
         builder.add(each.xid, each.commit_lsn, each.commit_time_ms, list(each.changes), len(each.changes), 10)
-    batch = builder.take()
+    batch = builder.take_fragment()
     assert batch is not None
     return batch
 
@@ -63,9 +63,9 @@ def test_only_whole_transactions_without_markers_join_a_batch() -> None:
     assert feed(3, 1) == [None, None, None]
     marked = feed(5, 0, LogicalMessage(True, 5, "tidemill", b"tag"))[-1]
     assert marked.batch is None and [m.content for m in marked.markers] == ["tag"]
-    before = builder.batch.take()
+    before = builder.batch.take_fragment()
     assert before is not None and before.batch is not None and before.batch.lsns == [3]
-    assert builder.batch.take() is None
+    assert builder.batch.take_fragment() is None
     parts = [out for out in feed(7, 5) if out is not None]
     assert [f.batch for f in parts] == [None] * len(parts) and parts[-1].commits
 

@@ -186,7 +186,7 @@ def test_a_wait_is_told_when_it_changes_and_every_few_seconds(capsys: pytest.Cap
     clock = ManualClock()
     progress = Progress("pipeline:p", clock)
     for text, pause_s in (("a", 0), ("a", PROGRESS_INTERVAL_S), ("a", 0), ("b", 0), ("b", 0)):
-        progress.show(text)
+        progress.print_progress(text)
         clock.advance(int(pause_s * 1000))
     said = capsys.readouterr()
     assert (said.out, said.err.splitlines()) == (

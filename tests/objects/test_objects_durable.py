@@ -147,10 +147,10 @@ def test_one_sync_of_a_directory_serves_all_that_wait_and_none_that_had_begun(tm
     (tmp_path / "sub").mkdir()
     calls = SyncWaits()
     syncs = GroupedDirectorySyncs(DirectorySyncer(calls, str(tmp_path)), threads=2)
-    first = syncs.begin(f"{tmp_path}/sub")
+    first = syncs.begin_sync(f"{tmp_path}/sub")
     assert calls.began.wait(SCENARIO_S)
-    later = [syncs.begin(f"{tmp_path}/sub") for _ in range(5)]
-    syncs.begin(str(tmp_path)).result(SCENARIO_S)  # A sync of another directory does not wait.
+    later = [syncs.begin_sync(f"{tmp_path}/sub") for _ in range(5)]
+    syncs.begin_sync(str(tmp_path)).result(SCENARIO_S)  # A sync of another directory does not wait.
     assert not any(sync.done() for sync in (first, *later))
     calls.proceed.set()
     for sync in (first, *later):

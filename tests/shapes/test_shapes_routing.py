@@ -80,7 +80,7 @@ def batches_of(rand: random.Random, stream: list[Fragment]) -> list[Fragment]:
     builder, joined = BatchBuilder(), list[Fragment]()
 
     def close() -> None:
-        batch = builder.take()
+        batch = builder.take_fragment()
         if batch is not None:
             out.append(batch)
 

@@ -140,7 +140,7 @@ class LakePublisher:
                     await self._isolated(name, self._publish(table, times[name], sources.get(name, "")))
                 elif name in times:
                     self._report(name, times[name], times[name])
-                await self._isolated(name, self._keep(table))
+                await self._isolated(name, self._expire_and_sweep(table))
 
         await asyncio.gather(*(tend(table) for table in self._tables.values()))
         for name in self._failing - self._failed:
@@ -219,12 +219,12 @@ class LakePublisher:
         self.counters.publications += 1
         self._report(name, found.pointer.time_ms, found.pointer.time_ms)
 
-    async def _keep(self, table: _Table) -> None:
+    async def _expire_and_sweep(self, table: _Table) -> None:
         """Hold what is published, drop expired snapshots, and delete what none names any more."""
         publisher = table.publisher
         if (await publisher.load()).metadata.current is None:
             return
-        await publisher.hold()
+        await publisher.hold_published()
         await publisher.expire()
         now_s, seq = self._stores.clock.monotonic_s(), (await publisher.load()).seq
         if seq != table.swept_seq and now_s - table.swept_s >= SWEEP_S:

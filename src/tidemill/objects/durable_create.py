@@ -143,7 +143,7 @@ class GroupedDirectorySyncs:
         self._syncing: set[str] = set()
         self._lock = threading.Lock()
 
-    def begin(self, path: str) -> Future[None]:
+    def begin_sync(self, path: str) -> Future[None]:
         """Begin to sync the entries of `path` and of its ancestors as `DirectorySyncer.sync` does."""
         with self._lock:
             waiting = self._waiting.get(path)
@@ -196,7 +196,7 @@ def create_unpublished(
             _link(calls, directories, temporary, target)
             name = target
             calls.unlink(temporary)
-            synced = syncs.begin(os.path.dirname(target))
+            synced = syncs.begin_sync(os.path.dirname(target))
             try:
                 calls.fdatasync(fd)
             finally:

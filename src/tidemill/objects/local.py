@@ -215,7 +215,7 @@ class LocalObjects:
         except OSError as error:
             raise translate_os_error(error, f"deleting {key}", self._root) from error
         try:
-            self._syncs.begin(os.path.dirname(path)).result()
+            self._syncs.begin_sync(os.path.dirname(path)).result()
         except OSError as error:
             raise translate_os_error(error, f"deleting {key} removed it,", self._root, appeared=True) from error
 

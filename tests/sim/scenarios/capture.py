@@ -209,7 +209,7 @@ class Process:
 
     async def _put_batch(self) -> None:
         """Put the transactions that one read delivered."""
-        batch = self._batch.take()
+        batch = self._batch.take_fragment()
         if batch is not None:
             await self._collector.put(batch)
 

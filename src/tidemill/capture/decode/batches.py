@@ -41,7 +41,7 @@ class BatchBuilder:
         self.count += 1 + count
         self.size_bytes += size_bytes
 
-    def take(self) -> Fragment | None:
+    def take_fragment(self) -> Fragment | None:
         """Return everything that was added since the last call; None if there is nothing."""
         if not self._lsns:
             return None
@@ -112,6 +112,6 @@ def drop_replayed(fragment: Fragment, after_lsn: int) -> Fragment:
         if lsn > after_lsn:
             count = sum(len(part) if isinstance(part, SegmentRows) else 1 for part in parts)
             builder.add(xid, lsn, time_ms, list(parts), count, 0)
-    rest = builder.take()
+    rest = builder.take_fragment()
     assert rest is not None
     return msgspec.structs.replace(rest, size_bytes=fragment.size_bytes)

@@ -267,7 +267,7 @@ class TransactionBuilder:
             batch = self.batch
             batch.add(begin.xid, begin.final_lsn, message.commit_time_ms, parts, count, size_bytes)
             full = batch.count > self._max_changes or batch.size_bytes > self._max_bytes
-            return batch.take() if full else None
+            return batch.take_fragment() if full else None
         return Fragment(
             xid=begin.xid,
             commit_lsn=begin.final_lsn,

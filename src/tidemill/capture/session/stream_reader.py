@@ -173,7 +173,7 @@ class StreamReader:
         return True
 
     async def _pass_on_batch(self) -> None:
-        batch = self._converter.batch.take()
+        batch = self._converter.batch.take_fragment()
         if batch is not None:
             assert batch.batch is not None
             self._commits += len(batch.batch)

@@ -53,7 +53,7 @@ def logs(
     wanted = [_log_name(each, files) for each in name or ()] or list(files)
     tails = [LogTail(each, files[each], lines) for each in wanted]
     merged = heapq.merge(*map(_timed_lines, tails), key=lambda each: each[0])
-    out.begin(COLUMNS)
+    out.begin_rows(COLUMNS)
     for _, owner, line in merged:
         _print_line(owner, line, out)
     pause = threading.Event()

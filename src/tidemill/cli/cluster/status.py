@@ -89,7 +89,7 @@ def status(
     cluster goes down.
     """
 
-    def show(opened: OpenConsensus) -> int:
+    def show_view(opened: OpenConsensus) -> int:
         """Print the requested view, and return the exit code."""
         reports = read_reports(opened)
         if memory:
@@ -110,9 +110,9 @@ def status(
         return EXIT_GOOD
 
     if watch:
-        watch_screen(config, lambda opened, _: partial(show, opened))
+        watch_screen(config, lambda opened, _: partial(show_view, opened))
     with open_consensus_only(config, OPEN_TIMEOUT_S) as opened:
-        raise SystemExit(show(opened))
+        raise SystemExit(show_view(opened))
 
 
 def read_reports(opened: OpenConsensus) -> list[StatusReport]:

@@ -95,7 +95,7 @@ class Output:
         else:
             self.rows([row], value=row)
 
-    def begin(self, fields: Sequence[str]) -> None:
+    def begin_rows(self, fields: Sequence[str]) -> None:
         """Print the CSV header of an output without end."""
         if self.form is Form.CSV:
             print_csv([csv_line(fields)])

@@ -90,7 +90,7 @@ def restart_driver(opened: OpenStores, report: StatusReport, others: Collection[
     """
     _require_local_driver(report)
     progress = Progress(report.process, opened.clock)
-    progress.show(f"waiting until pid {report.pid} has finished its batch and ends")
+    progress.print_progress(f"waiting until pid {report.pid} has finished its batch and ends")
     os.kill(report.pid, signal.SIGKILL if _is_stopped(report.pid) else signal.SIGTERM)
     board, portal = StatusBoard(opened.consensus, opened.rand), opened.portal
     until_s = opened.clock.monotonic_s() + RESTART_TIMEOUT_S
@@ -103,7 +103,7 @@ def restart_driver(opened: OpenStores, report: StatusReport, others: Collection[
         if not is_driver(report.pid):
             _raise_if_paused(report, reports)
         waiting = sorted({report.process, *others} - back.keys())
-        progress.show(describe_wait(report.pid, waiting, starts=report.process not in waiting))
+        progress.print_progress(describe_wait(report.pid, waiting, starts=report.process not in waiting))
         portal.call(asyncio.sleep(POLL_INTERVAL_S))
     if is_driver(report.pid):
         raise UnavailableError(
@@ -159,7 +159,7 @@ class Progress:
         self._text = ""
         self._began_s = self._shown_s = clock.monotonic_s()
 
-    def show(self, text: str) -> None:
+    def print_progress(self, text: str) -> None:
         now_s = self._clock.monotonic_s()
         if text == self._text and now_s - self._shown_s < PROGRESS_INTERVAL_S:
             return

@@ -135,7 +135,7 @@ def consume(
             return format_csv_line(message) if out.form is Form.CSV else format_json_line(message)
         return format_text_line(message, keys=form.keys, headers=form.headers)
 
-    out.begin(FIELDS)
+    out.begin_rows(FIELDS)
     raise typer.Exit(kafka_client.consume(settings, name, asked, line, sys.stdout.buffer))
 
 

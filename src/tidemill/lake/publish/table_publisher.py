@@ -90,7 +90,7 @@ class TablePublisher:
                 f" upper={state.upper}."
             )
         contents = Contents(state.shard_id, state.name, state.schema, state.batches, time_ms, summary or {})
-        return await self._keep(publish(self._stores, self._columns, stored, contents))
+        return await self._store_publication(publish(self._stores, self._columns, stored, contents))
 
     async def differs(self, time_ms: int) -> bool:
         """Return whether the contents at `time_ms` may differ from the published ones. Raises as `load`."""
@@ -99,7 +99,7 @@ class TablePublisher:
         contents = Contents(state.shard_id, state.name, state.schema, state.batches, time_ms, {})
         return not is_published(stored, contents)
 
-    async def hold(self) -> None:
+    async def hold_published(self) -> None:
         """Hold what is published for the present period. Raises as `hold_objects`."""
         await hold_objects(self.shard, self._stores)
 
@@ -107,9 +107,9 @@ class TablePublisher:
         """Drop snapshots that a table without publications should not list any more. Raises as `publish`."""
         overdue_ms = self._stores.settings.keep_ms // 4
         stored = await self.load()
-        await self._keep(publish_expiry(self._stores, stored, self.shard.shard_id, overdue_ms))
+        await self._store_publication(publish_expiry(self._stores, stored, self.shard.shard_id, overdue_ms))
 
-    async def _keep(self, publication: Awaitable[Stored]) -> Stored:
+    async def _store_publication(self, publication: Awaitable[Stored]) -> Stored:
         try:
             self.stored = found = await publication
         except BaseException:
@@ -133,7 +133,7 @@ class TablePublisher:
         if not gone or not stored.seq:
             return 0
         pointer = replace(stored.pointer, swept_ms=max(limit_ms, stored.pointer.swept_ms))
-        await self._keep(self._fence(stored, pointer))
+        await self._store_publication(self._fence(stored, pointer))
         await _delete(stores, [meta.key for meta in gone])
         self.swept.deleted_objects += len(gone)
         self.swept.deleted_bytes += sum(meta.size_bytes for meta in gone)

@@ -145,7 +145,7 @@ class _Pass:
             copies = copies.filter(pa.array(~_is_in(copies.column(HASH).to_numpy(), wanted)))
         found = [copies]
         for start in range(0, len(wanted), CHUNK_HASHES):
-            found.append(await self._look_up(wanted[start : start + CHUNK_HASHES]))
+            found.append(await self._evaluate_hashes(wanted[start : start + CHUNK_HASHES]))
         states = {view.id: self._state(view) for view in self._views}
         result = Evaluation(states, pa.concat_tables(found))
         net = sum(state.net for state in states.values())
@@ -222,7 +222,7 @@ class _Pass:
         return _unique([values[HASH][_is_in(values[HASH], wanted)] for values in found])
 
     # rows -------------------------------------------------------------------------------------------
-    async def _look_up(self, hashes: Array) -> pa.Table:
+    async def _evaluate_hashes(self, hashes: Array) -> pa.Table:
         """Decide which updates of these hashes count, in all views. Return further copies of rows, with `_hash`."""
         low = np.array([view.part.min_hash for view in self._views], dtype=np.uint64)
         high = np.array([view.part.max_hash for view in self._views], dtype=np.uint64)

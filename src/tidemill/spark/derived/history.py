@@ -199,11 +199,11 @@ class History:
         if not end:
             return False
         if not lower:
-            self._hold(since)
-            return self._begin(since)
+            self._hold_input(since)
+            return self._append_first_versions(since)
         if end <= lower:
             return False
-        self._hold(lower - 1)
+        self._hold_input(lower - 1)
         upper, changes = self._read_changes(lower)
         clock = self._stores.clock
         if not changes.num_rows and clock.monotonic_s() - self._moved_s < IDLE_MOVE_S:
@@ -240,7 +240,7 @@ class History:
             ) from error
         return upper, pa.concat_tables(found) if found else pa.table({TIME: pa.array([], pa.int64())})
 
-    def _begin(self, time_ms: int) -> bool:
+    def _append_first_versions(self, time_ms: int) -> bool:
         """Append the first versions: the contents of the input at `time_ms`, range by range."""
         assert self._input is not None
         call, parts, pieces = self._portal.call, [], []
@@ -272,7 +272,7 @@ class History:
             self._current.save(self._output.shard_id, self._identity)
         return True
 
-    def _hold(self, since: int) -> None:
+    def _hold_input(self, since: int) -> None:
         """Keep the input readable from `since` on. Peers share the hold, and one may have moved it further."""
         assert self._input is not None
         if since - self._held < HOLD_STEP_MS:

@@ -127,7 +127,7 @@ def format_difference(before: str, now: str) -> str:
     registry, and additional columns of metadata, change no row."""
     old, new = decode_format(before), decode_format(now)
     out = [
-        f"{name}: {_shown(getattr(old, name))} became {_shown(getattr(new, name))}"
+        f"{name}: {_format_option(getattr(old, name))} became {_format_option(getattr(new, name))}"
         for name in ("format", "envelope", "delete_when", "sequence_by", "sequence_keep_s")
         if getattr(old, name) != getattr(new, name)
     ]
@@ -137,7 +137,7 @@ def format_difference(before: str, now: str) -> str:
     return ", ".join(out)
 
 
-def _shown(option: object) -> str:
+def _format_option(option: object) -> str:
     return ", ".join(option) if isinstance(option, tuple) and option else str(option or "none")
 
 

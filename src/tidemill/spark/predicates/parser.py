@@ -84,12 +84,12 @@ class _Parser:
     def _next(self) -> Token:
         return self._tokens[self._at]
 
-    def _take(self) -> Token:
+    def _pop_token(self) -> Token:
         found = self._next
         self._at += found.kind != "end"
         return found
 
-    def _takes(self, *words: str) -> bool:
+    def _pop_words(self, *words: str) -> bool:
         """Take these words or signs if they are next."""
         following = self._tokens[self._at : self._at + len(words)]
         if tuple(token.upper for token in following) != words:
@@ -98,7 +98,7 @@ class _Parser:
         return True
 
     def _expect(self, word: str) -> None:
-        if not self._takes(word):
+        if not self._pop_words(word):
             raise self._refused(f"{word} is expected")
 
     def _refused(self, why: str, token: Token | None = None) -> PredicateError:
@@ -118,28 +118,28 @@ class _Parser:
         if depth > DEPTH_MAX:
             raise self._refused(f"nested deeper than {DEPTH_MAX}")
         found = [self._conjunction(depth)]
-        while self._takes("OR"):
+        while self._pop_words("OR"):
             found.append(self._conjunction(depth))
         return ops.logical("OR", found)
 
     def _conjunction(self, depth: int) -> Operand:
         found = [self._negation(depth)]
-        while self._takes("AND"):
+        while self._pop_words("AND"):
             found.append(self._negation(depth))
         return ops.logical("AND", found)
 
     def _negation(self, depth: int) -> Operand:
         if depth > DEPTH_MAX:
             raise self._refused(f"nested deeper than {DEPTH_MAX}")
-        if self._takes("NOT"):
+        if self._pop_words("NOT"):
             return ops.negation(self._negation(depth + 1))
         found = self._comparison(depth)
-        while self._takes("IS"):
-            negated = self._takes("NOT")
-            if self._takes("NULL") or self._takes("UNKNOWN"):
+        while self._pop_words("IS"):
+            negated = self._pop_words("NOT")
+            if self._pop_words("NULL") or self._pop_words("UNKNOWN"):
                 found = ops.is_null(found)
             elif self._next.upper in ("TRUE", "FALSE"):
-                found = ops.is_bool(found, self._take().upper == "TRUE")
+                found = ops.is_bool(found, self._pop_token().upper == "TRUE")
             else:
                 raise self._refused("IS is followed by NULL, NOT NULL, TRUE or FALSE; not supported")
             found = ops.negation(found) if negated else found
@@ -148,7 +148,7 @@ class _Parser:
     def _comparison(self, depth: int) -> Operand:
         found = self._membership(depth)
         if self._next.text in _COMPARISONS:
-            operator = self._take().text
+            operator = self._pop_token().text
             found = ops.comparison("<>" if operator == "!=" else operator, found, self._membership(depth))
             if self._next.text in _COMPARISONS:
                 raise self._refused("a comparison of a comparison is not supported")
@@ -157,17 +157,17 @@ class _Parser:
     def _membership(self, depth: int) -> Operand:
         left = self._sum(depth)
         start = self._at
-        negated = self._takes("NOT")
-        if self._takes("BETWEEN"):
+        negated = self._pop_words("NOT")
+        if self._pop_words("BETWEEN"):
             lower = self._sum(depth)
             self._expect("AND")
             upper = self._sum(depth)
             found = ops.logical("AND", (ops.comparison(">=", left, lower), ops.comparison("<=", left, upper)))
-        elif self._takes("IN"):
+        elif self._pop_words("IN"):
             items = [ops.comparison("=", left, item) for item in self._list(left, depth + 1)]
             found = ops.logical("OR", items)
         elif self._next.upper in ("LIKE", "ILIKE"):
-            ignore_case = self._take().upper == "ILIKE"
+            ignore_case = self._pop_token().upper == "ILIKE"
             found = ops.like(left, self._primary(depth), ignore_case=ignore_case)
         else:
             self._at = start
@@ -183,7 +183,7 @@ class _Parser:
             before = self._references
             item = self._sum(depth)
             (constants if self._references == before else others).append(item)
-            if not self._takes(","):
+            if not self._pop_words(","):
                 break
         self._expect(")")
         return [*ops.list_items(left, constants), *others]
@@ -193,7 +193,7 @@ class _Parser:
         for _ in range(TERMS_MAX):
             if self._next.text not in ("+", "-"):
                 return found
-            found = ops.arithmetic(self._take().text, found, self._product(depth))
+            found = ops.arithmetic(self._pop_token().text, found, self._product(depth))
         raise self._refused(f"more than {TERMS_MAX} operators in a row")
 
     def _product(self, depth: int) -> Operand:
@@ -203,20 +203,20 @@ class _Parser:
                 raise self._refused("division is not supported")
             if self._next.text != "*":
                 return found
-            found = ops.arithmetic(self._take().text, found, self._unary(depth))
+            found = ops.arithmetic(self._pop_token().text, found, self._unary(depth))
         raise self._refused(f"more than {TERMS_MAX} operators in a row")
 
     def _unary(self, depth: int) -> Operand:
         if depth > DEPTH_MAX:
             raise self._refused(f"nested deeper than {DEPTH_MAX}")
-        if self._takes("-"):
+        if self._pop_words("-"):
             if self._next.kind == "number":
-                return ops.number_literal("-" + self._take().text)
+                return ops.number_literal("-" + self._pop_token().text)
             return ops.negative(self._unary(depth + 1))
         return self._primary(depth)
 
     def _primary(self, depth: int) -> Operand:
-        token = self._take()
+        token = self._pop_token()
         if token.kind == "number":
             return ops.number_literal(token.text)
         if token.kind == "text":
@@ -233,7 +233,7 @@ class _Parser:
             return ops.null_literal()
         if token.upper in ("DATE", "TIMESTAMP") and self._next.kind == "text":
             kind = pa.date32() if token.upper == "DATE" else pa.timestamp("us")
-            return ops.convert(ops.text_literal(self._take().text[1:-1]), kind)
+            return ops.convert(ops.text_literal(self._pop_token().text[1:-1]), kind)
         if token.kind != "word" or token.upper in _RESERVED:
             raise self._refused("not supported" if token.text else "an operand is missing", token)
         if self._next.text == "(":
@@ -243,7 +243,7 @@ class _Parser:
     def _call(self, function: str, depth: int) -> Operand:
         self._expect("(")
         arguments = [self.expression(depth + 1)]
-        while self._takes(","):
+        while self._pop_words(","):
             arguments.append(self.expression(depth + 1))
         self._expect(")")
         return ops.call(function, arguments)

@@ -180,7 +180,7 @@ class TableReplay:
         self._outcomes = dict(mine.outcomes)
         mine.newer.advance(self._remap, lower, self._heads(mine.feed, lower))
         stored = self._contents(shard, mine.rows, lower)
-        kept = self._keep(mine, stored, self._states(mine, stored, lower))
+        kept = self._current_commands(mine, stored, self._states(mine, stored, lower))
         if kept:
             self._apply(shard, mine.feed, rows_at(mine.rows, np.array(kept, dtype=np.int64)), stored, lower)
         winners: dict[Key, Rank] = {}
@@ -250,15 +250,15 @@ class TableReplay:
         topic does no harm: the table has read the record at its place.
         """
 
-        def knows(time_ms: int) -> bool | None:
+        def is_bound(time_ms: int) -> bool | None:
             try:
                 bound = self._portal.call(self._remap.at(time_ms))
             except HistoryLostError:
                 return None
             return bound is not None and feed.topic_id in bound.offsets
 
-        first = bisect_left(times, True, key=lambda time_ms: bool(knows(time_ms)))
-        return 0 if first and knows(times[first - 1]) is None else first
+        first = bisect_left(times, True, key=lambda time_ms: bool(is_bound(time_ms)))
+        return 0 if first and is_bound(times[first - 1]) is None else first
 
     def _decode(self, feed: TopicFeed, letters: Sequence[StoredLetter]) -> Commands:
         """Decode the records of letters; those that are still invalid get their outcome. Memory holds the batches of
@@ -311,7 +311,7 @@ class TableReplay:
             found |= dict(zip(keys, comparable_sequences(rows, whole, rule.columns), strict=True))
         return found
 
-    def _keep(self, mine: _Prepared, stored: Mirror, states: Mapping[Key, tuple[Any, ...]]) -> list[int]:
+    def _current_commands(self, mine: _Prepared, stored: Mirror, states: Mapping[Key, tuple[Any, ...]]) -> list[int]:
         """Return the commands whose key has no newer record; the letters of the others get their outcome. `states`:
         sequences of keys."""
         deletions_from_ms = self._deletions_from_ms(mine.feed)

@@ -211,7 +211,7 @@ class WriteCommit:
         if self._epoch is None:
             return next((w.upper for w in shard.state.writers if w.token == self._token), None)
         found = self._epoch.appended_upper(shard.state)
-        if found is None and not self._portal.call(self._epoch.begin(self._stores, shard)):
+        if found is None and not self._portal.call(self._epoch.begin_epoch(self._stores, shard)):
             return shard.state.upper
         return found
 

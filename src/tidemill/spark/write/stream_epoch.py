@@ -58,7 +58,7 @@ class StreamEpoch(NamedTuple):
                 return known.upper
         return None
 
-    async def begin(self, stores: Stores, shard: LogShard) -> bool:
+    async def begin_epoch(self, stores: Stores, shard: LogShard) -> bool:
         """Return whether the epoch must be appended, after recording that it is begun; False if it was appended.
 
         Called if `appended_upper` found nothing in the newest state. Raises UnknownOutcomeError if the state no longer

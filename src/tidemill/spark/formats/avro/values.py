@@ -57,7 +57,7 @@ class AvroValueReader:
     def read_varint(self) -> int:
         value = 0
         for step in range(_VARINT_BYTES):
-            byte = self._take(1)[0]
+            byte = self._read_bytes(1)[0]
             value |= (byte & 0x7F) << 7 * step
             if byte <= 0x7F:
                 if value >= 1 << 64:
@@ -66,13 +66,13 @@ class AvroValueReader:
         raise AvroError("a number that exceeds 64 bits")
 
     def read_bytes(self) -> bytes:
-        return self._take(self.read_varint())
+        return self._read_bytes(self.read_varint())
 
     def check_end(self) -> None:
         if self.at != self._end:
             raise AvroError(f"{self._end - self.at} bytes follow the record")
 
-    def _take(self, size: int) -> bytes:
+    def _read_bytes(self, size: int) -> bytes:
         if not 0 <= size <= self._end - self.at:
             raise AvroError(f"the record ends early: needed={size} left={self._end - self.at}")
         found = self._data[self.at : self.at + size]
@@ -102,7 +102,7 @@ class AvroValueReader:
         return named if kind.kind == "map" else items
 
     def _read_boolean(self, kind: AvroType) -> bool:
-        byte = self._take(1)[0]
+        byte = self._read_bytes(1)[0]
         if byte > 1:
             raise AvroError(f"not a boolean: {byte}")
         return byte == 1
@@ -119,11 +119,11 @@ _READ: dict[str, Callable[[AvroValueReader, AvroType], Any]] = {
     "boolean": AvroValueReader._read_boolean,
     "int": lambda reader, kind: reader.read_varint(),
     "long": lambda reader, kind: reader.read_varint(),
-    "float": lambda reader, kind: _FLOAT.unpack(reader._take(4))[0],
-    "double": lambda reader, kind: _DOUBLE.unpack(reader._take(8))[0],
+    "float": lambda reader, kind: _FLOAT.unpack(reader._read_bytes(4))[0],
+    "double": lambda reader, kind: _DOUBLE.unpack(reader._read_bytes(8))[0],
     "bytes": lambda reader, kind: reader.read_bytes(),
     "string": lambda reader, kind: reader.read_bytes().decode(),
-    "fixed": lambda reader, kind: reader._take(kind.size),
+    "fixed": lambda reader, kind: reader._read_bytes(kind.size),
     "enum": AvroValueReader._read_symbol,
 }
 

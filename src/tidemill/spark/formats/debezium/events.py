@@ -86,7 +86,7 @@ class EventPlan:
 
     def convert(self, columns: Sequence[Column], values: Values, at: Places, places: Places, dead: Dead) -> Block:
         """Convert the values at these positions; their records are `places`."""
-        found = (_take(values[column.name], at) for column in columns)
+        found = (_values_at(values[column.name], at) for column in columns)
         arrays, kept = values_to_columns(columns, found, places.tolist(), dead, self._to_arrow)
         return Block(np.array(kept, dtype=np.int64), arrays)
 
@@ -214,7 +214,7 @@ def _take_places(column: Column, places: Places, blocks: Sequence[Block]) -> pa.
     return block.arrays[column.name].take(pa.array(at, mask=block.places[at] != places))
 
 
-def _take(values: Any, at: Places) -> Any:
+def _values_at(values: Any, at: Places) -> Any:
     if isinstance(values, pa.Array):
         return values.take(pa.array(at))
     return [values[i] for i in at.tolist()]

@@ -55,7 +55,7 @@ class PortalLookup:
         self._portal = portal
 
     @property
-    def known(self) -> tuple[WriterSchema, ...]:
+    def known_schemas(self) -> tuple[WriterSchema, ...]:
         """Schemas that were found so far."""
         return tuple(self._cache.known.values())
 

@@ -105,7 +105,7 @@ class DistributedStep:
             self._stores.urls,
             str(table.mirror_dir),
             mirror_identity(self._stores.consensus_life),
-            table.schemas.known,
+            table.schemas.known_schemas,
         )
 
     def append(self, table: TableWriter, step: Step, found: DistributedResult) -> None:
