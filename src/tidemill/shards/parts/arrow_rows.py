@@ -251,10 +251,10 @@ def rows_at(table: pa.Table, at: Index, limit_bytes: int = CHUNK_BYTES) -> pa.Ta
 def _fits_one_take(table: pa.Table, rows: int, limit_bytes: int) -> bool:
     """Return whether one call of Arrow can take `rows` rows: the result is certainly small enough even if one row is
     taken again and again, and no large column is copied first to make it contiguous."""
-    size_bytes = table.get_total_buffer_size()
-    if size_bytes * rows > limit_bytes:
+    if table.get_total_buffer_size() * rows > limit_bytes:
         return False
-    return size_bytes <= COPIED_BYTES or all(column.num_chunks <= 1 for column in table.columns)
+    # Chunks may share buffers, so only `nbytes` limits the copy.
+    return all(column.num_chunks <= 1 for column in table.columns) or table.nbytes <= COPIED_BYTES
 
 
 def combine_columns(table: pa.Table) -> pa.Table:
@@ -263,4 +263,6 @@ def combine_columns(table: pa.Table) -> pa.Table:
     """
     if all(column.num_chunks <= 1 for column in table.columns):
         return table
+    if table.nbytes <= COPIED_BYTES:
+        return table.combine_chunks()
     return pa.Table.from_arrays([_combine_chunks(column) for column in table.columns], schema=table.schema)

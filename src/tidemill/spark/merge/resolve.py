@@ -189,7 +189,8 @@ def _resolve_rows(
     updates = updates.append_column(DIFF, pa.array(np.where(inserts, np.int64(1), np.int64(-1))))
     keep = _changed_keys(pool, values, live, changed, first, found)
     changes = KeyChanges(rows_at(contents, keep), hashes[keep], live[keep])
-    return Resolved(lower, upper, updates.cast(update_schema(schema)), changes)
+    target = update_schema(schema)
+    return Resolved(lower, upper, updates if updates.schema.equals(target) else updates.cast(target), changes)
 
 
 def _changed_keys(pool: pa.Table, values: list[str], live: Mask, changed: Mask, first: Mask, found: Index) -> Index:
