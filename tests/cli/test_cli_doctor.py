@@ -13,7 +13,7 @@ import pytest
 from support.cli.cluster import Cluster
 from support.cli.process import run_tidemill
 from tidemill.base.config.config import load
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.base.status.status import StatusReport
 from tidemill.cli.cluster import doctor
 from tidemill.cli.context import open_stores
@@ -151,3 +151,18 @@ def test_a_pipeline_without_spark_names_the_extra(tmp_path: Path, monkeypatch: p
     for name in ("spark", "pipeline.needs"):
         assert found[name][0]["fix"] == "Install it: pip install 'tidemill[spark]'", found
     assert found["java"][0]["ok"] and found["pipeline.shop"][0]["ok"]
+
+
+def test_a_missing_java_is_a_problem_only_for_pipelines_that_use_spark(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def missing() -> None:
+        raise InvalidError("there is no Java.", fix="Install it.")
+
+    monkeypatch.setattr("tidemill.spark.session.java.find_java", missing)
+    tables = VALID.partition("    @p.derived")[0]
+    configure(tmp_path, shop=tables)
+    assert checked(tmp_path, 0)["java"][0]["found"] == "not found, and not needed: no pipeline uses Spark"
+    for more in (VALID, "import nothing_of_that_name"):
+        configure(tmp_path, shop=tables, more=more)
+        assert not checked(tmp_path, 1)["java"][0]["ok"]

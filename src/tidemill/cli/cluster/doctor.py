@@ -21,12 +21,12 @@ import typer
 from tidemill.base.address import Address
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config, exposed_servers, load
-from tidemill.base.errors import CorruptError, MissingError, TidemillError
+from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
 from tidemill.base.libraries import is_installed, require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.cli.cluster.capture_checks import check_capture
 from tidemill.cli.cluster.check_results import Result, guard_check, run_check
-from tidemill.cli.cluster.pipeline_checks import check_pipelines
+from tidemill.cli.cluster.pipeline_checks import check_pipelines, use_spark
 from tidemill.cli.context import ConfigOption, ProgressBars
 from tidemill.cli.output.output import TABLE, Output
 from tidemill.metastore.check.findings import Findings
@@ -171,12 +171,17 @@ def _check_spark(config: Config) -> str:
     return f"{distribution} {version}"
 
 
-def _check_java(_: Config) -> str:
+def _check_java(config: Config) -> str:
     from tidemill.spark.session.java import find_java
 
     if not is_installed("pyspark"):
         return "not needed: Spark is not installed"
-    found = find_java()
+    try:
+        found = find_java()
+    except InvalidError:
+        if config.pipeline and not use_spark(config):
+            return "not found, and not needed: no pipeline uses Spark"
+        raise
     return f"{found.build or found.major} of {found.origin}, at {found.home}"
 
 
