@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolledBackError, UnavailableError
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.maintenance.checkpoint_service import check_bucket
 from tidemill.metastore.bucket_claim import BucketOwnership, check_unclaimed, claim_bucket, claim_key, greatest_claim
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.factory import create_metastore
@@ -58,6 +60,38 @@ async def test_a_first_start_that_lost_leaves_its_consensus_as_empty_as_it_was()
     assert await consensus.scan("") == []
     with pytest.raises(InvalidError):
         await check_unclaimed(objects)
+
+
+class Overtaken(MemoryObjects):
+    """A bucket that a peer on the same consensus claims, after this node has read that there is no cluster."""
+
+    peer: Callable[[], Awaitable[None]] | None = None
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectMeta]:  # type: ignore[override]
+        peer, self.peer = self.peer, None
+        if peer is not None:
+            await peer()
+        async for found in super().list(prefix):
+            yield found
+
+
+async def test_nodes_of_one_cluster_that_start_together_create_it_once_and_none_is_rejected() -> None:
+    objects, consensus = Overtaken(CLOCK), MemoryConsensus(CLOCK)
+    first, second = (create_metastore(consensus, objects, CLOCK, Rand()) for _ in range(2))
+    objects.peer = first.start
+    await second.start()
+    assert objects.peer is None and (await first.cluster()).uuid == (await second.cluster()).uuid
+    for each in (first, second):
+        await each.aclose()
+
+    objects, consensus = Overtaken(CLOCK), MemoryConsensus(CLOCK)
+    first = create_metastore(consensus, objects, CLOCK, Rand())
+    objects.peer = first.start
+    await check_bucket(consensus, objects)
+    assert objects.peer is None
+    await first.aclose()
+    with pytest.raises(InvalidError, match="consensus has no cluster"):
+        await check_bucket(MemoryConsensus(CLOCK), objects)
 
 
 async def test_a_cluster_whose_bucket_was_claimed_by_a_restore_is_told_by_whom_however_damaged_the_claim_is() -> None:

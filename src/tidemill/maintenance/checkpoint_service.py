@@ -28,7 +28,7 @@ from tidemill.consensus.api import Consensus
 from tidemill.metastore import cluster_manifest
 from tidemill.metastore.backup.checkpoint import Checkpointer
 from tidemill.metastore.bucket_claim import check_unclaimed
-from tidemill.metastore.cluster import read_cluster
+from tidemill.metastore.cluster import read_before_creation
 from tidemill.metastore.cluster_manifest import ClusterManifest, Presence
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.metastore import Metastore
@@ -47,9 +47,8 @@ async def check_bucket(consensus: Consensus, objects: ObjectStore) -> None:
     Raises InvalidError when consensus is empty and the bucket is not, ClusterReplacedError when they belong to
     different clusters; CorruptError, UnavailableError.
     """
-    known = await read_cluster(consensus)
+    known = await read_before_creation(consensus, lambda: check_unclaimed(objects))
     if known is None:
-        await check_unclaimed(objects)
         return
     cluster_manifest.check_not_replaced(
         await cluster_manifest.newest_manifest(objects), known[0].uuid, known[0].incarnation

@@ -66,6 +66,26 @@ async def read_cluster(consensus: Consensus) -> tuple[Cluster, int] | None:
     return None if found is None else (_decode(found), found.seq)
 
 
+async def read_before_creation(
+    consensus: Consensus, before_create: Callable[[], Awaitable[None]] | None
+) -> tuple[Cluster, int] | None:
+    """Return the cluster as `read_cluster` does, or None after `before_create` has permitted to create it.
+
+    Raises InvalidError as `before_create`, which finds the bucket claimed, unless that was done for this cluster:
+    another node may create it after the register was read.
+    """
+    found = await read_cluster(consensus)
+    if found is not None or before_create is None:
+        return found
+    try:
+        await before_create()
+    except InvalidError:
+        found = await read_cluster(consensus)
+        if found is None:
+            raise
+    return found
+
+
 async def open_cluster(
     consensus: Consensus,
     clock: Clock,
@@ -80,10 +100,8 @@ async def open_cluster(
     """
     if not 0 <= domains <= DOMAINS_MAX:
         raise InvalidError(f"invalid number of domains: metastore.domains={domains}.", fix=f"Use 1 to {DOMAINS_MAX}.")
-    found = await read_cluster(consensus)
+    found = await read_before_creation(consensus, before_create)
     if found is None:
-        if before_create is not None:
-            await before_create()
         fresh = Cluster(rand.uuid(), domains or 1, clock.now_ms())
         cluster = await write_cluster(consensus, rand, fresh, 0)
     else:
