@@ -75,6 +75,7 @@ def test_steps_of_the_build_are_pinned_cached_nowhere_and_checked_by_hashes() ->
             assert "--no-cache" in text, text
         if "uv pip install" in text:
             assert "--constraint requirements.lock" in text and "file://" in text, text
+            assert "--compile-bytecode" in text, "a process of another user cannot store it, and compiles at each start"
         elif "pip install" in text:
             assert re.search(r" uv==[\d.]+$", text), text
 
@@ -197,10 +198,10 @@ FULL = {
 }
 
 
-def render(values: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+def render(values: dict[str, Any], release: str = "shop") -> subprocess.CompletedProcess[str]:
     if not RENDER.exists():
         pytest.skip("the renderer of Helm templates is not installed (tests/clients/install)")
-    context = {"Values": VALUES | values, "Release": {"Name": "shop", "Namespace": "apps", "Revision": 1}}
+    context = {"Values": VALUES | values, "Release": {"Name": release, "Namespace": "apps", "Revision": 1}}
     return subprocess.run(
         [str(RENDER), str(CHART)], input=json.dumps(context), capture_output=True, text=True, timeout=60
     )
@@ -317,6 +318,15 @@ def test_stores_come_from_a_secret_of_the_chart_or_an_existing_one() -> None:
     assert not [kind for kind, _ in found if kind in ("Secret", "ServiceMonitor", "Deployment")]
     [template] = pods(found)
     assert template["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "mine"}}]
+
+
+@pytest.mark.go
+@pytest.mark.parametrize("release", ["1shop", "a.b", "a" * 44])
+def test_a_release_whose_objects_would_have_bad_names_is_refused(release: str) -> None:
+    refused = render(FULL, release)
+    assert refused.returncode == 1 and f"The release is named {release}" in refused.stderr
+    rendered = render(FULL, "a" * 43)
+    assert rendered.returncode == 0, rendered.stderr
 
 
 def test_every_value_that_a_template_reads_is_in_values_yaml() -> None:
