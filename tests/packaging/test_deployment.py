@@ -195,6 +195,8 @@ FULL = {
     "nodes": {**VALUES["nodes"], "storageClass": "fast", "nodeSelector": {"disk": "ssd"}},
     "serviceAccount": {"annotations": {"iam.gke.io/gcp-service-account": "x@y"}},
     "imagePullSecrets": [{"name": "pull"}],
+    "volumes": [{"name": "tls", "secret": {"secretName": "shop-tls"}}],
+    "volumeMounts": [{"name": "tls", "mountPath": "/tls", "readOnly": True}],
 }
 
 
@@ -299,6 +301,15 @@ def test_selectors_select_the_nodes_and_probes_ask_what_a_node_serves(full: Obje
         selector = deployment["spec"]["selector"]["matchLabels"]
         assert selector.items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
         assert not selector.items() <= labels.items()
+
+
+@pytest.mark.go
+def test_the_scheme_of_probes_and_the_monitor_is_a_value() -> None:
+    found = objects(FULL | {"nodes": VALUES["nodes"] | {"scheme": "HTTPS"}})
+    [container] = found["StatefulSet", "shop-tidemill"]["spec"]["template"]["spec"]["containers"]
+    schemes = {container[f"{name}Probe"]["httpGet"]["scheme"] for name in ("startup", "liveness", "readiness")}
+    assert schemes == {"HTTPS"}
+    assert found["ServiceMonitor", "shop-tidemill"]["spec"]["endpoints"][0]["scheme"] == "https"
 
 
 @pytest.mark.go

@@ -41,4 +41,7 @@ volumeMounts:
   - {name: config, mountPath: /etc/tidemill, readOnly: true}
   - {name: data, mountPath: /var/lib/tidemill}
   - {name: tmp, mountPath: /tmp}
+  {{- range .Values.volumeMounts }}
+  - {{ toJson . }}
+  {{- end }}
 {{- end }}

@@ -59,6 +59,7 @@ func run(directory string) error {
 			return value
 		},
 		"fail":       func(message string) (string, error) { return "", errors.New(message) },
+		"lower":      strings.ToLower,
 		"regexMatch": func(pattern, text string) (bool, error) { return regexp.MatchString(pattern, text) },
 		"include": func(name string, data any) (string, error) {
 			var out bytes.Buffer
