@@ -1,8 +1,8 @@
 """The end of a process whose work is complete, without its threads that resolve names.
 
 getaddrinfo(3) cannot be cancelled, and takes 10 s and more for each name while no DNS server answers. The loop's end
-and the interpreter's both join the threads of the loop's executor. A process that is asked to stop has closed
-everything by then, so these threads have nothing to lose.
+and the interpreter's both join the threads of the loop's executor. A process that was asked to stop has closed
+everything before, so these threads have nothing to lose.
 """
 
 from __future__ import annotations
