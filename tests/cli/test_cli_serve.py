@@ -60,7 +60,7 @@ else:
 @pytest.mark.processes
 @pytest.mark.parametrize("program", ["serve", "up"])
 def test_a_process_that_resolves_a_name_ends_when_it_is_asked_to(tmp_path: Path, program: str) -> None:
-    """While no DNS server answers, each name occupies a thread: for 10 s and more, in this test without an end."""
+    """A name that no DNS server resolves occupies a thread for at least 10 s. In this test it never ends."""
     url = "postgresql://tidemill@nowhere.invalid/tidemill"
     http, kafka = f"127.0.0.1:{free_port()}", f"127.0.0.1:{free_port()}"
     node = {"data": str(tmp_path / "data"), "http": http, "kafka": kafka}
