@@ -186,7 +186,7 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SECRET = {"TIDEMILL_OBJECTS__URL": "gs://b?credentials=instance", "SHOP_DSN": "postgresql://h/shop"}
-FULL = {
+FULL: dict[str, Any] = {
     "secret": SECRET,
     "files": {"shop.py": "def build(p):\n    pass\n"},
     "pipelines": {"shop": None, "web_clicks": {"instances": 2, "resources": {"limits": {"memory": "4Gi"}}}},
