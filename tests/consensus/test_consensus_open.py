@@ -8,6 +8,7 @@ import apsw
 import psycopg
 import pytest
 
+from support.postgres import EmbeddedPostgres
 from support.waiting import run
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, TidemillError, UnavailableError
@@ -149,3 +150,24 @@ async def test_many_processes_may_open_an_empty_database_at_once(postgres_dsn: s
     assert len({id(consensus) for consensus in opened}) == 8
     for consensus in opened:
         await consensus.aclose()
+
+
+@pytest.mark.postgres
+async def test_a_database_with_the_encoding_sql_ascii_holds_a_cluster(postgres_server: EmbeddedPostgres) -> None:
+    """initdb chooses this encoding where no locale is set, as in a container."""
+    with psycopg.connect(postgres_server.dsn, autocommit=True) as connection:
+        connection.execute("CREATE DATABASE plain_bytes ENCODING 'SQL_ASCII' LOCALE 'C' TEMPLATE template0")
+    consensus = await open_consensus(postgres_server.dsn_for("plain_bytes"), SystemClock(), Rand())
+    try:
+        await consensus.cas("k", 0, b"v", "n")
+        assert [key for key, _ in await consensus.scan("")] == ["k"]
+        await consensus.fence("log", 1)
+        await consensus.append("log", 1, 0, [b"record"], "m")
+        assert [record.data for record in (await consensus.read("log", 0)).records] == [b"record"]
+        assert [name for name, _ in (await consensus.changed("")).heads] == ["log"]
+        await consensus.acquire("lease", "a", 10_000)
+        assert [(lease.name, lease.holder) for lease in await consensus.leases("")] == [("lease", "a")]
+    finally:
+        await consensus.aclose()
+        with psycopg.connect(postgres_server.dsn, autocommit=True) as connection:
+            connection.execute("DROP DATABASE plain_bytes WITH (FORCE)")

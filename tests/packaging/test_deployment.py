@@ -75,6 +75,7 @@ def test_steps_of_the_build_are_pinned_cached_nowhere_and_checked_by_hashes() ->
             assert "--no-cache" in text, text
         if "uv pip install" in text:
             assert "--constraint requirements.lock" in text and "file://" in text, text
+            assert "--compile-bytecode" in text, "a process of another user cannot store it, and compiles at each start"
         elif "pip install" in text:
             assert re.search(r" uv==[\d.]+$", text), text
 
@@ -185,7 +186,7 @@ def test_systemd_accepts_the_units(tmp_path: Path) -> None:
 
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 SECRET = {"TIDEMILL_OBJECTS__URL": "gs://b?credentials=instance", "SHOP_DSN": "postgresql://h/shop"}
-FULL = {
+FULL: dict[str, Any] = {
     "secret": SECRET,
     "files": {"shop.py": "def build(p):\n    pass\n"},
     "pipelines": {"shop": None, "web_clicks": {"instances": 2, "resources": {"limits": {"memory": "4Gi"}}}},
@@ -194,13 +195,15 @@ FULL = {
     "nodes": {**VALUES["nodes"], "storageClass": "fast", "nodeSelector": {"disk": "ssd"}},
     "serviceAccount": {"annotations": {"iam.gke.io/gcp-service-account": "x@y"}},
     "imagePullSecrets": [{"name": "pull"}],
+    "volumes": [{"name": "tls", "secret": {"secretName": "shop-tls"}}],
+    "volumeMounts": [{"name": "tls", "mountPath": "/tls", "readOnly": True}],
 }
 
 
-def render(values: dict[str, Any]) -> subprocess.CompletedProcess[str]:
+def render(values: dict[str, Any], release: str = "shop") -> subprocess.CompletedProcess[str]:
     if not RENDER.exists():
         pytest.skip("the renderer of Helm templates is not installed (tests/clients/install)")
-    context = {"Values": VALUES | values, "Release": {"Name": "shop", "Namespace": "apps", "Revision": 1}}
+    context = {"Values": VALUES | values, "Release": {"Name": release, "Namespace": "apps", "Revision": 1}}
     return subprocess.run(
         [str(RENDER), str(CHART)], input=json.dumps(context), capture_output=True, text=True, timeout=60
     )
@@ -301,6 +304,15 @@ def test_selectors_select_the_nodes_and_probes_ask_what_a_node_serves(full: Obje
 
 
 @pytest.mark.go
+def test_the_scheme_of_probes_and_the_monitor_is_a_value() -> None:
+    found = objects(FULL | {"nodes": VALUES["nodes"] | {"scheme": "HTTPS"}})
+    [container] = found["StatefulSet", "shop-tidemill"]["spec"]["template"]["spec"]["containers"]
+    schemes = {container[f"{name}Probe"]["httpGet"]["scheme"] for name in ("startup", "liveness", "readiness")}
+    assert schemes == {"HTTPS"}
+    assert found["ServiceMonitor", "shop-tidemill"]["spec"]["endpoints"][0]["scheme"] == "https"
+
+
+@pytest.mark.go
 def test_a_changed_configuration_restarts_pods() -> None:
     def sums(values: dict[str, Any]) -> list[str]:
         return [each["metadata"]["annotations"]["checksum/config"] for each in pods(objects(FULL | values))]
@@ -317,6 +329,15 @@ def test_stores_come_from_a_secret_of_the_chart_or_an_existing_one() -> None:
     assert not [kind for kind, _ in found if kind in ("Secret", "ServiceMonitor", "Deployment")]
     [template] = pods(found)
     assert template["spec"]["containers"][0]["envFrom"] == [{"secretRef": {"name": "mine"}}]
+
+
+@pytest.mark.go
+@pytest.mark.parametrize("release", ["1shop", "a.b", "a" * 44])
+def test_a_release_whose_objects_would_have_bad_names_is_refused(release: str) -> None:
+    refused = render(FULL, release)
+    assert refused.returncode == 1 and f"The release is named {release}" in refused.stderr
+    rendered = render(FULL, "a" * 43)
+    assert rendered.returncode == 0, rendered.stderr
 
 
 def test_every_value_that_a_template_reads_is_in_values_yaml() -> None:

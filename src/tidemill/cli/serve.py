@@ -22,6 +22,7 @@ from tidemill.base.limits import MIB
 from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
 from tidemill.base.runtime.memory_budget import retain_freed_memory
+from tidemill.base.runtime.process_end import leave_threads, prompt_end
 from tidemill.base.status.logging import configure_logs
 from tidemill.console.app import console_routes
 from tidemill.node.supervise.supervisor import EXIT_CONFIGURATION, EXIT_REPLACED
@@ -35,6 +36,7 @@ async def _serve(config: Config) -> int:
     """Serve until a signal. Return the exit code. An error of the configuration that appears after the node served is a
     failure like any other: the next process refuses it."""
     stop = asyncio.Event()
+    leave_threads()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     from tidemill.node.node import Node  # behind hide_modules
@@ -87,4 +89,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    with prompt_end():
+        raise SystemExit(main())

@@ -3,6 +3,13 @@ app.kubernetes.io/name: tidemill
 app.kubernetes.io/instance: {{ .Release.Name }}
 {{- end }}
 
+{{- /* The name of a Service begins with a letter; a StatefulSet's has at most 52 characters, its pods' labels 63. */}}
+{{- define "tidemill.check" -}}
+{{- if not (regexMatch "^[a-z][-a-z0-9]{0,42}$" .Release.Name) }}
+{{- fail (printf "The release is named %s: use a-z, 0-9 and -, starting with a letter, at most 43 characters." .Release.Name) }}
+{{- end }}
+{{- end }}
+
 {{- define "tidemill.secret" -}}
 {{ .Values.existingSecret | default (printf "%s-tidemill" .Release.Name) }}
 {{- end }}
@@ -34,4 +41,7 @@ volumeMounts:
   - {name: config, mountPath: /etc/tidemill, readOnly: true}
   - {name: data, mountPath: /var/lib/tidemill}
   - {name: tmp, mountPath: /tmp}
+  {{- range .Values.volumeMounts }}
+  - {{ toJson . }}
+  {{- end }}
 {{- end }}

@@ -52,6 +52,8 @@ async def connect(url: str) -> Connection:
         **KEEPALIVES,
         "connect_timeout": str(int(CONNECT_TIMEOUT_S)),
         **psycopg.conninfo.conninfo_to_dict(url),
+        # Keys are texts. Without it psycopg returns bytes for them from a database with the encoding SQL_ASCII.
+        "client_encoding": "UTF8",
     }
     connection = await psycopg.AsyncConnection.connect(**parameters, autocommit=True, prepare_threshold=0)  # type: ignore[arg-type]
     try:

@@ -12,6 +12,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"regexp"
 	"strings"
 	"text/template"
 )
@@ -57,7 +58,9 @@ func run(directory string) error {
 			}
 			return value
 		},
-		"fail": func(message string) (string, error) { return "", errors.New(message) },
+		"fail":       func(message string) (string, error) { return "", errors.New(message) },
+		"lower":      strings.ToLower,
+		"regexMatch": func(pattern, text string) (bool, error) { return regexp.MatchString(pattern, text) },
 		"include": func(name string, data any) (string, error) {
 			var out bytes.Buffer
 			err := root.ExecuteTemplate(&out, name, data)
