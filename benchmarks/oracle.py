@@ -35,10 +35,14 @@ def features_of(seed: int, chosen: str | None) -> dict[str, bool]:
     return drawn if chosen is None else {name: name in chosen.split(",") for name in ODDS}
 
 
+def binaries_of(version: str) -> Path | None:
+    return None if version == "18" else BINARIES / f"postgres-{version}" / "native" / "bin"
+
+
 def run(plan: Plan, version: str, keep: Path | None) -> str:
     """One world; what failed, "" = nothing."""
     seed = plan.seed
-    binaries = None if version == "18" else BINARIES / f"postgres-{version}" / "native" / "bin"
+    binaries = binaries_of(version)
     with tempfile.TemporaryDirectory(prefix="oracle-") as scratch:
         directory = keep / f"seed{seed}" if keep is not None else Path(scratch)
         directory.mkdir(parents=True, exist_ok=True)
@@ -65,10 +69,13 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--postgres", default="", choices=["", "14", "15", "16", "17", "18"], help="15 and 18 in turn")
     parser.add_argument("--without-changes", action="store_true", help="no DDL while it runs")
-    parser.add_argument("--without-shards", action="store_true", help="no pipeline, so no JVM")
+    parser.add_argument("--without-shards", action="store_true", help="no pipeline")
     parser.add_argument("--with", dest="chosen", metavar="FEATURE,…", help=f"of {', '.join(ODDS)}; '' = none of them")
     parser.add_argument("--keep", type=Path, help="leave the data and logs of each world there")
     given = parser.parse_args()
+    for version in [given.postgres] if given.postgres else ["15"]:
+        if (binaries := binaries_of(version)) is not None and not binaries.is_dir():
+            parser.error(f"PostgreSQL {version} is not there: run tests/clients/install, or choose --postgres 18")
     began_s, failed, ran = time.monotonic(), [], 0
     while ran < given.worlds and time.monotonic() - began_s < given.seconds:
         seed = given.seed + ran
