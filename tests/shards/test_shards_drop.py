@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
-from support.shards.world import SCHEMA, World, append, contents_of
+from support.shards.world import SCHEMA, FlakyConsensus, World, append, contents_of
 from tidemill.base.errors import MissingError
+from tidemill.consensus.api import Versioned
 from tidemill.maintenance.shards.drop import drop_shard
-from tidemill.shards.registry import list_created_shards, read_shards
+from tidemill.shards.registry import list_created_shards, read_shards, tombstones_name
 
 
 class NoPipelines:
@@ -70,6 +72,36 @@ async def test_a_drop_that_was_cut_off_is_run_again(steps: int) -> None:
     head = await world.consensus().log_head(f"shard/{shard.shard_id}")
     kept = (await world.consensus().read(f"shard/{shard.shard_id}", head.start)).records
     assert sum(len(record.data) for record in kept) < 400, "a dropped shard leaves next to nothing"
+
+
+class Overtaken(FlakyConsensus):
+    """`peer` runs between two requests of a drop: before it lists the shards."""
+
+    peer: Callable[[], Awaitable[None]] | None = None
+
+    async def scan(self, prefix: str) -> list[tuple[str, Versioned]]:
+        peer, self.peer = self.peer, None
+        if peer is not None:
+            await peer()
+        return await super().scan(prefix)
+
+
+async def test_a_drop_leaves_the_tombstones_of_a_table_that_is_created_again_in_the_meantime() -> None:
+    world = World()
+    consensus = Overtaken(world.durable)
+    old = await world.open()
+    await world.open(tombstones_name("t", old.shard_id))
+
+    async def create_again() -> None:
+        new = await world.open()
+        await world.open(tombstones_name("t", new.shard_id))
+
+    consensus.peer = create_again
+    metastore: Any = NoPipelines()
+    await drop_shard(consensus, world.objects, metastore, world.wall, world.rand, "t")
+    assert consensus.peer is None
+    names = [created.name for created in await list_created_shards(world.consensus())]
+    assert names == ["t", tombstones_name("t", (await world.open()).shard_id)]
 
 
 async def test_a_drop_is_settled_though_every_answer_is_lost() -> None:
