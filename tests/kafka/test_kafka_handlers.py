@@ -32,10 +32,10 @@ from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.api import dispatch as request_module
-from tidemill.kafka.handlers import APIS, k01_fetch
+from tidemill.kafka.handlers import APIS, k01_fetch, k20_delete_topics
 from tidemill.kafka.metadata.topic_cache import TopicCache
 from tidemill.kafka.schema import codec_compiler
-from tidemill.metastore.catalogue import PipelineRow
+from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 
@@ -493,6 +493,30 @@ def test_f213_a_topic_in_use_is_not_deleted_by_a_client(fake_broker: FakeBroker)
             error_codes.UNKNOWN_TOPIC_OR_PARTITION,
         ]
         assert "pipeline:p" in answer.responses[1].error_message
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_topic_that_is_created_again_during_its_deletion_stays(
+    fake_broker: FakeBroker, monkeypatch: pytest.MonkeyPatch, by_id: bool
+) -> None:
+    asked, later = fake_broker.create_topic("t", 1), list[TopicRow]()
+    checked = k20_delete_topics.find_topic_users
+
+    async def overtaken(catalogue: Catalogue, row: TopicRow) -> list[str]:
+        users = await checked(catalogue, row)
+        await catalogue.delete_topic(row)  # through another node
+        later.append(await catalogue.create_topic("t", 1, kind="capture"))
+        return users
+
+    monkeypatch.setattr(k20_delete_topics, "find_topic_users", overtaken)
+    schema = load_request_schema(20, 6)
+    state = nested(schema, "topics")
+    named = state(name=None, topic_id=uuid.UUID(asked.topic_id)) if by_id else state(name="t", topic_id=None)
+    with RawClient(fake_broker.port) as client:
+        (answer,) = client.ask(20, 6, encode(schema(topics=(named,), timeout=ZERO))).responses
+    expected = error_codes.UNKNOWN_TOPIC_ID if by_id else error_codes.UNKNOWN_TOPIC_OR_PARTITION
+    assert int(answer.error_code) == expected
+    assert fake_broker.portal.call(fake_broker.catalogue.list(TopicRow)) == later
 
 
 CREATE_REFUSALS: list[tuple[dict[str, Any], int]] = [
