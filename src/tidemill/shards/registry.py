@@ -57,9 +57,7 @@ async def open_shard(
     return LogShard(machine, objects, clock, rand, cpu=cpu)
 
 
-async def _open_or_create(
-    consensus: Consensus, rand: Rand, name: str, wanted: ShardSchema | None
-) -> ShardMachine:
+async def _open_or_create(consensus: Consensus, rand: Rand, name: str, wanted: ShardSchema | None) -> ShardMachine:
     """Return the machine of the shard that has the name. A shard that is dropped although the register still names it
     is absent: its drop is under way, or was interrupted."""
     while True:
