@@ -242,10 +242,14 @@ class TransactionCoordinator:
     # changing -------------------------------------------------------------------------------------
     async def _change(self, transactional_id: str, decide_on: Decide) -> tuple[Decision, Transaction | None]:
         """Change a register (`store.change`). Requests for one id do not race within this process."""
-        async with self._locks.setdefault(transactional_id, asyncio.Lock()):
+        async with self._lock_of(transactional_id):
             decision, after = await change(self._consensus, self._rand, transactional_id, decide_on)
             self._supervise(transactional_id, after)
             return decision, after
+
+    def _lock_of(self, transactional_id: str) -> asyncio.Lock:
+        """Return the lock under which the register is read or changed, and then supervised."""
+        return self._locks.setdefault(transactional_id, asyncio.Lock())
 
     async def drop_group_offsets(self, group: str, places: Set[tuple[str, int]] | None = None) -> None:
         """Remove the offsets of a group, all or these (topic id, partition), from transactions, so that they are never
@@ -277,11 +281,16 @@ class TransactionCoordinator:
                 with contextlib.suppress(ConflictError, UnknownOutcomeError):
                     await self._consensus.drop(key_of(transactional_id), seq)
                 continue
-            self._supervise(transactional_id, transaction)
+            if transactional_id in self._timers:
+                # It may have been opened here after the scan, which must not stop its timer.
+                await self.check(transactional_id)
+            else:
+                self._supervise(transactional_id, transaction)
 
     async def check(self, transactional_id: str) -> None:
         """Supervise a transaction that another process changed. Raises UnavailableError."""
-        self._supervise(transactional_id, await self.read(transactional_id))
+        async with self._lock_of(transactional_id):
+            self._supervise(transactional_id, await self.read(transactional_id))
 
     def _supervise(self, transactional_id: str, found: Transaction | None) -> None:
         if self._closed:
