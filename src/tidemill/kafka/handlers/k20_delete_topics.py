@@ -43,7 +43,7 @@ async def _delete(context: Context, request: Request, name: str | None, topic_id
             message = f"The topic is in use: topic={row.name} by={', '.join(users)}."
             return {**answer, "error_code": error_codes.POLICY_VIOLATION, "error_message": message}
         await context.catalogue.delete_topic(row)
-        context.cache.remove(row.name)
+        context.cache.remove(row)
     except MissingError:
         return {**answer, "error_code": missing}
     except TidemillError as error:
