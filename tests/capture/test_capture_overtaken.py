@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,17 @@ from msgspec.structs import replace
 
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.status.status import StatusTracker
+from tidemill.capture.catalog.table_choice import TableChoice
 from tidemill.capture.config import CaptureConfig
 from tidemill.capture.naming import side_topic_name
 from tidemill.capture.postgres.connection import PgConnection
+from tidemill.capture.session.continuity_check import ContinuityResult, validate_rows
+from tidemill.capture.session.set_up_context import ServerState
 from tidemill.capture.session.teardown import drop_capture
+from tidemill.capture.setup.publication import PublishedTable
 from tidemill.capture.tables.catalog_watcher import CatalogWatcher
 from tidemill.capture.tables.context import SideLoopContext
+from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.capture.tables.table_setup import delete_topics
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.consensus.memory import MemoryConsensus
@@ -162,3 +168,16 @@ async def test_a_dropped_table_that_no_pipeline_reads_is_deleted_with_its_topics
         context = SideLoopContext(CONFIG, nothing, states, catalogue, asyncio.Lock())
         await CatalogWatcher(context, nothing, nothing, lambda: 0)._prune_rows({}, {}, [])
         assert not states.rows and not await catalogue.all_tables() and not await catalogue.list(TopicRow)
+
+
+async def test_a_command_that_arrives_while_a_session_validates_its_rows_is_not_lost() -> None:
+    async with new_catalogue() as catalogue:
+        await catalogue.change_table("shop", TABLE.table, lambda _: TABLE)
+        published = {TABLE.oid: PublishedTable("public.a", (1, 2))}
+        server = ServerState([], TableChoice((), {}), published, None, None)
+        context: Any = SimpleNamespace(config=CONFIG, catalogue=catalogue, wire=None)
+        await request_recopy(catalogue, "shop", TABLE.table)
+        rows, reason = await validate_rows(context, {TABLE.table: TABLE}, server, ContinuityResult())
+        assert not reason
+        assert rows[TABLE.table] == replace(TABLE, recopy=True, publication=(1, 2))
+        assert await catalogue.all_tables() == [rows[TABLE.table]]
