@@ -1,4 +1,4 @@
-"""What a capture read of the catalogue has changed before it acts: another process, or another task, was in between."""
+"""Another process or task changes the catalogue between a capture's read and its act."""
 
 from __future__ import annotations
 

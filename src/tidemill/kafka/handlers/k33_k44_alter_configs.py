@@ -113,7 +113,7 @@ async def _topic(
     def altered(row: TopicRow) -> TopicRow:
         new = replace(row, config=change(row.config))
         if row.kind == "capture" and new != row:
-            raise _FixedConfigsError(f"The configs of a captured table's topic are fixed: topic={name}.")
+            raise _FixedConfigsError(f"the configs of a captured table's topic are fixed: topic={name}.")
         return new
 
     row = await context.catalogue.get(TopicRow, name)

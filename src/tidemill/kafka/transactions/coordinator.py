@@ -87,6 +87,7 @@ class TransactionCoordinator:
         self._timeout_max_ms = limits.timeout_max_ms
         self._expires_ms = limits.expires_ms
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Lock of each id, under which its register is read or changed, and then supervised."""
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tasks = Tasks(self._task_failed)
@@ -242,14 +243,10 @@ class TransactionCoordinator:
     # changing -------------------------------------------------------------------------------------
     async def _change(self, transactional_id: str, decide_on: Decide) -> tuple[Decision, Transaction | None]:
         """Change a register (`store.change`). Requests for one id do not race within this process."""
-        async with self._lock_of(transactional_id):
+        async with self._locks.setdefault(transactional_id, asyncio.Lock()):
             decision, after = await change(self._consensus, self._rand, transactional_id, decide_on)
             self._supervise(transactional_id, after)
             return decision, after
-
-    def _lock_of(self, transactional_id: str) -> asyncio.Lock:
-        """Return the lock under which the register is read or changed, and then supervised."""
-        return self._locks.setdefault(transactional_id, asyncio.Lock())
 
     async def drop_group_offsets(self, group: str, places: Set[tuple[str, int]] | None = None) -> None:
         """Remove the offsets of a group, all or these (topic id, partition), from transactions, so that they are never
@@ -289,7 +286,7 @@ class TransactionCoordinator:
 
     async def check(self, transactional_id: str) -> None:
         """Supervise a transaction that another process changed. Raises UnavailableError."""
-        async with self._lock_of(transactional_id):
+        async with self._locks.setdefault(transactional_id, asyncio.Lock()):
             self._supervise(transactional_id, await self.read(transactional_id))
 
     def _supervise(self, transactional_id: str, found: Transaction | None) -> None:
