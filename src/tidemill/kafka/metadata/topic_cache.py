@@ -246,7 +246,7 @@ class TopicCache:
                 future.set_result(None)
 
     def _replace(self, rows: Sequence[TopicRow]) -> None:
-        """Replace the rows by those that were read. What was added or removed during the reading is newer."""
+        """Replace the rows by those that were read. Changes during the reading are newer and stay."""
         by_name = {row.name: row for row in rows if row.topic_id not in self._removed}
         for row in self._added.values():
             there = by_name.get(row.name)
