@@ -12,7 +12,7 @@ import pytest
 from support.cli.cluster import DAY, Cluster
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.cli.context import open_stores
-from tidemill.cli.table import export
+from tidemill.cli.table import drop, export
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.compaction import compaction
 from tidemill.shards.read import hash_ranges
@@ -193,6 +193,23 @@ def test_a_shard_that_a_derived_table_reads_is_dropped_only_when_told_twice(clus
         cluster.command("drop", "orders", "--yes")
     assert len(cluster.json("list")) == 1
     assert cluster.json("drop", "orders", "--force")["dropped"] == "orders"
+
+
+def test_a_table_that_is_dropped_and_created_again_during_the_question_stays(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.append([(1, "a", 1)])
+
+    def agree(*_: object, **__: object) -> None:
+        monkeypatch.undo()
+        cluster.json("drop", "orders", "--yes")
+        cluster.append([(2, "b", 1)])
+
+    monkeypatch.setattr(drop, "confirm", agree)
+    with pytest.raises(MissingError, match="already dropped"):
+        cluster.command("drop", "orders")
+    (row,) = cluster.json("list")
+    assert (row["shard"], row["updates"]) == ("orders", 1)
 
 
 def test_a_drop_that_was_cut_off_is_finished(cluster: Cluster) -> None:

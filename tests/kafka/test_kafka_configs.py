@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import BROKER, TOPIC, alter, described
 from tidemill.kafka import error_codes
-from tidemill.metastore.catalogue import TopicRow
+from tidemill.metastore.catalogue import Catalogue, TopicRow
 from tidemill.topics.config.alter import AlterOp
 
 SET, DELETE, APPEND, SUBTRACT = AlterOp.SET, AlterOp.DELETE, AlterOp.APPEND, AlterOp.SUBTRACT
@@ -81,6 +82,22 @@ def test_what_may_not_be_set_is_refused_whole(
     for validate_only in (True, False):
         assert alter(fake_broker, changes, validate_only=validate_only) == expected
     assert config_of(fake_broker) == {"retention.ms": "5"}
+
+
+def test_the_configs_of_a_captured_topic_stay_though_it_was_a_clients_when_it_was_checked(
+    fake_broker: FakeBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    created = fake_broker.create_topic("t", 1)
+    change = Catalogue.change_topic
+
+    async def overtaken(catalogue: Catalogue, name: str, altered: Callable[[TopicRow], TopicRow]) -> TopicRow:
+        await catalogue.delete_topic(created)  # through another node
+        await catalogue.create_topic("t", 1, kind="capture")
+        return await change(catalogue, name, altered)
+
+    monkeypatch.setattr(Catalogue, "change_topic", overtaken)
+    assert alter(fake_broker, [("retention.ms", SET, "1")]) == error_codes.POLICY_VIOLATION
+    assert config_of(fake_broker) == {}
 
 
 def test_resources_that_are_not_served_are_refused(fake_broker: FakeBroker) -> None:

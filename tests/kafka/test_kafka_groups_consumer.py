@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from support.kafka.raw import RawClient, fields, nested
 from support.waiting import eventually
 from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings, error_codes
+from tidemill.kafka.transactions.coordinator import TransactionCoordinator
 
 SETTINGS = KafkaSettings(
     KafkaSection(
@@ -72,6 +74,14 @@ def fetched(client: RawClient, group: str, member: str | None, epoch: int) -> tu
     return int(answer.error_code), offsets[0] if offsets else -1
 
 
+def deleted(client: RawClient, group: str) -> int:
+    """The error code of a deletion of the group's offset."""
+    topic = nested(load_request_schema(47, 0), "topics")
+    partitions = (nested(topic, "partitions")(partition_index=0),)
+    answer = ask(client, 47, 0, group_id=group, topics=(fields(topic, name="t", partitions=partitions),))
+    return int(answer.topics[0].partitions[0].error_code)
+
+
 def test_two_members_share_a_topic_and_commit_with_their_epochs(broker: RealBroker, client: RawClient) -> None:
     first = beat(client, "share", "m1", 0)
     assert (int(first.error_code), first.member_epoch, list(has(first).values())) == (0, 1, [[0, 1, 2]])
@@ -112,15 +122,28 @@ def test_two_members_share_a_topic_and_commit_with_their_epochs(broker: RealBrok
     classic = ask(client, 15, 6, groups=("share",), include_authorized_operations=False).groups[0]
     assert (int(classic.error_code), classic.group_state) == (error_codes.GROUP_ID_NOT_FOUND, "Dead")
     assert int(ask(client, 42, 2, groups_names=("share",)).results[0].error_code) == error_codes.NON_EMPTY_GROUP
-    topics = (
-        fields(
-            nested(load_request_schema(47, 0), "topics"),
-            name="t",
-            partitions=(nested(nested(load_request_schema(47, 0), "topics"), "partitions")(partition_index=0),),
-        ),
-    )
-    deleted = ask(client, 47, 0, group_id="share", topics=topics)
-    assert int(deleted.topics[0].partitions[0].error_code) == error_codes.GROUP_SUBSCRIBED_TO_TOPIC
+    assert deleted(client, "share") == error_codes.GROUP_SUBSCRIBED_TO_TOPIC
+
+
+def test_offsets_of_a_topic_that_a_member_subscribes_to_during_their_deletion_stay(
+    broker: RealBroker, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert commit(client, "late", "", -1, 5) == 0
+    released = TransactionCoordinator.drop_group_offsets
+
+    def join() -> None:
+        with RawClient(broker.port) as other:
+            assert int(beat(other, "late", "m1", 0).error_code) == 0
+
+    async def overtaken(coordinator: TransactionCoordinator, group: str, places: Any = None) -> None:
+        await released(coordinator, group, places)
+        await asyncio.to_thread(join)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(TransactionCoordinator, "drop_group_offsets", overtaken)
+        assert deleted(client, "late") == error_codes.COORDINATOR_NOT_AVAILABLE, "asked again, it is refused"
+    assert deleted(client, "late") == error_codes.GROUP_SUBSCRIBED_TO_TOPIC
+    assert fetched(client, "late", "m1", 1) == (0, 5)
 
 
 def test_a_pattern_must_be_one_and_members_of_version_0_are_named_here(broker: RealBroker, client: RawClient) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import struct
 import uuid
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 import pytest
 from kio.index import load_request_schema
+from msgspec.structs import replace
 
 from support.kafka.harness import FakeBroker
 from support.kafka.raw import (
@@ -32,10 +34,10 @@ from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.api import dispatch as request_module
-from tidemill.kafka.handlers import APIS, k01_fetch
+from tidemill.kafka.handlers import APIS, k01_fetch, k20_delete_topics
 from tidemill.kafka.metadata.topic_cache import TopicCache
 from tidemill.kafka.schema import codec_compiler
-from tidemill.metastore.catalogue import PipelineRow
+from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 
@@ -495,6 +497,30 @@ def test_f213_a_topic_in_use_is_not_deleted_by_a_client(fake_broker: FakeBroker)
         assert "pipeline:p" in answer.responses[1].error_message
 
 
+@pytest.mark.parametrize("by_id", [False, True])
+def test_a_topic_that_is_created_again_during_its_deletion_stays(
+    fake_broker: FakeBroker, monkeypatch: pytest.MonkeyPatch, by_id: bool
+) -> None:
+    asked, later = fake_broker.create_topic("t", 1), list[TopicRow]()
+    checked = k20_delete_topics.find_topic_users
+
+    async def overtaken(catalogue: Catalogue, row: TopicRow) -> list[str]:
+        users = await checked(catalogue, row)
+        await catalogue.delete_topic(row)  # through another node
+        later.append(await catalogue.create_topic("t", 1, kind="capture"))
+        return users
+
+    monkeypatch.setattr(k20_delete_topics, "find_topic_users", overtaken)
+    schema = load_request_schema(20, 6)
+    state = nested(schema, "topics")
+    named = state(name=None, topic_id=uuid.UUID(asked.topic_id)) if by_id else state(name="t", topic_id=None)
+    with RawClient(fake_broker.port) as client:
+        (answer,) = client.ask(20, 6, encode(schema(topics=(named,), timeout=ZERO))).responses
+    expected = error_codes.UNKNOWN_TOPIC_ID if by_id else error_codes.UNKNOWN_TOPIC_OR_PARTITION
+    assert int(answer.error_code) == expected
+    assert fake_broker.portal.call(fake_broker.catalogue.list(TopicRow)) == later
+
+
 CREATE_REFUSALS: list[tuple[dict[str, Any], int]] = [
     ({"name": "bad name"}, error_codes.INVALID_TOPIC_EXCEPTION),
     ({"num_partitions": 0}, error_codes.INVALID_PARTITIONS),
@@ -632,6 +658,44 @@ async def test_a_reading_of_the_catalogue_that_failed_fails_all_who_shared_it() 
     found = await asyncio.gather(*(cache.refresh() for _ in range(20)), return_exceptions=True)
     assert all(isinstance(each, UnavailableError) for each in found)
     assert catalogue.readings <= 2
+
+
+async def test_what_is_created_or_deleted_during_a_reading_of_the_catalogue_is_known_or_unknown_after_it() -> None:
+    created, deleted, grown = (TopicRow(name, f"id of {name}", 1) for name in ("created", "deleted", "grown"))
+    larger = replace(grown, partitions=2)
+
+    class Reading:
+        rows: Sequence[TopicRow] = (deleted, grown)
+
+        async def list(self, kind: Any) -> Any:
+            found, self.rows = self.rows, (created, larger)
+            if found == (deleted, grown):  # other requests change the catalogue and end, while this one waits
+                cache.add(created)
+                cache.add(larger)
+                cache.remove(deleted)
+            return found
+
+    cache = TopicCache(Reading(), SystemClock())  # type: ignore[arg-type]
+    for row in (deleted, grown):
+        cache.add(row)
+    for topic, is_id in (("created", False), ("id of created", True)):
+        assert cache.find(topic, is_id=is_id) is None, "nobody has looked yet"
+    for _ in range(2):
+        await cache.refresh()
+        assert cache.find("created", is_id=False) == created == cache.find("id of created", is_id=True)
+        assert cache.by_name("deleted") is None
+        assert sorted(cache.rows(), key=str) == [created, larger] and cache.partitions == 3
+
+
+def test_a_request_that_finds_a_topic_gone_does_not_hide_a_later_one_of_its_name() -> None:
+    cache = TopicCache(None, SystemClock())  # type: ignore[arg-type]
+    gone, later = (TopicRow("t", topic_id, 1) for topic_id in ("gone", "later"))
+    cache.add(gone)
+    cache.add(later)
+    cache.remove(gone)
+    assert cache.find("t", is_id=False) == later == cache.by_id("later") and cache.partitions == 1
+    cache.remove(later)
+    assert cache.by_name("t") is None and cache.by_id("later") is None and cache.partitions == 0
 
 
 async def test_waiting_for_a_catalogue_that_takes_longer_than_a_request_may_ends_the_wait_and_keeps_nothing(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from support.shards.world import SCHEMA, append
 from tidemill.base.clock import Clock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.status.status import StatusTracker
+from tidemill.consensus.api import Versioned
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.lake.common_time import publication_times
 from tidemill.lake.pointer import list_pointers, load_table
 from tidemill.lake.publish.table_publisher import hold_period_ms
 from tidemill.lake.published import LakeTables
 from tidemill.lake.publisher import LakePublisher
+from tidemill.lake.settings import PREFIX
 from tidemill.metastore.rows.catalogue import PipelineRow
 from tidemill.shards.api import Binding, Column
 from tidemill.shards.handle import LogShard
@@ -33,9 +35,18 @@ PIPELINE = PipelineRow("p", {"a": "capture:shop:public.a", "b": "capture:shop:pu
 
 
 class CountingConsensus(MemoryConsensus):
+    """`peer` runs between two requests of a publisher: before it reads the pointers."""
+
     def __init__(self, clock: Clock, state: MemoryState) -> None:
         super().__init__(clock, state)
         self.requests = 0
+        self.peer: Callable[[], Awaitable[object]] | None = None
+
+    async def scan(self, prefix: str) -> list[tuple[str, Versioned]]:
+        if prefix == PREFIX and self.peer is not None:
+            peer, self.peer = self.peer, None
+            await peer()
+        return await super().scan(prefix)
 
     async def _submit(self, op: Any) -> Any:
         self.requests += 1
@@ -142,6 +153,24 @@ async def test_what_a_dropped_table_published_is_deleted(tmp_path: Path) -> None
     pointer, _ = (await list_pointers(lake.counting))[created.shard_id]
     assert pointer.dropped and not pointer.metadata
     assert lake.tracker.mark("lake:c") is None
+
+
+async def test_a_table_that_another_process_creates_and_publishes_during_the_first_round_is_not_taken_for_dropped(
+    tmp_path: Path,
+) -> None:
+    lake = Lake(tmp_path)
+    await lake.filled("c")
+
+    async def load_new_table() -> None:
+        await lake.filled("d")
+        await LakeTables(lake.stores(), lake.pipelines).load("d")
+
+    lake.counting.peer = load_new_table
+    await lake.round()
+    assert lake.counting.peer is None and await lake.tags("c") and await lake.tags("d")
+    await lake.round()
+    assert lake.tracker.failure("lake:d") is None
+    assert not any(pointer.dropped for pointer, _ in (await list_pointers(lake.counting)).values())
 
 
 async def test_objects_of_a_table_that_consensus_does_not_know_are_deleted(tmp_path: Path) -> None:

@@ -127,6 +127,19 @@ async def test_topics_are_listed_by_name(world: World) -> None:
     assert rows["a"].created_ms == world.clock.now_ms()
 
 
+async def test_of_a_topic_that_is_gone_nothing_is_deleted_though_a_later_one_has_its_name(world: World) -> None:
+    catalogue = world.process()
+    first = await catalogue.create_topic("t", 1)
+    await catalogue.delete_topic(await catalogue.grow_topic("t", 2))
+    later = await world.process().create_topic("t", 1, kind="capture")
+    for gone in (first, replace(later, name="u")):
+        with pytest.raises(MissingError):
+            await catalogue.delete_topic(gone)
+    assert await both_rows(world) == (["t"], ["t"])
+    await catalogue.delete_topic(later)
+    assert await both_rows(world) == ([], [])
+
+
 async def test_a_topics_rows_by_name_and_by_id_come_and_go_together(world: World) -> None:
     catalogue = world.process()
     first = await catalogue.create_topic("t", 1)
@@ -269,6 +282,10 @@ async def test_a_deletion_whose_outcome_is_unknown_ends_with_the_row_gone(landed
     await catalogue.create_topic("t", 1)
     world.shared[0].fault = unknown(landed)
     await catalogue.delete(TopicRow, "t")
+    assert await both_rows(world) == ([], [])
+    row = await catalogue.create_topic("t", 1)
+    world.shared[0].fault = unknown(landed)
+    await catalogue.delete_topic(row)
     assert await both_rows(world) == ([], [])
 
 

@@ -15,10 +15,12 @@ import pytest
 from support.metastore.checkpoint_world import World, damage, keys, manifest_of, persisted
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ClusterReplacedError, CorruptError, InvalidError, MissingError, UnknownOutcomeError
+from tidemill.base.status.status import StatusReport
 from tidemill.consensus import leader_election
 from tidemill.consensus.api import LogHead, Versioned
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.consensus.status.board import StatusBoard
 from tidemill.maintenance.restore.restore import Restorer
 from tidemill.metastore.bucket_claim import greatest_claim
 from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, TableSnapshot, TopicRow
@@ -592,6 +594,21 @@ async def test_a_restored_domain_is_above_every_epoch_that_names_anything_in_its
             await domain.wait_until_leading(10)  # type: ignore[attr-defined]
             assert domain.state.epoch(domain.term) > 70  # type: ignore[attr-defined]
             assert domain.state.manifest.epoch > 70  # type: ignore[attr-defined]
+
+
+async def test_reports_of_nodes_that_found_consensus_empty_do_not_prevent_the_restore_that_they_ask_for() -> None:
+    async with World(real=True) as world:
+        await persisted(world, 2)
+        fresh = MemoryConsensus(world.clock)
+        board = StatusBoard(fresh, world.rand)
+        facts: dict[str, object] = {"error": "consensus has no cluster, but the bucket has one"}
+        await board.publish(StatusReport("node:n1", world.clock.now_ms(), (), facts))
+        assert await fresh.scan("")
+        restorer = Restorer(fresh, world.objects, world.clock, world.rand)
+        await restorer.run()
+        await board.publish(StatusReport("node:n1", world.clock.now_ms(), (), facts))
+        with pytest.raises(InvalidError, match=r"not empty.*metastore/cluster"):
+            await restorer.run()
 
 
 async def test_an_object_of_a_newer_format_is_told_from_a_damaged_one() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
-from support.shards.world import SCHEMA, World, append, contents_of
+from support.shards.world import SCHEMA, FlakyConsensus, World, append, contents_of
 from tidemill.base.errors import MissingError
+from tidemill.consensus.api import Versioned
 from tidemill.maintenance.shards.drop import drop_shard
-from tidemill.shards.registry import list_created_shards, read_shards
+from tidemill.shards.registry import list_created_shards, read_shards, tombstones_name
 
 
 class NoPipelines:
@@ -70,6 +73,73 @@ async def test_a_drop_that_was_cut_off_is_run_again(steps: int) -> None:
     head = await world.consensus().log_head(f"shard/{shard.shard_id}")
     kept = (await world.consensus().read(f"shard/{shard.shard_id}", head.start)).records
     assert sum(len(record.data) for record in kept) < 400, "a dropped shard leaves next to nothing"
+
+
+class Overtaken(FlakyConsensus):
+    """`peer` runs between two requests of a process: before it lists the shards, or after it read a register."""
+
+    peer: Callable[[], Awaitable[object]] | None = None
+    peer_after_head: Callable[[], Awaitable[object]] | None = None
+
+    async def head(self, key: str) -> Versioned | None:
+        found = await super().head(key)
+        if self.peer_after_head is not None:
+            peer, self.peer_after_head = self.peer_after_head, None
+            await peer()
+        return found
+
+    async def scan(self, prefix: str) -> list[tuple[str, Versioned]]:
+        peer, self.peer = self.peer, None
+        if peer is not None:
+            await peer()
+        return await super().scan(prefix)
+
+
+async def test_a_shard_that_is_dropped_while_it_is_opened_is_created_or_missing_but_not_open() -> None:
+    world = World()
+    consensus = Overtaken(world.durable)
+    for schema in (SCHEMA, None):
+        old = await world.open()
+        consensus.peer_after_head = partial(dropped, world)
+        if schema is None:
+            with pytest.raises(MissingError):
+                await world.open(schema=None, consensus=consensus)
+            continue
+        new = await world.open(consensus=consensus)
+        assert new.shard_id != old.shard_id
+        await append(new, 0, 5, [(1, "a", 1, 1)])
+        assert (await world.open(schema=None)).shard_id == new.shard_id
+
+
+async def test_the_name_of_a_shard_whose_drop_was_cut_off_is_free_for_a_process_that_creates_it() -> None:
+    world = World()
+    old = await world.open()
+    await old.drop()
+    with pytest.raises(MissingError):
+        await world.open(schema=None)
+    new = await world.open()
+    assert new.shard_id != old.shard_id
+    await append(new, 0, 5, [(1, "a", 1, 1)])
+    with pytest.raises(MissingError):
+        await dropped(world, shard_id=old.shard_id)
+
+
+async def test_a_drop_leaves_the_tombstones_of_a_table_that_is_created_again_in_the_meantime() -> None:
+    world = World()
+    consensus = Overtaken(world.durable)
+    old = await world.open()
+    await world.open(tombstones_name("t", old.shard_id))
+
+    async def create_again() -> None:
+        new = await world.open()
+        await world.open(tombstones_name("t", new.shard_id))
+
+    consensus.peer = create_again
+    metastore: Any = NoPipelines()
+    await drop_shard(consensus, world.objects, metastore, world.wall, world.rand, "t")
+    assert consensus.peer is None
+    names = [created.name for created in await list_created_shards(world.consensus())]
+    assert names == ["t", tombstones_name("t", (await world.open()).shard_id)]
 
 
 async def test_a_drop_is_settled_though_every_answer_is_lost() -> None:

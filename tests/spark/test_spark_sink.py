@@ -458,6 +458,15 @@ def test_a_dead_letter_shard_of_an_earlier_make_gets_the_columns_of_this_one_whi
     assert (theirs.total, mine.total, schemas) == (1, 1, [])
 
 
+def test_a_dead_letter_shard_that_is_dropped_while_its_pipeline_runs_is_created_again(harbour: Any) -> None:
+    mine = dead_letters(harbour)
+    mine.put(letters("t", 4))
+    harbour.drop_shard("p.dead_letters")
+    mine.put(letters("t", 4, 5))
+    mine.put(letters("t", 4, 6))
+    assert [row["offset"] for row in harbour.contents("p.dead_letters")] == [4, 5, 6]
+
+
 def test_the_ends_of_a_batch_are_read_from_sparks_offset_log(tmp_path: Path) -> None:
     (tmp_path / "offsets").mkdir()
     (tmp_path / "offsets" / "7").write_text('v1\n{"batchWatermarkMs":0}\n{"topic/t": 1234, "capture/c": 0}')

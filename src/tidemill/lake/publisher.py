@@ -151,8 +151,7 @@ class LakePublisher:
         """Open the handles of new tables, refresh those that changed, and close those that were dropped."""
         consensus = self._stores.consensus
         heads, self._token = await read_all_changes(consensus, "shard/", self._token)
-        shards = await list_created_shards(consensus)
-        created = {create.shard_id: create for create in shards if not table_of_tombstones(create.name)[0]}
+        created = _published_tables(await list_created_shards(consensus))
         for shard_id in self._tables.keys() - created.keys():
             table = self._tables.pop(shard_id)
             self._clear(table.publisher.shard.name)
@@ -188,6 +187,8 @@ class LakePublisher:
             self._dropped_checked = created
             return
         pointers = await list_pointers(self._stores.consensus)
+        # Read after the pointers: another process may have created a table and published it since.
+        created |= _published_tables(await list_created_shards(self._stores.consensus)).keys()
         for shard_id, (pointer, seq) in pointers.items():
             if shard_id not in created and (not pointer.dropped or pointer.metadata):
                 self.counters.deleted_objects += await delete_dropped(self._stores, shard_id, pointer, seq)
@@ -262,6 +263,11 @@ class LakePublisher:
         if name in self._failing:
             self._failing.discard(name)
             self._tracker.clear_failure(f"lake:{name}")
+
+
+def _published_tables(shards: Sequence[Create]) -> dict[str, Create]:
+    """Return the tables that are published, by id: all but tombstones."""
+    return {create.shard_id: create for create in shards if not table_of_tombstones(create.name)[0]}
 
 
 async def binding_summary(stores: LakeStores, source: str, time_ms: int) -> Mapping[str, str]:

@@ -262,8 +262,18 @@ class Catalogue:
         found += Counter({r.partition: r.size_bytes for r in await self._metastore.rows(L1_PARTITIONS, topic_id)})
         return dict(found)
 
+    async def delete_topic(self, row: TopicRow) -> None:
+        """Delete this topic. Raises MissingError if it is gone, also if a later topic has its name."""
+
+        def deleted(found: bytes, _: str) -> Change:
+            if not found or TOPICS.decode(TOPICS.key(row.name), found).topic_id != row.topic_id:
+                raise MissingError(f"no such topic: topic={row.name} id={row.topic_id}.")
+            return [(TOPICS.key(row.name), b""), (TOPIC_IDS.key(row.topic_id), b"")]
+
+        await self._write_named(TOPICS, row.name, deleted)
+
     async def delete(self, kind: type[Row], name: str) -> None:
-        """Delete a row. Raises MissingError."""
+        """Delete the row of this name, also one that another process has just created. Raises MissingError."""
         family: Family[Any] = _FAMILIES[kind]
         key: bytes = family.key(name)
 

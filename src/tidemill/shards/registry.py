@@ -47,13 +47,7 @@ async def open_shard(
     """
     check_shard_name(name)
     wanted = None if schema is None else check_schema(schema)
-    found = await consensus.head(REGISTER_PREFIX + name)
-    created = None if found is None else _decode_registration(name, found)
-    if not isinstance(created, Create):
-        if wanted is None:
-            raise MissingError(f"no such table: table={name}.", fix="See `tidemill table list`.")
-        created = await _create(consensus, rand, Create(name, rand.uuid(), wanted), found)
-    machine = await open_machine(consensus, rand, created)
+    machine = await _open_or_create(consensus, rand, name, wanted)
     if wanted is not None:
         try:
             await _evolve(machine, wanted, clock)
@@ -61,6 +55,26 @@ async def open_shard(
             await machine.aclose()
             raise
     return LogShard(machine, objects, clock, rand, cpu=cpu)
+
+
+async def _open_or_create(consensus: Consensus, rand: Rand, name: str, wanted: ShardSchema | None) -> ShardMachine:
+    """Return the machine of the shard that has the name. A shard that is dropped although the register still names it
+    is absent: its drop is under way, or was interrupted."""
+    while True:
+        found = await consensus.head(REGISTER_PREFIX + name)
+        created = None if found is None else _decode_registration(name, found)
+        if not isinstance(created, Create):
+            if wanted is None:
+                break
+            created = await _create(consensus, rand, Create(name, rand.uuid(), wanted), found)
+        machine = await open_machine(consensus, rand, created)
+        if not machine.state.dropped:
+            return machine
+        await machine.aclose()
+        if wanted is None:
+            break
+        await unregister(consensus, rand, name, created.shard_id)
+    raise MissingError(f"no such table: table={name}.", fix="See `tidemill table list`.")
 
 
 async def _evolve(machine: ShardMachine, wanted: ShardSchema, clock: Clock) -> None:

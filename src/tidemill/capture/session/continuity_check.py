@@ -26,6 +26,7 @@ without binding anything. Tables without a binding are judged by their own copie
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
 
 import msgspec
 import structlog
@@ -336,6 +337,13 @@ def _valid_row(facts: _TableFacts, cause: str | None, *, can_resume: bool) -> Ca
     return valid
 
 
+def _valid_row_of(
+    facts: _TableFacts, cause: str | None, can_resume: bool, found: CaptureTableRow | None
+) -> CaptureTableRow:
+    """Return the valid row from the one that is stored now: a command may have changed it since it was read. Pure."""
+    return _valid_row(replace(facts, row=found or facts.row), cause, can_resume=can_resume)
+
+
 async def validate_rows(
     context: SetUpContext, rows: Mapping[str, CaptureTableRow], server: ServerState, moved: ContinuityResult
 ) -> tuple[dict[str, CaptureTableRow], str]:
@@ -349,10 +357,11 @@ async def validate_rows(
         if cause and facts.row.snapshot is not None:
             reason = reason or cause
             log.warning("a table is re-snapshotted", capture=config.name, table=name, cause=cause)
-        wanted = _valid_row(facts, cause, can_resume=_can_resume_copy(facts, server, moved))
-        if wanted != facts.row:
-            await context.catalogue.change_table(config.name, name, lambda _, wanted=wanted: wanted)  # type: ignore[misc]
-        valid[name] = wanted
+        can_resume = _can_resume_copy(facts, server, moved)
+        valid[name] = _valid_row(facts, cause, can_resume=can_resume)
+        if valid[name] != facts.row:
+            changed = partial(_valid_row_of, facts, cause, can_resume)
+            valid[name] = await context.catalogue.change_table(config.name, name, changed) or valid[name]
     return valid, reason
 
 

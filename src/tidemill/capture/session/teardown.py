@@ -66,10 +66,10 @@ async def drop_capture(config: CaptureConfig, catalogue: Catalogue, *, really: b
     Raises MissingError for an unknown capture, ConflictError while it runs, InvalidError while it is read or if the
     cluster is another one, UnavailableError.
     """
-    row, tables = await _find_unread_capture(config, catalogue, really)
+    await _find_unread_capture(config, catalogue, really)
     wire = await PgConnection.connect(config.dsn, purpose="drop", capture=config.name)
     try:
-        await _lock_stopped_capture(wire, config, row, really)
+        row, tables = await _lock_stopped_capture(wire, config, catalogue, really)
         done = TeardownResult()
         await _revert_database(wire, config, tables, done, given=row is not None and row.given_publication)
         if not done.left:
@@ -86,10 +86,10 @@ async def plan_drop(config: CaptureConfig, catalogue: Catalogue, *, really: bool
 
     `identities` lists every identity that was recorded; whether the role may restore each is known at the drop.
     """
-    row, tables = await _find_unread_capture(config, catalogue, really)
+    await _find_unread_capture(config, catalogue, really)
     wire = await PgConnection.connect(config.dsn, purpose="drop", capture=config.name)
     try:
-        await _lock_stopped_capture(wire, config, row, really)
+        row, tables = await _lock_stopped_capture(wire, config, catalogue, really)
         plan = TeardownResult(slot=await read_slot_state(wire, config.slot) is not None)
         publication = await _find_publication(wire, config)
         if publication is not None:
@@ -125,15 +125,17 @@ async def _find_unread_capture(
 
 
 async def _lock_stopped_capture(
-    wire: PgConnection, config: CaptureConfig, row: CaptureRow | None, really: bool
-) -> None:
-    """Acquire the lock of the capture, and wait until its slot is inactive. Raises ConflictError while it runs,
-    InvalidError for another cluster."""
+    wire: PgConnection, config: CaptureConfig, catalogue: Catalogue, really: bool
+) -> tuple[CaptureRow | None, Sequence[CaptureTableRow]]:
+    """Acquire the lock of the capture, and wait until its slot is inactive. Return its rows: a session that had the
+    lock until now may have added tables. Raises ConflictError while it runs, InvalidError for another cluster, and as
+    `_find_unread_capture`."""
     if not await _retry_until_done(lambda: try_advisory_lock(wire, config)):
         holder = await find_lock_holder(wire, ADVISORY_CLASS, advisory_lock_key(config))
         raise ConflictError(
             f"the capture is running: capture={config.name} {holder or 'pid=gone'}.", fix=stop_first(config.name)
         )
+    row, tables = await _find_unread_capture(config, catalogue, really)
     await _check_cluster(wire, config, row, really)
     # PostgreSQL would reject only the drop of an active slot, after other changes.
     if not await _retry_until_done(lambda: _is_slot_inactive(wire, config)):
@@ -143,6 +145,7 @@ async def _lock_stopped_capture(
             fix="Run the command again when that session has ended. If its process is gone, PostgreSQL ends the session"
             " after wal_sender_timeout.",
         )
+    return row, tables
 
 
 def stop_first(capture: str) -> str:

@@ -27,7 +27,7 @@ from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.publication_repair import PublicationRepair
 from tidemill.capture.tables.schema_change import PendingSchema
 from tidemill.capture.tables.table_reasons import PauseCause, accept_instruction, explain_missing_table
-from tidemill.capture.tables.table_setup import delete_topics
+from tidemill.capture.tables.table_setup import delete_found_topics, find_topics, topics_of
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 
 log = structlog.get_logger()
@@ -229,8 +229,12 @@ class CatalogWatcher:
                 continue
             if row.identities and not self._config.manual and not await self._restore_identities(row, wanted):
                 continue
-            await delete_topics(self._catalogue, row.topic)
-            await self._states.update_row(row.table, lambda _: None)
+            topics = await find_topics(self._catalogue, *topics_of(row.topic))
+            # A table that is being added again has written its row before it replaces these topics.
+            if self._states.rows.get(row.table) is not row:
+                continue
+            await delete_found_topics(self._catalogue, topics)
+            await self._states.update_row(row.table, lambda found, row=row: None if found == row else found)  # type: ignore[misc]
             log.info("a dropped table is deleted from the catalogue", capture=self._config.name, table=row.table)
 
     async def _restore_identities(self, row: CaptureTableRow, wanted: dict[str, TableInfo]) -> bool:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
+from contextlib import suppress
 
 from msgspec.structs import replace
 
-from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
+from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.capture.catalog.columns import TableAttributes
 from tidemill.capture.catalog.table_choice import TableChoice
 from tidemill.capture.catalog.table_discovery import TableInfo
@@ -98,7 +100,7 @@ async def start_table(
             await states.refuse_table(table.name, topic_taken_refusal(row.topic), table.oid)
             return None
         if topic is not None:
-            await catalogue.delete(TopicRow, row.topic)
+            await delete_found_topics(catalogue, [topic])
         return await catalogue.create_topic(row.topic, config.partitions, kind="capture", config=config.topic_config)
     except (InvalidError, ConflictError) as error:
         await states.refuse_table(table.name, refusal_for(error), table.oid)
@@ -168,17 +170,31 @@ def relation_of_row(table: CaptureTableRow, now: Relation | None) -> Relation:
     return Relation(table.oid, schema, name, tuple(columns), table.version)
 
 
+async def find_topics(catalogue: Catalogue, *names: str) -> list[TopicRow]:
+    """Return those of these topics that exist and belong to captures."""
+    found = [await catalogue.get(TopicRow, name) for name in names if name]
+    return [topic for topic in found if topic is not None and topic.kind == "capture"]
+
+
+async def delete_found_topics(catalogue: Catalogue, topics: Sequence[TopicRow]) -> None:
+    """Delete exactly these topics, without an error for those that are gone."""
+    for topic in topics:
+        with suppress(MissingError):
+            await catalogue.delete_topic(topic)
+
+
 async def delete_topic(catalogue: Catalogue, name: str) -> None:
-    found = await catalogue.get(TopicRow, name) if name else None
-    if found is not None and found.kind == "capture":
-        await catalogue.delete(TopicRow, name)
+    await delete_found_topics(catalogue, await find_topics(catalogue, name))
 
 
 async def delete_topics(catalogue: Catalogue, name: str) -> None:
     """Delete the topic of a table and its side topic."""
-    if name:
-        await delete_topic(catalogue, side_topic_name(name))
-        await delete_topic(catalogue, name)
+    await delete_found_topics(catalogue, await find_topics(catalogue, *topics_of(name)))
+
+
+def topics_of(name: str) -> tuple[str, ...]:
+    """Return the names of a table's side topic and of its topic `name`; none for a table without topics."""
+    return (side_topic_name(name), name) if name else ()
 
 
 def create_copy_target(

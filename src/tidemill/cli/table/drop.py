@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,6 +21,9 @@ from tidemill.cli.context import (
 from tidemill.cli.output.output import TABLE, Output
 from tidemill.cli.table.show import Name, read_shard_state
 
+if TYPE_CHECKING:
+    from tidemill.shards.state.state import ShardState
+
 
 def drop(
     name: Name,
@@ -36,10 +39,12 @@ def drop(
     A pipeline that writes the table creates it again from its source, and derived tables that read it wait until then.
     """
     from tidemill.maintenance.shards.drop import drop_shard
+    from tidemill.shards.registry import read_shard
 
     force = either_name(force, yes_really, "--force", "--yes-really")
     with open_stores(config) as opened:
-        users = _shard_users(opened, name)
+        found = opened.portal.call(read_shard(opened.consensus, name))
+        users = _shard_users(opened, name, found)
         if users and not force:
             raise InvalidError(
                 f"the table is in use: table={name} by={', '.join(users)}.",
@@ -53,8 +58,11 @@ def drop(
             return
         confirm(f"Delete table {name} and everything in it?", yes=yes or force, out=out)
         done = opened.portal.call(
-            drop_shard(opened.consensus, opened.objects, opened.metastore, opened.clock, opened.rand, name)
-        )
+            drop_shard(
+                opened.consensus, opened.objects, opened.metastore, opened.clock, opened.rand, name,
+                shard_id=found.shard_id if found is not None else "",  # not one that is created during the question
+            )
+        )  # fmt: skip
     lines = [f"dropped {done.name}: {done.rows:,} updates, {done.size_bytes:,} bytes, freed within half an hour"]
     for pipeline in done.pipelines:
         lines.append(f"  pipeline {pipeline} re-creates it from its source. If it was stopped for good, delete it too:")
@@ -63,7 +71,7 @@ def drop(
     out.one(row, "\n".join(lines))
 
 
-def _shard_users(opened: OpenStores, name: str) -> list[str]:
+def _shard_users(opened: OpenStores, name: str, state: ShardState | None) -> list[str]:
     """Return the pipelines that write the table, the derived tables that read it, the blockers of its history, and the
     shapes that this configuration's node has of it.
 
@@ -72,9 +80,8 @@ def _shard_users(opened: OpenStores, name: str) -> list[str]:
     from tidemill.cli.shape import live_shapes
     from tidemill.maintenance.shards.drop import reading_derived_tables, writing_pipelines
     from tidemill.shards.read.holds import OBJECTS_ONLY
-    from tidemill.shards.registry import read_shard
 
-    state, now_ms = opened.portal.call(read_shard(opened.consensus, name)), opened.clock.now_ms()
+    now_ms = opened.clock.now_ms()
     holds = state.holds if state is not None else ()
     found = [f"pipeline:{user}" for user in opened.portal.call(writing_pipelines(opened.metastore, name))]
     found += [f"shard:{table}" for table in opened.portal.call(reading_derived_tables(opened.metastore, name))]

@@ -152,7 +152,7 @@ def delete(
             preview(out, deleted, f"delete topic {name} and its {count:,} records")
             return
         confirm(f"Delete topic {name} and its records?", yes=yes or force, out=out)
-        opened.portal.call(opened.catalogue.delete(TopicRow, name))
+        opened.portal.call(opened.catalogue.delete_topic(row))
     out.one({"deleted": name, "topic_id": row.topic_id}, f"deleted {name}")
 
 

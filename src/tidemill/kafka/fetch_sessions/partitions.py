@@ -199,7 +199,7 @@ class FetchedPartitions:
         if read is not None:
             row = self._context.cache.by_id(read.topic_id)
             if row is not None:
-                self._context.cache.remove(row.name)
+                self._context.cache.remove(row)
             self._refuse(key, _requested_partition(read), error_codes.NOT_LEADER_OR_FOLLOWER)
 
 

@@ -228,7 +228,7 @@ class _ProduceAnswers:
 
     def set_error(self, topic: int, place: int, index: int, error: BaseException, row: TopicRow) -> None:
         if isinstance(error, MissingError):
-            self.context.cache.remove(row.name)
+            self.context.cache.remove(row)
             self._stale = row.name
         elif not error_codes.is_expected(error):
             log.error("kafka.produce_failed", topic=row.name, partition=index, error=repr(error), exc_info=error)

@@ -122,16 +122,17 @@ class _MetadataAnswers:
                 self._just_read = True
                 row = cache.by_id(topic_id)
             return row
+        known = cache.by_name(name)
         if self._just_read:
-            row = cache.by_name(name)
+            row = known
         else:
             row = await self._context.catalogue.get(TopicRow, name)
         if row is None:
             row = await self._create(name)
-        if row is None:
-            cache.remove(name)
-        else:
+        if row is not None:
             cache.add(row)
+        elif known is not None:
+            cache.remove(known)
         return row
 
     async def _create(self, name: str) -> TopicRow | None:

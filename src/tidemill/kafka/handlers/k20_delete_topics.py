@@ -24,6 +24,7 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 
 async def _delete(context: Context, request: Request, name: str | None, topic_id: str | None) -> Body:
     by_id = not name and topic_id not in (None, ZERO_UUID)
+    missing = error_codes.UNKNOWN_TOPIC_ID if by_id else error_codes.UNKNOWN_TOPIC_OR_PARTITION
     answer: Body = {"name": name, "topic_id": topic_id, "error_code": 0, "error_message": None}
     try:
         if by_id:
@@ -32,7 +33,6 @@ async def _delete(context: Context, request: Request, name: str | None, topic_id
         else:
             row = await context.catalogue.get(TopicRow, name or "")
         if row is None:
-            missing = error_codes.UNKNOWN_TOPIC_ID if by_id else error_codes.UNKNOWN_TOPIC_OR_PARTITION
             return {**answer, "error_code": missing}
         if by_id and not context.access.is_allowed(request.visitor, Operation.DELETE, Resource.TOPIC, row.name):
             # The id was not known here when the request was checked.
@@ -42,10 +42,10 @@ async def _delete(context: Context, request: Request, name: str | None, topic_id
         if users:
             message = f"The topic is in use: topic={row.name} by={', '.join(users)}."
             return {**answer, "error_code": error_codes.POLICY_VIOLATION, "error_message": message}
-        await context.catalogue.delete(TopicRow, row.name)
-        context.cache.remove(row.name)
+        await context.catalogue.delete_topic(row)
+        context.cache.remove(row)
     except MissingError:
-        return {**answer, "error_code": error_codes.UNKNOWN_TOPIC_OR_PARTITION}
+        return {**answer, "error_code": missing}
     except TidemillError as error:
         return {**answer, "error_code": error_codes.REQUEST_TIMED_OUT, "error_message": str(error)}
     return answer

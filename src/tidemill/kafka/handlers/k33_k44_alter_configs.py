@@ -33,6 +33,11 @@ from tidemill.topics.config.alter import AlterOp, ConfigKind, InvalidConfigReque
 
 log = structlog.get_logger()
 
+
+class _FixedConfigsError(InvalidError):
+    """The topic is a captured table's."""
+
+
 Altered = Callable[[Mapping[str, str], Body, ConfigKind], dict[str, str]]
 """Function of the current config, the request's resource and its kind; returns the new config. Raises InvalidError."""
 
@@ -105,15 +110,21 @@ async def _alter(
 async def _topic(
     context: Context, name: str, change: Callable[[Mapping[str, str]], dict[str, str]], *, validate_only: bool
 ) -> tuple[int, str | None]:
+    def altered(row: TopicRow) -> TopicRow:
+        new = replace(row, config=change(row.config))
+        if row.kind == "capture" and new != row:
+            raise _FixedConfigsError(f"the configs of a captured table's topic are fixed: topic={name}.")
+        return new
+
     row = await context.catalogue.get(TopicRow, name)
     if row is None:
         raise MissingError(f"no such topic: topic={name}.")
-    new = change(row.config)
-    if row.kind == "capture" and new != row.config:
-        return error_codes.POLICY_VIOLATION, f"The configs of a captured table's topic are fixed: topic={name}."
-    if not validate_only:
-        changed = await context.catalogue.change_topic(name, lambda row: replace(row, config=change(row.config)))
-        context.cache.add(changed)
+    try:
+        altered(row)
+        if not validate_only:
+            context.cache.add(await context.catalogue.change_topic(name, altered))
+    except _FixedConfigsError as error:
+        return error_codes.POLICY_VIOLATION, error.message
     return error_codes.NONE, None
 
 

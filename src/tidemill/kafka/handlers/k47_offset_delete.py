@@ -5,8 +5,6 @@ These include offsets that an open transaction has yet to commit.
 
 from __future__ import annotations
 
-from functools import partial
-
 from tidemill.base.errors import TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
@@ -30,9 +28,10 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         return _error_result(refused.code)
     except TidemillError:
         return _error_result(error_codes.COORDINATOR_NOT_AVAILABLE)
-    if led.group.members and led.group.protocol_type != CONSUMER:
+    if _has_other_members(led):
         return _error_result(error_codes.NON_EMPTY_GROUP)
     places: set[tuple[str, int]] = set()
+    names: set[str] = set()
     deleted: list[Body] = []
     topics: list[Body] = []
     for topic in body["topics"]:
@@ -48,21 +47,34 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
                 answer["error_code"] = error_codes.GROUP_SUBSCRIBED_TO_TOPIC
             else:
                 places.add((row.topic_id, index))
+                names.add(topic["name"])
                 deleted.append(answer)
             partitions.append(answer)
         topics.append({"name": topic["name"], "partitions": partitions})
-    code = await _delete(context, led, group, places) if places else 0
+    code = await _delete(context, led, group, places, names) if places else 0
     for answer in deleted:
         answer["error_code"] = code
     return {"error_code": 0, "topics": topics}
 
 
-async def _delete(context: Context, led: GroupRunner, group: str, places: set[tuple[str, int]]) -> int:
+async def _delete(context: Context, led: GroupRunner, group: str, places: set[tuple[str, int]], names: set[str]) -> int:
     rows = [(GROUP_OFFSETS.key(group, *place), b"") for place in sorted(places)]
+
+    async def delete() -> int:
+        # Members may have joined since the check; the client asks again.
+        if _has_other_members(led) or any(is_subscribed(led.group, name) for name in names):
+            return error_codes.COORDINATOR_NOT_AVAILABLE
+        return await led.write(rows)
+
     try:
-        return await context.transactions.delete_offsets(group, places, partial(led.write, rows))
+        return await context.transactions.delete_offsets(group, places, delete)
     except TidemillError:
         return error_codes.COORDINATOR_NOT_AVAILABLE
+
+
+def _has_other_members(led: GroupRunner) -> bool:
+    """Return whether the group has members that are no consumers."""
+    return bool(led.group.members) and led.group.protocol_type != CONSUMER
 
 
 def _error_result(code: int) -> Body:

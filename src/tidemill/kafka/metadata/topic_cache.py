@@ -53,6 +53,10 @@ class TopicCache:
         """Number that changes with every change of the cached rows."""
         self._read_last: Sequence[TopicRow] | None = None
         """Rows from the catalogue's last answer, if no row was added or removed since."""
+        self._added: dict[str, TopicRow] = {}
+        """Rows added since the last reading of the catalogue began, by name."""
+        self._removed: set[str] = set()
+        """Topic ids of the rows removed since then."""
         self._missed: set[str] = set()
         self._absent: dict[str, float] = {}
         self._looking: list[asyncio.Future[None]] = []
@@ -130,8 +134,7 @@ class TopicCache:
         try:
             return await work(row)
         except MissingError:
-            if self._by_name.get(name) == row:
-                self.remove(name)
+            self.remove(row)
             await self.settle_topics([(name, partition)], is_id=False)
             row = self._row_of(name, partition)
             return row if isinstance(row, int) else await work(row)
@@ -182,22 +185,28 @@ class TopicCache:
         if old == row:
             return
         if old is not None:
-            self.remove(row.name)
+            self.remove(old)
         self._read_last = None
         self.version += 1
         self._partitions += row.partitions
-        self._by_name[row.name] = row
+        self._by_name[row.name] = self._added[row.name] = row
         self._by_id[row.topic_id] = row
+        self._removed.discard(row.topic_id)
         self._absent.pop(row.name, None)
         self._absent.pop(row.topic_id, None)
 
-    def remove(self, name: str) -> None:
-        row = self._by_name.pop(name, None)
-        if row is not None:
-            self._read_last = None
-            self.version += 1
-            self._partitions -= row.partitions
-            self._by_id.pop(row.topic_id, None)
+    def remove(self, row: TopicRow) -> None:
+        """Remove a topic that is gone. A later one of its name stays."""
+        self._removed.add(row.topic_id)
+        known = self._by_name.get(row.name)
+        if known is None or known.topic_id != row.topic_id:
+            return
+        del self._by_name[row.name]
+        self._by_id.pop(row.topic_id, None)
+        self._added.pop(row.name, None)
+        self._partitions -= known.partitions
+        self._read_last = None
+        self.version += 1
 
     async def refresh(self) -> None:
         """Read all rows, or share a read that begins after this call.
@@ -222,6 +231,7 @@ class TopicCache:
     async def _read(self) -> None:
         missed, self._missed = self._missed, set()
         looking, self._looking = self._looking, []
+        self._added, self._removed = {}, set()
         try:
             rows = await self._catalogue.list(TopicRow)
         except BaseException:
@@ -236,11 +246,17 @@ class TopicCache:
                 future.set_result(None)
 
     def _replace(self, rows: Sequence[TopicRow]) -> None:
-        self._by_name = {row.name: row for row in rows}
-        self._by_id = {row.topic_id: row for row in rows}
-        self._partitions = sum(row.partitions for row in rows)
+        """Replace the rows by those that were read. Changes during the reading are newer and stay."""
+        by_name = {row.name: row for row in rows if row.topic_id not in self._removed}
+        for row in self._added.values():
+            there = by_name.get(row.name)
+            if there is None or (there.topic_id == row.topic_id and there.partitions < row.partitions):
+                by_name[row.name] = row
+        self._by_name = by_name
+        self._by_id = {row.topic_id: row for row in by_name.values()}
+        self._partitions = sum(row.partitions for row in by_name.values())
         self.version += 1
-        self._read_last = rows
+        self._read_last = None if self._added or self._removed else rows
 
     def _record_missing(self, missed: Iterable[str]) -> None:
         """Record the topics that a completed refresh, which began after they were missed, did not find."""

@@ -87,6 +87,7 @@ class TransactionCoordinator:
         self._timeout_max_ms = limits.timeout_max_ms
         self._expires_ms = limits.expires_ms
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Lock of each id, under which its register is read or changed, and then supervised."""
         self._ending: dict[str, asyncio.Task[None]] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._tasks = Tasks(self._task_failed)
@@ -277,11 +278,16 @@ class TransactionCoordinator:
                 with contextlib.suppress(ConflictError, UnknownOutcomeError):
                     await self._consensus.drop(key_of(transactional_id), seq)
                 continue
-            self._supervise(transactional_id, transaction)
+            if transactional_id in self._timers:
+                # It may have been opened here after the scan, which must not stop its timer.
+                await self.check(transactional_id)
+            else:
+                self._supervise(transactional_id, transaction)
 
     async def check(self, transactional_id: str) -> None:
         """Supervise a transaction that another process changed. Raises UnavailableError."""
-        self._supervise(transactional_id, await self.read(transactional_id))
+        async with self._locks.setdefault(transactional_id, asyncio.Lock()):
+            self._supervise(transactional_id, await self.read(transactional_id))
 
     def _supervise(self, transactional_id: str, found: Transaction | None) -> None:
         if self._closed:

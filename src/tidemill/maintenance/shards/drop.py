@@ -74,8 +74,11 @@ async def drop_shard(
     if not isinstance(created, Create) or shard_id not in ("", created.shard_id):
         raise MissingError(f"the table was already dropped: table={name} id={shard_id}.")
     held = await registry.drop_shard(consensus, objects, clock, rand, created)
+    found_tombstones = await registry.list_tombstones(consensus, name)
+    # Read after the listing: a table that was created again in the meantime has its own tombstones.
     now = await read_registration(consensus, name)
-    but = now[0].shard_id if now is not None and isinstance(now[0], Create) else ""
-    for tombstones in await registry.list_tombstones(consensus, name, but=but):
-        await registry.drop_shard(consensus, objects, clock, rand, tombstones)
+    kept = now[0].shard_id if now is not None and isinstance(now[0], Create) else ""
+    for tombstones in found_tombstones:
+        if registry.table_of_tombstones(tombstones.name)[1] != kept:
+            await registry.drop_shard(consensus, objects, clock, rand, tombstones)
     return DroppedShard(name, created.shard_id, held.rows, held.size_bytes, await writing_pipelines(metastore, name))

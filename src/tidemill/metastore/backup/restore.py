@@ -6,8 +6,8 @@
     publish_manifest    write the new cluster manifest
     finish_restore      open consensus to its nodes
 
-- Invariant (empty consensus): a restore writes nothing into consensus that contains anything else; `read_attempt` names
-  what it found.
+- Invariant (empty consensus): a restore writes nothing into consensus that contains anything else than status reports;
+  `read_attempt` names what it found.
 - Invariant (repeatable steps): the same attempt may repeat every step, regardless of how much of it had happened. No
   other process can open the cluster before `finish_restore`. The attempt records its manifests, so a second run
   restores the same rows.
@@ -21,7 +21,7 @@ import msgspec
 
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, UnknownOutcomeError
-from tidemill.consensus.api import Consensus
+from tidemill.consensus.api import REPORT_PREFIX, Consensus
 from tidemill.metastore import cluster_manifest
 from tidemill.metastore.backup.restore_source import DomainSource, RestoreSource
 from tidemill.metastore.bucket_claim import claim_bucket, has_claimed
@@ -61,7 +61,7 @@ async def _stored_attempt(consensus: Consensus) -> Attempt | None:
 
 
 async def read_attempt(consensus: Consensus) -> Attempt | None:
-    """Return the unfinished attempt that has claimed this consensus; None if consensus is empty.
+    """Return the unfinished attempt that has claimed this consensus; None if consensus is empty but for status reports.
 
     Raises InvalidError, naming what was found, in any other case.
     """
@@ -69,7 +69,9 @@ async def read_attempt(consensus: Consensus) -> Attempt | None:
     cluster = await read_cluster(consensus)
     if claimed is not None and (cluster is None or cluster[0].restoring):
         return claimed
-    present = [key for key, version in await consensus.scan("") if version.data]
+    found = await consensus.scan("")
+    # A node that starts before the restore reports, until it ends, that its cluster is in the bucket only.
+    present = [key for key, version in found if version.data and not key.startswith(REPORT_PREFIX)]
     present += [f"lease {lease.name}" for lease in await consensus.leases("")]
     if not present:
         return None

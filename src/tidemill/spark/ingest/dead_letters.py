@@ -27,7 +27,7 @@ import pyarrow as pa
 import structlog
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import ConflictError
+from tidemill.base.errors import ConflictError, MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import TIME, Batch, HistoryLostError, SchemaEvolvedError
 from tidemill.shards.handle import LogShard
@@ -98,7 +98,7 @@ class DeadLetterWriter:
                 pass
 
     def _try_add(self, shard: LogShard, letters: pa.Table) -> bool:
-        """Add the new letters; False if a peer was first, or evolved the shard: try again."""
+        """Add the new letters; False if a peer was first, or evolved the shard, or it was dropped: try again."""
         try:
             self._follow(shard)
             fresh, replacing = self._compare_to_known(letters)
@@ -108,6 +108,11 @@ class DeadLetterWriter:
                 return False
         except SchemaEvolvedError:
             self._shard = None
+            return False
+        except MissingError:
+            if not shard.state.dropped:
+                raise
+            self._shard, self._upper, self._known = None, 0, {}
             return False
         self.total += new.num_rows
         return True
