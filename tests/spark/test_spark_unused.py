@@ -11,11 +11,13 @@ import pytest
 from support.spark.running import mark, started
 from support.waiting import eventually
 from tidemill.base.clock import Rand
+from tidemill.base.errors import TidemillError
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.console.views.pipelines import _driver_state
+from tidemill.spark.pipeline import shared_driver
 from tidemill.spark.pipeline.runner import PipelineRunner
 from tidemill.spark.session.opener import SessionOpener
-from tidemill.spark.settings import DriverSettings
+from tidemill.spark.settings import DriverSettings, StoreUrls
 
 TABLE = """
 def build(p):
@@ -72,3 +74,52 @@ def test_tables_and_histories_flow_without_a_session_and_the_driver_is_running(
         stopping.set()
         thread.join(30)
     assert not thread.is_alive()
+
+
+class Failing:
+    """A runner that fails at once in its first life, while the JVM of its driver is gone."""
+
+    lives = 0
+
+    def __init__(self, settings: DriverSettings, stopping: threading.Event, opening: SessionOpener) -> None:
+        self.has_stopped, self._stopping = True, stopping
+        self.uses_spark = settings.name == "computes"
+
+    def session_is_lost(self) -> bool:
+        return True
+
+    def run(self) -> None:
+        Failing.lives += 1
+        if Failing.lives == 1:
+            raise TidemillError("it failed.")
+        self._stopping.wait()
+
+
+@pytest.mark.parametrize("name", ["tables", "computes"])
+def test_a_lost_jvm_ends_a_shared_driver_only_through_a_pipeline_that_uses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    async def publish_failure(*_: object) -> None: ...
+
+    monkeypatch.setattr(Failing, "lives", 0)
+    monkeypatch.setattr(shared_driver, "PipelineRunner", Failing)
+    monkeypatch.setattr(shared_driver, "publish_failure", publish_failure)
+    stopping, errors = threading.Event(), list[str]()
+    (one, session) = (
+        DriverSettings(each, tmp_path / "p.py", StoreUrls("", ""), "local", tmp_path / each) for each in (name, "all")
+    )
+    driver = shared_driver.SharedDriver([one], session, stopping)
+
+    def run() -> None:
+        try:
+            driver.run()
+        except TidemillError as error:
+            errors.append(error.message)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    eventually(lambda: Failing.lives == 2 or stopping.is_set())
+    ended = stopping.is_set()
+    stopping.set()
+    thread.join()
+    assert (ended, errors) == ((True, ["it failed."]) if name == "computes" else (False, []))

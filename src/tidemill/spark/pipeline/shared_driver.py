@@ -100,7 +100,7 @@ class SharedDriver:
                 if (
                     isinstance(fault, SparkSessionLostError)
                     or ends_process(fault)
-                    or (runner is not None and runner.session_is_lost())
+                    or (runner is not None and runner.uses_spark and runner.session_is_lost())
                 ):
                     return self._end(fault)
                 pause_s = restarts.pause_s(self._clock.monotonic_s() - began_s, paused=needs_operator(fault))
