@@ -65,7 +65,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--postgres", default="", choices=["", "14", "15", "16", "17", "18"], help="15 and 18 in turn")
     parser.add_argument("--without-changes", action="store_true", help="no DDL while it runs")
-    parser.add_argument("--without-shards", action="store_true", help="no pipeline, so no JVM")
+    parser.add_argument("--without-shards", action="store_true", help="no pipeline")
     parser.add_argument("--with", dest="chosen", metavar="FEATURE,…", help=f"of {', '.join(ODDS)}; '' = none of them")
     parser.add_argument("--keep", type=Path, help="leave the data and logs of each world there")
     given = parser.parse_args()

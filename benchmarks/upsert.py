@@ -3,13 +3,13 @@
     ./dev bench upsert [--rows N] [--keys K] [--by auto,inline,tasks] [--waiting inserts,updates]
                        [--batches 1000,10000,100000] [--json]
 
-Method: a driver (with its JVM and workers) runs next to this process, which only produces and binds. First N records
-with K distinct keys, then N updates of random keys wait in the topic, unbound; all are bound together, 25,000 records
-per binding, and the clock runs until the shard has the last time. Then batches of random updates, one time each: bound
-→ visible. CPU is that of the driver and everything below it, from /proc; resident memory is each process's own peak
-within the phase. `--by` selects where a step is computed: in the driver (inline), in Spark tasks, or as the product
-chooses (auto); each has a separate topic and driver. After every phase the table is compared with a replay of the
-topic.
+Method: a driver (with a JVM and workers, if Spark computes the steps) runs next to this process, which only produces
+and binds. First N records with K distinct keys, then N updates of random keys wait in the topic, unbound; all are bound
+together, 25,000 records per binding, and the clock runs until the shard has the last time. Then batches of random
+updates, one time each: bound → visible. CPU is that of the driver and everything below it, from /proc; resident memory
+is each process's own peak within the phase. `--by` selects where a step is computed: in the driver (inline), in Spark
+tasks, or as the product chooses (auto); each has a separate topic and driver. After every phase the table is compared
+with a replay of the topic.
 """
 
 from __future__ import annotations

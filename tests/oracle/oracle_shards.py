@@ -21,7 +21,7 @@ from tidemill.capture.naming import table_name
 
 PIPELINE = "world"
 UNTIL_S = 240.0
-"""Limit for a driver that was killed and starts a JVM while the world recovers from other faults."""
+"""Limit for a driver that was killed and starts while the world recovers from other faults."""
 _MOMENT = re.compile(r"(.+?)(?:\+00)?$")
 _ELEMENT = re.compile(r'"((?:[^"\\]|\\.)*)"|([^,{}]+)', re.DOTALL)
 _ESCAPED = re.compile(r"\\(.)", re.DOTALL)

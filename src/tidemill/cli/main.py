@@ -55,7 +55,7 @@ COMMANDS = {
         "init.command",
         "init",
     ),
-    "up": Entry(RUN, "Run a node (Kafka, HTTP, capture) and the Spark drivers of its pipelines.", "cluster.up", "up"),
+    "up": Entry(RUN, "Run a node (Kafka, HTTP, capture) and the drivers of its pipelines.", "cluster.up", "up"),
     "pipeline": Entry(RUN, "Check, run, list, describe, restart and delete pipelines.", "pipeline.commands", "app"),
     "restore": Entry(
         RUN, "Restore topics, bindings, tables and the catalogue from the bucket.", "cluster.restore", "restore"

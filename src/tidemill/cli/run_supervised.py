@@ -41,7 +41,7 @@ class SparkOptions:
 
     master: Annotated[str, typer.Option("--master", help="Spark master; overrides the configuration.")] = ""
     driver_memory: Annotated[
-        str, typer.Option("--driver-memory", help="JVM heap of each driver, such as 512m or 2g.")
+        str, typer.Option("--driver-memory", help="JVM heap of each driver that uses Spark, such as 512m or 2g.")
     ] = ""
     conf: Annotated[
         list[str] | None,

@@ -1,7 +1,7 @@
-"""Several pipelines in one driver process, on one Spark session, because a JVM each is expensive on a small machine.
+"""Several pipelines in one driver process, because a process and a JVM each are expensive on a small machine.
 
     SharedDriver ─┬─ one thread per pipeline: a Runner; when it ends, its error is reported (parked.py) and it restarts
-                  └─ SessionOpener: the JVM, and in it a session for each pipeline
+                  └─ SessionOpener: the JVM, and in it a session for each pipeline that uses Spark
 
 The unit of failure is still the pipeline: a file that does not import, or another failure of a Runner, ends no other
 pipeline. Two failures end the process, and with it all pipelines: the JVM exits, because only a new process gets
