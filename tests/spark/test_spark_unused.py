@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from support.spark.connect_server import client_package
 from support.spark.running import mark, started
-from support.waiting import eventually
+from support.waiting import DEADLINE_S, eventually
 from tidemill.base.clock import Rand
 from tidemill.base.errors import TidemillError
 from tidemill.consensus.status.board import StatusBoard
@@ -23,6 +27,7 @@ TABLE = """
 def build(p):
     p.table("t", p.topic("t", key="id", schema="id string"))
 """
+STRUCT = TABLE.replace('"id string"', 'StructType([StructField("id", StringType())])')
 HISTORY = TABLE + '    p.history("t_history", of="t")\n'
 DERIVED = TABLE + '    p.derived("n", key="id", inputs=("t",))(lambda spark, t: t)\n'
 
@@ -123,3 +128,34 @@ def test_a_lost_jvm_ends_a_shared_driver_only_through_a_pipeline_that_uses_it(
     stopping.set()
     thread.join()
     assert (ended, errors) == ((True, ["it failed."]) if name == "computes" else (False, []))
+
+
+@pytest.mark.processes
+def test_such_a_driver_needs_neither_java_nor_bash_nor_a_pyspark_with_a_jvm(harbour: Any, tmp_path: Path) -> None:
+    topic = harbour.create_topic("t")
+    harbour.produce(topic, [(b"", {"id": "a"})])
+    harbour.mint("topic/t", 1000, topic)
+    file = tmp_path / "p.py"
+    file.write_text("from pyspark.sql.types import StringType, StructField, StructType\n" + STRUCT)
+    client = client_package(tmp_path / "client")
+    environ = {name: value for name, value in os.environ.items() if name != "JAVA_HOME"}
+    environ |= {"PYTHONPATH": str(client), "PATH": "/nonexistent"}
+    options = {
+        "pipeline": file,
+        "name": "p",
+        "scratch": tmp_path / "scratch",
+        "objects": harbour.urls.objects,
+        "consensus": harbour.urls.consensus,
+    }
+    command = [sys.executable, "-m", "tidemill.spark.pipeline.driver"]
+    command += [word for name, value in options.items() for word in (f"--{name}", str(value))]
+    process = subprocess.Popen(command, env=environ)
+    try:
+        eventually(lambda: (m := mark(harbour, "pipeline:p")) and m.position == 1001)
+        (report,) = harbour.portal.call(StatusBoard(harbour.stores.consensus, Rand()).reports())
+        assert [m.error for m in report.marks if m.error] == [] and _driver_state(report, "p") == "running"
+        process.terminate()
+        assert process.wait(DEADLINE_S) == 0 and harbour.contents("t") == [{"id": "a"}]
+    finally:
+        process.kill()
+        process.wait()
