@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from harbour import machine, percentile
+from harbour import machine, open_created, percentile
 from tidemill.shards.parts.consolidate import merge_updates, sum_contents
 from tidemill.shards.parts.schema import part_schema
 from tidemill.shards.registry import open_shard
@@ -105,8 +105,8 @@ class Lane:
 
     async def visible(self, time_ms: int) -> None:
         s = self._stores
-        shard = await open_shard(s.consensus, s.objects, s.clock, s.rand, self.load.name)
         until_s = time.monotonic() + DEADLINE_S
+        shard = await open_created(s.consensus, s.objects, s.clock, s.rand, self.load.name, until_s)
         while await shard.wait_upper(time_ms, 1.0) <= time_ms:
             if self._driver.poll() is not None or time.monotonic() > until_s:
                 raise SystemExit(f"the table did not come there: {self._log.read_text()[-2000:]}")
