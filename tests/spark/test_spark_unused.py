@@ -82,7 +82,7 @@ def test_tables_and_histories_flow_without_a_session_and_the_driver_is_running(
 
 
 class Failing:
-    """A runner that fails at once in its first life, while the JVM of its driver is gone."""
+    """A runner that fails immediately in its first life, while the JVM of its driver is gone."""
 
     lives = 0
 
