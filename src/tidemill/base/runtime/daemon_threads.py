@@ -1,5 +1,5 @@
-"""Calls that wait for another machine and cannot be cancelled, such as the resolution of a name: each in a
-separate daemon thread.
+"""Calls that wait for another machine and cannot be cancelled, such as the resolution of a name: each in a separate
+daemon thread.
 
 getaddrinfo(3) takes 10 s and more for each name while no DNS server answers. In the loop's executor, which has few
 threads, such calls would delay all other work, also that of a stop, and the ends of the loop and of the interpreter

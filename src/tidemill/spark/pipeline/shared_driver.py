@@ -11,7 +11,6 @@ the report are separate for each pipeline; the processor, Python's lock and the 
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import threading
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import structlog
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import InvalidError, ends_process
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import Backoff, error_sentence, needs_operator
 from tidemill.spark.ingest.pipeline_context import lock_scratch_directory, sweep_scratch
 from tidemill.spark.pipeline.parked import publish_failure
@@ -141,7 +141,8 @@ class SharedDriver:
                 return False
             return self._clock.monotonic_s() >= until_s or file_version(settings.file) != seen
 
-        asyncio.run(publish_failure(settings, fault, self._began_ms, over))
+        with BlockingPortal(f"parked-{settings.name}") as portal:
+            portal.call(publish_failure(settings, fault, self._began_ms, over))
 
     def _end(self, error: BaseException) -> None:
         self._failure = self._failure or error
