@@ -162,11 +162,12 @@ def test_java_bash_and_pyspark_with_a_jvm_are_required_only_by_pipelines_that_us
     for needed in ("java.find_java", "java.find_bash", "requirements.check_has_jvm"):
         monkeypatch.setattr(f"tidemill.spark.session.{needed}", missing)
     tables = VALID.partition("    @p.derived")[0]
-    configure(tmp_path, shop=tables)
-    found = checked(tmp_path, 0)
-    for name in ("java", "bash"):
-        assert found[name][0]["found"] == "not found, and not needed: no pipeline uses Spark"
-    assert found["spark"][0]["found"].startswith("pyspark 4.")
+    for without in ({}, {"shop": tables}):
+        configure(tmp_path, **without)
+        found = checked(tmp_path, 0)
+        for name in ("java", "bash"):
+            assert found[name][0]["found"] == "not found, and not needed: no pipeline uses Spark"
+        assert found["spark"][0]["found"].startswith("pyspark 4.")
     for more in (VALID, "import nothing_of_that_name"):
         configure(tmp_path, shop=tables, more=more)
         found = checked(tmp_path, 1)

@@ -164,8 +164,7 @@ def _check_spark(config: Config) -> str:
     require("pyspark")
     from tidemill.spark.session.requirements import OLDEST_SPARK, check_has_jvm, check_spark_version
 
-    if config.pipeline:
-        _for_spark(config, check_has_jvm)
+    _for_spark(config, check_has_jvm)
     distribution = "pyspark" if is_installed("py4j") else "pyspark-client"
     version = version_of(distribution)
     check_spark_version(version, OLDEST_SPARK, "tidemill")
@@ -192,7 +191,7 @@ def _for_spark(config: Config, find: Callable[[], T]) -> T | str:
     try:
         return find()
     except InvalidError:
-        if config.pipeline and not any_uses_spark(config):
+        if not any_uses_spark(config):
             return "not found, and not needed: no pipeline uses Spark"
         raise
 
