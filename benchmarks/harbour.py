@@ -6,6 +6,7 @@ import asyncio
 import os
 import platform
 import tempfile
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,8 +14,13 @@ from pathlib import Path
 import paths  # noqa: F401
 from demo.environment import Environment, prepare
 from support.ports import free_port
-from tidemill.base.clock import SystemClock
+from tidemill.base.clock import Clock, Rand, SystemClock
+from tidemill.base.errors import MissingError
+from tidemill.consensus.api import Consensus
 from tidemill.node.supervise.processes import start_all
+from tidemill.objects.store import ObjectStore
+from tidemill.shards.handle import LogShard
+from tidemill.shards.registry import open_shard
 
 
 def machine() -> str:
@@ -28,6 +34,19 @@ def percentile(samples: Sequence[float], fraction: float) -> float:
     """Nearest rank; samples must not be empty."""
     ordered = sorted(samples)
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))]
+
+
+async def open_created(
+    consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand, name: str, until_s: float
+) -> LogShard:
+    """Open a shard that a driver creates. Raises MissingError if it does not exist at `until_s` (time.monotonic)."""
+    while True:
+        try:
+            return await open_shard(consensus, objects, clock, rand, name)
+        except MissingError:
+            if time.monotonic() > until_s:
+                raise
+        await asyncio.sleep(0.05)
 
 
 @asynccontextmanager

@@ -6,12 +6,13 @@ Method: a lane is brought to its newest time and left alone for `--settle` secon
 process is read from /proc over `--seconds`, in per cent of one core, and how often its threads left the processor by
 themselves, which is how often they woke up. `shop` is the demo: node, Postgres, driver, JVM, all its tables, after a
 load of `--load` seconds. `20` is a driver of twenty tables that one stream topic feeds, `20/5` of twenty that five
-feed; there the sequencer runs in this process. `apart` is two pipelines of one table in a driver each, `together` the
-same two in one; `captured/500` a node without a driver that captures five hundred tables: afterwards each gets a row,
-and shapes of some of them are read. Memory is proportional, of which a page that n processes map is an n-th in each,
-after the pause. Then batches of 1,000 records are bound one after another: the first after the pause, and the median of
-the next (for lanes that are a number of tables only). Rows are compared with a replay after that (`shop`: not).
-`--threads N` names the N threads that used most.
+feed; there the sequencer runs in this process. Only the driver of `shop` has a JVM, because of its derived table.
+`apart` is two pipelines of one table in a driver each, `together` the same two in one; `captured/500` a node without a
+driver that captures five hundred tables: afterwards each gets a row, and shapes of some of them are read. Memory is
+proportional, of which a page that n processes map is an n-th in each, after the pause. Then batches of 1,000 records
+are bound one after another: the first after the pause, and the median of the next (for lanes that are a number of
+tables only). Rows are compared with a replay after that (`shop`: not). `--threads N` names the N threads that used
+most.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ import confluent_kafka as ck
 import numpy as np
 
 import paths  # noqa: F401
-from harbour import machine, percentile
+from harbour import machine, open_created, percentile
 from kafka_load import producer
 from support.ports import free_port
 from tidemill.base.clock import Rand, SystemClock
@@ -37,7 +37,7 @@ from tidemill.node.supervise.processes import start_all
 from tidemill.node.supervise.supervisor import Supervisor
 from tidemill.objects.factory import open_objects
 from tidemill.shards.handle import LogShard
-from tidemill.shards.registry import open_remap, open_shard
+from tidemill.shards.registry import open_remap
 from upsert import PIPELINE
 from upsert_load import KEY, SCHEMA, check, value
 from upsert_tree import Tree
@@ -77,7 +77,7 @@ class Cluster:
         self.shard: LogShard
 
     async def start(self) -> None:
-        """Wait until the pipeline runs."""
+        """Wait until the pipeline runs and its table exists."""
         failed: list[BaseException] = []
         self.supervisor = start_all(self.config, SystemClock(), failed.append)
         log = self.home / "logs" / "pipeline-steady.log"
@@ -89,7 +89,7 @@ class Cluster:
         clock, rand = SystemClock(), Rand()
         self._objects = await open_objects(self.config.objects_url, clock, rand)
         self._consensus = await open_consensus(self.config.consensus_url, clock, rand)
-        self.shard = await open_shard(self._consensus, self._objects, clock, rand, NAME)
+        self.shard = await open_created(self._consensus, self._objects, clock, rand, NAME, until_s)
         self.remap = await open_remap(self._consensus, clock, rand, f"topic/{NAME}")
         self.trees = {name: Tree(self.pid(child)) for name, child in CHILDREN.items()}
 

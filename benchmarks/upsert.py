@@ -3,13 +3,13 @@
     ./dev bench upsert [--rows N] [--keys K] [--by auto,inline,tasks] [--waiting inserts,updates]
                        [--batches 1000,10000,100000] [--json]
 
-Method: a driver (with its JVM and workers) runs next to this process, which only produces and binds. First N records
-with K distinct keys, then N updates of random keys wait in the topic, unbound; all are bound together, 25,000 records
-per binding, and the clock runs until the shard has the last time. Then batches of random updates, one time each: bound
-→ visible. CPU is that of the driver and everything below it, from /proc; resident memory is each process's own peak
-within the phase. `--by` selects where a step is computed: in the driver (inline), in Spark tasks, or as the product
-chooses (auto); each has a separate topic and driver. After every phase the table is compared with a replay of the
-topic.
+Method: a driver (with a JVM and workers, if Spark computes the steps) runs next to this process, which only produces
+and binds. First N records with K distinct keys, then N updates of random keys wait in the topic, unbound; all are bound
+together, 25,000 records per binding, and the clock runs until the shard has the last time. Then batches of random
+updates, one time each: bound → visible. CPU is that of the driver and everything below it, from /proc; resident memory
+is each process's own peak within the phase. `--by` selects where a step is computed: in the driver (inline), in Spark
+tasks, or as the product chooses (auto); each has a separate topic and driver. After every phase the table is compared
+with a replay of the topic.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from harbour import machine, percentile
+from harbour import machine, open_created, percentile
 from tidemill.shards.parts.consolidate import merge_updates, sum_contents
 from tidemill.shards.parts.schema import part_schema
 from tidemill.shards.registry import open_shard
@@ -105,8 +105,8 @@ class Lane:
 
     async def visible(self, time_ms: int) -> None:
         s = self._stores
-        shard = await open_shard(s.consensus, s.objects, s.clock, s.rand, self.load.name)
         until_s = time.monotonic() + DEADLINE_S
+        shard = await open_created(s.consensus, s.objects, s.clock, s.rand, self.load.name, until_s)
         while await shard.wait_upper(time_ms, 1.0) <= time_ms:
             if self._driver.poll() is not None or time.monotonic() > until_s:
                 raise SystemExit(f"the table did not come there: {self._log.read_text()[-2000:]}")

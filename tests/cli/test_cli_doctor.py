@@ -153,16 +153,22 @@ def test_a_pipeline_without_spark_names_the_extra(tmp_path: Path, monkeypatch: p
     assert found["java"][0]["ok"] and found["pipeline.shop"][0]["ok"]
 
 
-def test_a_missing_java_is_a_problem_only_for_pipelines_that_use_spark(
+def test_java_bash_and_pyspark_with_a_jvm_are_required_only_by_pipelines_that_use_spark(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def missing() -> None:
-        raise InvalidError("there is no Java.", fix="Install it.")
+        raise InvalidError("it is missing.", fix="Install it.")
 
-    monkeypatch.setattr("tidemill.spark.session.java.find_java", missing)
+    for needed in ("java.find_java", "java.find_bash", "requirements.check_has_jvm"):
+        monkeypatch.setattr(f"tidemill.spark.session.{needed}", missing)
     tables = VALID.partition("    @p.derived")[0]
-    configure(tmp_path, shop=tables)
-    assert checked(tmp_path, 0)["java"][0]["found"] == "not found, and not needed: no pipeline uses Spark"
+    for without in ({}, {"shop": tables}):
+        configure(tmp_path, **without)
+        found = checked(tmp_path, 0)
+        for name in ("java", "bash"):
+            assert found[name][0]["found"] == "not found, and not needed: no pipeline uses Spark"
+        assert found["spark"][0]["found"].startswith("pyspark 4.")
     for more in (VALID, "import nothing_of_that_name"):
         configure(tmp_path, shop=tables, more=more)
-        assert not checked(tmp_path, 1)["java"][0]["ok"]
+        found = checked(tmp_path, 1)
+        assert [found[name][0]["ok"] for name in ("spark", "java", "bash")] == [False] * 3

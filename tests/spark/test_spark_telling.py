@@ -24,6 +24,14 @@ def build(p):
     p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string"))
     p.table("orders", p.capture("shop").table("orders"))
 """
+DERIVED = """
+def build(p):
+    p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string"))
+
+    @p.derived("counted", key="click_id", inputs=("clicks",))
+    def counted(spark, clicks):
+        return clicks
+"""
 TABLES = {"public.orders": [("o_id", "bigint", 0)]}
 BINDINGS = "pipeline:p:capture/shop:bindings"
 
@@ -132,7 +140,7 @@ def test_a_driver_that_ends_in_life_after_life_before_it_has_begun_is_not_moving
 ) -> None:
     since, before = [], 0
     for life in range(RESTARTS_MAX + 2):
-        _, stopping, thread = started(harbour, tmp_path, PIPELINE)
+        _, stopping, thread = started(harbour, tmp_path, DERIVED)
         try:
             # Spark's start counts as progress, in every life: seen when it is another than its predecessor's last.
             eventually(
@@ -219,16 +227,6 @@ def test_a_table_that_gathers_records_says_so_and_is_not_stuck(harbour: Any, tmp
         stopping.set()
         thread.join(30)
     assert not thread.is_alive()
-
-
-DERIVED = """
-def build(p):
-    p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string"))
-
-    @p.derived("counted", key="click_id", inputs=("clicks",))
-    def counted(spark, clicks):
-        return clicks
-"""
 
 
 def test_a_derived_table_whose_session_cannot_start_is_held_by_it_and_tables_go_on(

@@ -24,7 +24,6 @@ from typer.core import TyperCommand, TyperGroup
 
 from tidemill.base.errors import TidemillError
 from tidemill.base.libraries import hide_modules, missing_extra
-from tidemill.base.runtime.process_end import prompt_end
 from tidemill.cli.context import (
     EXIT_BAD_INPUT,
     EXIT_GOOD,
@@ -56,7 +55,7 @@ COMMANDS = {
         "init.command",
         "init",
     ),
-    "up": Entry(RUN, "Run a node (Kafka, HTTP, capture) and the Spark drivers of its pipelines.", "cluster.up", "up"),
+    "up": Entry(RUN, "Run a node (Kafka, HTTP, capture) and the drivers of its pipelines.", "cluster.up", "up"),
     "pipeline": Entry(RUN, "Check, run, list, describe, restart and delete pipelines.", "pipeline.commands", "app"),
     "restore": Entry(
         RUN, "Restore topics, bindings, tables and the catalogue from the bucket.", "cluster.restore", "restore"
@@ -239,8 +238,7 @@ def run() -> None:
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a locale without UTF-8 cannot show every name
     hide_modules(*HIDDEN.get("".join(sys.argv[1:2]), ()))
-    with prompt_end():
-        run_application(lambda: app(prog_name="tidemill"))
+    run_application(lambda: app(prog_name="tidemill"))
 
 
 def run_application(application: Callable[[], object]) -> None:

@@ -17,8 +17,8 @@ import typer
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config
 from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
+from tidemill.base.runtime.daemon_threads import resolve_names_in_daemon_threads
 from tidemill.base.runtime.private_directories import make_private_directory
-from tidemill.base.runtime.process_end import leave_threads
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.logging import configure_logs
 from tidemill.base.status.status import StatusReport
@@ -41,7 +41,7 @@ class SparkOptions:
 
     master: Annotated[str, typer.Option("--master", help="Spark master; overrides the configuration.")] = ""
     driver_memory: Annotated[
-        str, typer.Option("--driver-memory", help="JVM heap of each driver, such as 512m or 2g.")
+        str, typer.Option("--driver-memory", help="JVM heap of each driver that uses Spark, such as 512m or 2g.")
     ] = ""
     conf: Annotated[
         list[str] | None,
@@ -75,7 +75,7 @@ def run_supervised(
     _log_to_file(Path(config.node.data) / "logs" / f"up-{name}.log")
 
     async def run() -> None:
-        leave_threads()
+        resolve_names_in_daemon_threads(asyncio.get_running_loop())
         failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def fail(error: BaseException) -> None:

@@ -20,9 +20,9 @@ from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolled
 from tidemill.base.libraries import hide_modules
 from tidemill.base.limits import MIB
 from tidemill.base.runtime import file_descriptors
+from tidemill.base.runtime.daemon_threads import resolve_names_in_daemon_threads
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
 from tidemill.base.runtime.memory_budget import retain_freed_memory
-from tidemill.base.runtime.process_end import leave_threads, prompt_end
 from tidemill.base.status.logging import configure_logs
 from tidemill.console.app import console_routes
 from tidemill.node.supervise.supervisor import EXIT_CONFIGURATION, EXIT_REPLACED
@@ -36,7 +36,7 @@ async def _serve(config: Config) -> int:
     """Serve until a signal. Return the exit code. An error of the configuration that appears after the node served is a
     failure like any other: the next process refuses it."""
     stop = asyncio.Event()
-    leave_threads()
+    resolve_names_in_daemon_threads(asyncio.get_running_loop())
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
     from tidemill.node.node import Node  # behind hide_modules
@@ -89,5 +89,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    with prompt_end():
-        raise SystemExit(main())
+    raise SystemExit(main())

@@ -15,6 +15,7 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ import structlog
 from tidemill.base.clock import Clock
 from tidemill.base.config.listeners import OauthSection
 from tidemill.base.errors import InvalidError, UnavailableError
+from tidemill.base.runtime.daemon_threads import call_in_daemon_thread
 from tidemill.security.principals import NAME_CHARS_MAX, USER
 from tidemill.security.scram import AuthenticationFailedError
 
@@ -148,7 +150,8 @@ class TokenVerifier:
             if self._clock.monotonic_s() - self._looked_s >= due_s:
                 self._looked_s = self._clock.monotonic_s()
                 try:
-                    self._keys = _parse_key_set(await asyncio.to_thread(_fetch, settings.jwks_url))
+                    body = await call_in_daemon_thread(partial(_fetch, settings.jwks_url), "jwks")
+                    self._keys = _parse_key_set(body)
                 except (OSError, ValueError, InvalidError) as error:
                     log.warning("access.keys_not_fetched", url=settings.jwks_url, error=str(error))
                     self._looked_s += FETCH_AGAIN_S - due_s  # retry after FETCH_AGAIN_S instead of the full interval

@@ -35,6 +35,7 @@ from tidemill.spark.predicates.expectations import (
     declared_expectations,
     expectation_check,
 )
+from tidemill.spark.session.session import is_local
 from tidemill.spark.types import Names, split_names
 
 if TYPE_CHECKING:
@@ -291,6 +292,10 @@ class Pipeline:
         """Return derived shard → input → the columns that group it, as the catalogue names them."""
         found = {n: {i: t.by.get(i, ()) for i in t.inputs} for n, t in self.derived_tables.items()}
         return found | {name: {table.of: ()} for name, table in self.histories.items()}
+
+    def uses_spark(self, master: str) -> bool:
+        """Return whether a driver with this master starts Spark: for derived tables, or for executors (RFC 0014)."""
+        return bool(self.derived_tables) or not is_local(master)
 
     def sources(self) -> dict[str, dict[str, Input]]:
         """Return remap name → the tables that it feeds: one feed each."""

@@ -188,7 +188,7 @@ class PipelineSparkSection(Section):
 
 
 class PipelineSection(Section):
-    """One pipeline. Pipelines with the same `driver` share one process and one Spark session; "" = a separate one.
+    """One pipeline. Pipelines with the same `driver` share one process, with at most one JVM; "" = a separate one.
     `freshness_s`: time for which records are gathered before a step."""
 
     file: str

@@ -19,6 +19,7 @@ from typing import Any, Generic, Self, TypeVar
 import structlog
 
 from tidemill.base.errors import ClosedError
+from tidemill.base.runtime.daemon_threads import resolve_names_in_daemon_threads
 from tidemill.base.runtime.tasks import Tasks
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ class BlockingPortal:
 
     def __init__(self, name: str = "tidemill-portal") -> None:
         self._loop = asyncio.new_event_loop()
+        resolve_names_in_daemon_threads(self._loop)
         self._lock = threading.RLock()  # a finalizer may make a call inside another call
         self._waiting: set[Future[Any]] = set()
         self._closing = False

@@ -12,7 +12,7 @@ from functools import partial
 from importlib.metadata import version as version_of
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 from urllib.request import urlopen
 
 import msgspec
@@ -26,7 +26,7 @@ from tidemill.base.libraries import is_installed, require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.cli.cluster.capture_checks import check_capture
 from tidemill.cli.cluster.check_results import Result, guard_check, run_check
-from tidemill.cli.cluster.pipeline_checks import check_pipelines, use_spark
+from tidemill.cli.cluster.pipeline_checks import any_uses_spark, check_pipelines
 from tidemill.cli.context import ConfigOption, ProgressBars
 from tidemill.cli.output.output import TABLE, Output
 from tidemill.metastore.check.findings import Findings
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 MINIMUM_FREE_BYTES = 2 << 30
 PROBE_TIMEOUT_S = 3.0
+T = TypeVar("T")
 Check = Callable[[Config], str]
 """Check that returns its result as text, or raises TidemillError whose `fix` says what to do."""
 
@@ -163,8 +164,7 @@ def _check_spark(config: Config) -> str:
     require("pyspark")
     from tidemill.spark.session.requirements import OLDEST_SPARK, check_has_jvm, check_spark_version
 
-    if config.pipeline:
-        check_has_jvm()
+    _for_spark(config, check_has_jvm)
     distribution = "pyspark" if is_installed("py4j") else "pyspark-client"
     version = version_of(distribution)
     check_spark_version(version, OLDEST_SPARK, "tidemill")
@@ -174,21 +174,26 @@ def _check_spark(config: Config) -> str:
 def _check_java(config: Config) -> str:
     from tidemill.spark.session.java import find_java
 
+    found = _for_spark(config, find_java)
+    return found if isinstance(found, str) else f"{found.build or found.major} of {found.origin}, at {found.home}"
+
+
+def _check_bash(config: Config) -> str:
+    from tidemill.spark.session.java import find_bash
+
+    return _for_spark(config, find_bash)
+
+
+def _for_spark(config: Config, find: Callable[[], T]) -> T | str:
+    """Return what Spark needs, or why it is not needed. Raises the InvalidError of `find`."""
     if not is_installed("pyspark"):
         return "not needed: Spark is not installed"
     try:
-        found = find_java()
+        return find()
     except InvalidError:
-        if config.pipeline and not use_spark(config):
+        if not any_uses_spark(config):
             return "not found, and not needed: no pipeline uses Spark"
         raise
-    return f"{found.build or found.major} of {found.origin}, at {found.home}"
-
-
-def _check_bash(_: Config) -> str:
-    from tidemill.spark.session.java import find_bash
-
-    return find_bash()
 
 
 def _check_disk(config: Config) -> str:

@@ -23,13 +23,13 @@ def check_pipelines(config: Config, path: Path | None) -> list[Result]:
     return [result for name, found in checked.items() for result in _results(name, found, remark)]
 
 
-def use_spark(config: Config) -> bool:
-    """Return whether a pipeline starts Spark (RFC 0014), or may: its file has problems."""
-    from tidemill.spark.session.session import is_local
-
-    masters = {name: section.spark.master or config.spark.master for name, section in config.pipeline.items()}
-    checked = [_check_file(name, section.file) for name, section in config.pipeline.items()]
-    return not all(map(is_local, masters.values())) or any(one.problems or one.derived_tables for one in checked)
+def any_uses_spark(config: Config) -> bool:
+    """Return whether a pipeline uses Spark, or may: its file has problems."""
+    for name, section in config.pipeline.items():
+        found = _check_file(name, section.file)
+        if found.problems or found.uses_spark(section.spark.master or config.spark.master):
+            return True
+    return False
 
 
 def _check_file(name: str, file: str) -> CheckedPipeline:

@@ -22,7 +22,7 @@ from tidemill.node.supervise.supervisor import Supervisor
 
 
 def up(config: ConfigOption = None, instances: InstancesOption = None, *, spark: SparkOptions) -> None:
-    """Run a node (Kafka, HTTP, capture) and the Spark drivers of its pipelines."""
+    """Run a node (Kafka, HTTP, capture) and the drivers of its pipelines."""
     require("granian")
     loaded = load(config)
     loaded = spark.apply(loaded, loaded.pipeline, instances)

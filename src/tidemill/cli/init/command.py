@@ -97,7 +97,7 @@ def next_commands(directory: Path, plan: Plan, config: Config) -> list[tuple[str
         ("tidemill doctor", "checks this machine and the database"),
         ("tidemill up", f"then open {local_url(config)}/{PAGE_DIRECTORY}/"),
         ("tidemill status", "in another terminal"),
-        (f"tidemill sql 'SELECT * FROM {plan.count.name}'", "a table that Spark maintains"),
+        (f"tidemill sql 'SELECT * FROM {plan.count.name}'", "a table that Spark computes"),
         (f"tidemill why {plan.shown.name}", "how fresh a table is, and what blocks it"),
     ]
     return commands[:5] if directory != Path() else commands[1:]

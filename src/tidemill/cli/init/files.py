@@ -33,7 +33,7 @@ kafka = "127.0.0.1:9092"      # Kafka clients
 dsn = "${{{variable}}}"
 tables = {patterns}  # with * and ?; "!public.audit_*" excludes
 {others}
-# Tables that Spark maintains.
+# Tables that the file declares.
 [pipeline.{capture}]
 file = "{pipeline}"
 
@@ -43,7 +43,7 @@ app = "{page}"
 """
 
 _PIPELINE = '''\
-"""Tables that Spark maintains.
+"""Tables of the pipeline {capture}.
 
 After a change: `tidemill pipeline check {file}`, then `tidemill pipeline restart {capture}`.
 """

@@ -1,9 +1,9 @@
 """Life cycle of one feed: a sink for the tables of one source, advanced as soon as a time is bound.
 
-It does not wait for the JVM or for the pipeline's streaming query (streaming_query.py): rows appear, also after a
-crash, while Spark starts or has lost a worker. A micro-batch costs the JVM and its planner more than processing the
-rows of a moment, so micro-batches run every few seconds and mostly find the work done. Each table is a unit of failure
-(table_unit.py).
+It needs neither the JVM nor a streaming query (streaming_query.py), which only some pipelines have: rows appear, also
+after a crash, while Spark starts or has lost a worker. A micro-batch costs the JVM and its planner more than processing
+the rows of a moment, so micro-batches run every few seconds and mostly find the work done. Each table is a unit of
+failure (table_unit.py).
 
 Pace: a step costs a table the same for one record and for a thousand, so the feed gathers records between two rounds
 (`round_interval_s`).
@@ -131,11 +131,11 @@ class Feed:
         host, clock = self._host, self._host.stores.clock
         sink = self.sink = self.sink or self._open_sink()
         self._follow_bindings(sink)
-        uses_spark = False
+        has_tasks = False
         while not host.ending.is_set():
-            if not uses_spark and host.session_ready.is_set() and host.spark is not None:
+            if not has_tasks and host.session_ready.is_set() and host.spark is not None:
                 sink.steps.use_spark(host.spark.sparkContext)
-                uses_spark = True
+                has_tasks = True
             if sink.due_in_s == 0:  # a time was bound, or a table's pause ended, or a table joined
                 began_s, before = clock.monotonic_s(), sink.records
                 sink.advance()

@@ -1,13 +1,13 @@
 """`python -m tidemill.spark.pipeline.driver`: run one pipeline in a process, or several in one (shared_driver.py).
 `tidemill up` supervises the process.
 
-    open stores ─┬─ start the JVM, if Spark is used (a thread) ────────┐
-                 └─ wait for each feed → open shards → hydrate mirrors ┴→ one streaming query for all feeds,
-                                                                          one thread per derived table
+    open stores ─┬─ if Spark is used: start the JVM (a thread) ────────┐
+                 └─ wait for each feed → open shards → hydrate mirrors ┴→ if Spark is used: one streaming query for all
+                                                                          feeds, one thread per derived table
 
 Each feed's sink advances its tables independently of Spark, so rows appear, also after a crash, while the JVM still
-starts. The scratch directory holds mirrors, which are a cache, and Spark's checkpoint, which every process creates
-again.
+starts. The scratch directory holds mirrors, which are a cache, and the checkpoint of the query, which every process
+creates again.
 
 Exit 0: stopped by SIGTERM or SIGINT, at a batch boundary. Exit 2: the pipeline (if it is the only one) or a URL is
 invalid, reported in one sentence. Any other code: restart the process.

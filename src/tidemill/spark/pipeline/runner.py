@@ -130,7 +130,7 @@ class PipelineRunner(PipelineContext):
     @property
     def uses_spark(self) -> bool:
         """Return whether the pipeline computes with Spark, or was given a session (RFC 0014)."""
-        return bool(self.pipeline.derived_tables) or not is_local(self.settings.master) or self._opening.given
+        return self._opening.given or self.pipeline.uses_spark(self.settings.master)
 
     @property
     def has_stopped(self) -> bool:

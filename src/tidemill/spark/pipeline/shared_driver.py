@@ -1,7 +1,7 @@
-"""Several pipelines in one driver process, on one Spark session, because a JVM each is expensive on a small machine.
+"""Several pipelines in one driver process, because a process and a JVM each are expensive on a small machine.
 
     SharedDriver ─┬─ one thread per pipeline: a Runner; when it ends, its error is reported (parked.py) and it restarts
-                  └─ SessionOpener: the JVM, and in it a session for each pipeline
+                  └─ SessionOpener: the JVM, and in it a session for each pipeline that uses Spark
 
 The unit of failure is still the pipeline: a file that does not import, or another failure of a Runner, ends no other
 pipeline. Two failures end the process, and with it all pipelines: the JVM exits, because only a new process gets
@@ -11,7 +11,6 @@ the report are separate for each pipeline; the processor, Python's lock and the 
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import threading
 from collections.abc import Sequence
@@ -21,6 +20,7 @@ import structlog
 
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import InvalidError, ends_process
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import Backoff, error_sentence, needs_operator
 from tidemill.spark.ingest.pipeline_context import lock_scratch_directory, sweep_scratch
 from tidemill.spark.pipeline.parked import publish_failure
@@ -100,7 +100,7 @@ class SharedDriver:
                 if (
                     isinstance(fault, SparkSessionLostError)
                     or ends_process(fault)
-                    or (runner is not None and runner.session_is_lost())
+                    or (runner is not None and runner.uses_spark and runner.session_is_lost())
                 ):
                     return self._end(fault)
                 pause_s = restarts.pause_s(self._clock.monotonic_s() - began_s, paused=needs_operator(fault))
@@ -141,7 +141,8 @@ class SharedDriver:
                 return False
             return self._clock.monotonic_s() >= until_s or file_version(settings.file) != seen
 
-        asyncio.run(publish_failure(settings, fault, self._began_ms, over))
+        with BlockingPortal(f"parked-{settings.name}") as portal:
+            portal.call(publish_failure(settings, fault, self._began_ms, over))
 
     def _end(self, error: BaseException) -> None:
         self._failure = self._failure or error

@@ -1,4 +1,5 @@
-"""The one streaming query of a pipeline: its planner waits for the bindings of all sources, any number of them.
+"""The one streaming query of a pipeline that uses Spark: its planner waits for the bindings of all sources, any number
+of them.
 
 Every streaming query starts a Python planner. Spark gives it ten seconds to connect, which no setting changes; several
 that start together on a busy machine exceed that. One planner serves any number of sources, and if several pipelines

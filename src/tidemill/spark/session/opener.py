@@ -1,6 +1,6 @@
-"""Opener of the one Spark session of a process. The first pipeline that needs it starts the JVM; all use the same.
+"""Opener of the one Spark session of a process. The first pipeline that uses Spark starts the JVM.
 
-If several pipelines share it, each gets a separate session in the JVM: its temporary views and SQL settings are not the
+If several pipelines share the JVM, each gets a separate session in it: its temporary views and SQL settings are not the
 others'.
 """
 

@@ -8,7 +8,6 @@ does not answer, refuses the credentials or fails makes a table wait; only its o
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import binascii
 import http.client
@@ -16,11 +15,13 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 from tidemill.base.errors import UnavailableError
 from tidemill.base.limits import SCHEMA_REFERENCES_MAX
+from tidemill.base.runtime.daemon_threads import call_in_daemon_thread
 from tidemill.spark.formats.schemas.writer_schema import ReferencedSchema, WriterSchema
 
 TIMEOUT_S = 10.0
@@ -94,7 +95,7 @@ class ForeignRegistry:
 
     async def _get(self, path: str, *, may_be_absent: bool = False) -> Mapping[str, Any] | None:
         """Return the answer; None if the registry says that there is no such schema. Raises UnavailableError."""
-        status, body = await asyncio.to_thread(self._request, path)
+        status, body = await call_in_daemon_thread(partial(self._request, path), "registry")
         try:
             found = json.loads(body)
         except ValueError as error:
