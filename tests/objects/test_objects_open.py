@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -29,6 +30,30 @@ async def test_each_form_of_the_url_opens(tmp_path: Path, monkeypatch: pytest.Mo
         assert await store.get("k") == b"v"
         await store.aclose()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c", "e"]
+
+
+async def test_nodes_that_open_a_directory_that_does_not_exist_together_create_it_once_and_none_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, exists, peers = f"{tmp_path}/a", os.path.lexists, list[str]()
+
+    def overtaken(path: str) -> bool:
+        if path == root and not peers:
+            peers.append(path)
+            os.mkdir(path)  # by a node that starts at the same time
+        return exists(path)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os.path, "lexists", overtaken)
+        store = await open_objects(f"file://{root}", SystemClock(), Rand())
+    await store.put("k", b"v")
+    await store.aclose()
+    assert peers
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name in ("file", "link"):
+        with pytest.raises(InvalidError, match="not a directory"):
+            await open_objects(f"file://{tmp_path}/{name}", SystemClock(), Rand())
 
 
 @pytest.mark.parametrize(

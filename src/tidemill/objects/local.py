@@ -341,7 +341,7 @@ def _make_root(calls: Syscalls, root: str) -> None:
     """Create the root and its missing ancestors, and sync the new entries."""
     if os.path.isdir(root):
         return
-    if os.path.lexists(root):
+    if os.path.lexists(root) and not os.path.isdir(root):  # another process may have created it since
         raise InvalidError(f"the object root is not a directory: root={root}.", fix="Point objects.url at a directory.")
     parent = os.path.dirname(root)
     _make_root(calls, parent)
