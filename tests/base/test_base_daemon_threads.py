@@ -46,7 +46,7 @@ def test_names_without_an_answer_delay_neither_other_names_nor_other_work_nor_th
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         resolve_names_in_daemon_threads(loop)
-        waiting = [asyncio.create_task(loop.getaddrinfo("unknown", 1)) for _ in range(MORE_THAN_AN_EXECUTOR_HAS)]
+        waiting = [asyncio.create_task(loop.getaddrinfo(f"unknown{n}", 1)) for n in range(MORE_THAN_AN_EXECUTOR_HAS)]
         await asyncio.sleep(0)
         try:
             async with asyncio.timeout(DEADLINE_S):
@@ -62,6 +62,31 @@ def test_names_without_an_answer_delay_neither_other_names_nor_other_work_nor_th
     threads = resolving_threads()
     assert len(threads) == MORE_THAN_AN_EXECUTOR_HAS
     assert all(thread.daemon for thread in threads), "the end of the interpreter joins the others"
+
+
+def test_equal_questions_share_a_thread_also_after_their_callers_gave_up(
+    unresolved: threading.Event, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> None:
+        loop = asyncio.get_running_loop()
+        resolve_names_in_daemon_threads(loop)
+        for _ in range(3):
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(loop.getaddrinfo("unknown", 1), 0.01)
+        assert len(resolving_threads()) == 1
+        other = asyncio.create_task(loop.getaddrinfo("unknown", 2))
+        await asyncio.sleep(0)
+        assert len(resolving_threads()) == 2, "another question"
+        unresolved.set()
+        with pytest.raises(socket.gaierror):
+            await loop.getaddrinfo("unknown", 1)
+        with pytest.raises(socket.gaierror):
+            await other
+        assert (await loop.getaddrinfo("known", 7))[0][4] == ("127.0.0.1", 7)
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: ["moved"])
+        assert await loop.getaddrinfo("known", 7) == ["moved"], "an answer is not stored"
+
+    run(scenario())
 
 
 @pytest.mark.usefixtures("unresolved")

@@ -106,7 +106,7 @@ async def test_a_drop_reverts_also_what_a_session_did_until_it_released_the_lock
         monkeypatch.setattr(PgConnection, "connect", connect)
         done = await drop_capture(CONFIG, catalogue)
         assert done.topics == ["shop.a"] and not done.left
-        assert any("c.oid = 42" in sql for sql in connection.queries), "the identity is looked at"
+        assert any("c.oid = 42" in sql for sql in connection.queries), "it reads the replica identity"
         assert not await catalogue.list(TopicRow) and not await catalogue.all_tables()
         assert await catalogue.get(CaptureRow, "shop") is None
 

@@ -273,7 +273,7 @@ class Catalogue:
         await self._write_named(TOPICS, row.name, deleted)
 
     async def delete(self, kind: type[Row], name: str) -> None:
-        """Delete the row of this name, also one that another process has just created. Raises MissingError."""
+        """Delete the row of this name, even if another process has just created it. Raises MissingError."""
         family: Family[Any] = _FAMILIES[kind]
         key: bytes = family.key(name)
 

@@ -21,6 +21,10 @@ T = TypeVar("T")
 async def call_in_daemon_thread(work: Callable[[], T], name: str) -> T:
     """Return the result of `work`, or raise its exception. A cancelled caller leaves the thread behind until `work`
     returns."""
+    return await asyncio.wrap_future(_start(work, name))
+
+
+def _start(work: Callable[[], T], name: str) -> Future[T]:
     result: Future[T] = Future()
     result.set_running_or_notify_cancel()  # a caller that is cancelled does not cancel it: the thread still sets it
 
@@ -33,15 +37,25 @@ async def call_in_daemon_thread(work: Callable[[], T], name: str) -> T:
             result.set_result(found)
 
     threading.Thread(target=run, name=name, daemon=True).start()
-    return await asyncio.wrap_future(result)
+    return result
 
 
 def resolve_names_in_daemon_threads(loop: asyncio.AbstractEventLoop) -> None:
-    """Let `loop` resolve the names of all connections in daemon threads. Called before the first one."""
+    """Let `loop` resolve the names of all connections in daemon threads. Called before the first one.
+
+    Equal questions share one thread, so retries during an outage of DNS do not add threads.
+    """
+    asked: dict[tuple[Any, ...], Future[list[tuple[Any, ...]]]] = {}
 
     async def getaddrinfo(
         host: str | bytes | None, port: str | bytes | int | None, **hints: int
     ) -> list[tuple[Any, ...]]:
-        return await call_in_daemon_thread(lambda: list(socket.getaddrinfo(host, port, **hints)), "getaddrinfo")
+        question = (host, port, *sorted(hints.items()))
+        answer = asked.get(question)
+        if answer is None:
+            answer = _start(lambda: list(socket.getaddrinfo(host, port, **hints)), "getaddrinfo")
+            asked[question] = answer
+            answer.add_done_callback(lambda _: asked.pop(question))
+        return await asyncio.wrap_future(answer)
 
     loop.getaddrinfo = getaddrinfo  # type: ignore[method-assign]

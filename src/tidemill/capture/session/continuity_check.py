@@ -340,7 +340,10 @@ def _valid_row(facts: _TableFacts, cause: str | None, *, can_resume: bool) -> Ca
 def _valid_row_of(
     facts: _TableFacts, cause: str | None, can_resume: bool, found: CaptureTableRow | None
 ) -> CaptureTableRow:
-    """Return the valid row from the one that is stored now: a command may have changed it since it was read. Pure."""
+    """Return the valid row, derived from the row that is stored now. A command may have changed it after it was read.
+
+    Pure.
+    """
     return _valid_row(replace(facts, row=found or facts.row), cause, can_resume=can_resume)
 
 

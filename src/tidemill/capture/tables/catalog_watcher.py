@@ -231,7 +231,7 @@ class CatalogWatcher:
                 continue
             topics = await find_topics(self._catalogue, *topics_of(row.topic))
             # A table that is being added again has written its row before it replaces these topics.
-            if self._states.rows.get(row.table) is not row:
+            if self._states.rows.get(row.table) != row:
                 continue
             await delete_found_topics(self._catalogue, topics)
             await self._states.update_row(row.table, lambda found, row=row: None if found == row else found)  # type: ignore[misc]

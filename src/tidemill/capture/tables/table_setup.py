@@ -171,13 +171,13 @@ def relation_of_row(table: CaptureTableRow, now: Relation | None) -> Relation:
 
 
 async def find_topics(catalogue: Catalogue, *names: str) -> list[TopicRow]:
-    """Return those of these topics that exist and belong to captures."""
+    """Return the existing topics of captures among these names."""
     found = [await catalogue.get(TopicRow, name) for name in names if name]
     return [topic for topic in found if topic is not None and topic.kind == "capture"]
 
 
 async def delete_found_topics(catalogue: Catalogue, topics: Sequence[TopicRow]) -> None:
-    """Delete exactly these topics, without an error for those that are gone."""
+    """Delete these topics, but no later topic of the same name. A topic that is already deleted is no error."""
     for topic in topics:
         with suppress(MissingError):
             await catalogue.delete_topic(topic)

@@ -196,7 +196,7 @@ class TopicCache:
         self._absent.pop(row.topic_id, None)
 
     def remove(self, row: TopicRow) -> None:
-        """Remove a topic that is gone. A later one of its name stays."""
+        """Remove a deleted topic. A later topic of the same name stays."""
         self._removed.add(row.topic_id)
         known = self._by_name.get(row.name)
         if known is None or known.topic_id != row.topic_id:
@@ -246,7 +246,8 @@ class TopicCache:
                 future.set_result(None)
 
     def _replace(self, rows: Sequence[TopicRow]) -> None:
-        """Replace the rows by those that were read. Changes during the reading are newer and stay."""
+        """Replace the rows by the answer of the catalogue. Additions and removals during the reading are newer and
+        remain."""
         by_name = {row.name: row for row in rows if row.topic_id not in self._removed}
         for row in self._added.values():
             there = by_name.get(row.name)
