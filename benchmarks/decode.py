@@ -7,6 +7,10 @@ Method: one process, one thread, CPU time of the process, best of R rounds. Batc
 batches of several sizes, from bytes to columns; keys, values and offsets are verified. JSON: N objects of each schema
 in batches of 1,000, from columns to a command table, by blocks and record by record, the two alternating; both tables
 must be equal, row by row, without a dead letter. The limit is Arrow's reader over the same objects as one ready text.
+
+Bodies (RFC 0015, proposed): PostgreSQL's texts of the captured rows as Arrow bodies of 1,000 rows, compressed with lz4,
+and from there to typed columns, which must equal those of the JSON. `records` is what bodies would replace: record
+batches to a command table.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ import pyarrow as pa
 import pyarrow.json as pj
 
 from tidemill.shards.api import Binding, Column, ShardSchema
+from tidemill.shards.parts.pg_columns import parse_column
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode import block_decoder
 from tidemill.spark.decode.captured import CapturedDecoder
@@ -35,6 +40,7 @@ from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.types import stream_schema
 from tidemill.topics.batch import Record, RecordColumns, decode_opened, encode_batch, open_batch
 
+BODY_ROWS = 1_000
 BATCHES = (5, 20, 100, 1_000, 10_000)
 SCHEMAS = {
     "few strings": "click_id string, product string, page string",
@@ -177,6 +183,54 @@ def reading(name: str, values: Sequence[bytes], decoder: StreamDecoder | Capture
     return Reading(name, sum(map(len, values)) / count, len(columns), blocks_us, records_us, arrow_us, 2 * count)
 
 
+class Bodies(msgspec.Struct):
+    bytes_a_row: float
+    record_bytes_a_row: float
+    write_us: float
+    read_us: float
+    records_us: float
+    verified: int
+
+
+def bodies_of(values: Sequence[bytes], rounds: int) -> Bodies:
+    count, batches, decoder = len(values), batches_of(values, BODY_ROWS), CapturedDecoder(ORDERS)
+    (piece,) = cut_slices(None, [Binding(7, {"id": (count,)})], "t", "id")
+    rows = [msgspec.json.decode(value) for value in values]
+    texts = pa.table({c.name: pa.array([_text_of(row[c.name]) for row in rows]) for c in ORDERS.columns})
+    parts = [texts.slice(at, BODY_ROWS) for at in range(0, count, BODY_ROWS)]
+
+    def write() -> list[pa.Buffer]:
+        found = []
+        for part in parts:
+            sink = pa.BufferOutputStream()
+            with pa.ipc.new_stream(sink, part.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
+                writer.write_table(part)
+            found.append(sink.getvalue())
+        return found
+
+    def read() -> list[list[pa.Array]]:
+        found = (pa.ipc.open_stream(body).read_all().combine_chunks() for body in bodies)
+        return [[parse_column(one.column(c.name).chunk(0), c) for c in ORDERS.columns] for one in found]
+
+    def records() -> list[pa.Table]:
+        block_decoder.MIN_BLOCK_VALUES = FEW
+        return [rows_of(decoder, block) for block in cut_blocks([(piece, batches, ())])]
+
+    bodies = write()
+    write_us, read_us, records_us = best_us(rounds, count, write, read, records)
+    columns = [pa.chunked_array(arrays) for arrays in zip(*read(), strict=True)]
+    names = [c.name for c in ORDERS.columns]
+    if not pa.table(columns, names=names).equals(pa.concat_tables(records()).select(names)):
+        raise SystemExit("bodies: the rows differ")
+    sizes = sum(body.size for body in bodies) / count, sum(map(len, batches)) / count
+    return Bodies(*sizes, write_us, read_us, records_us, count)
+
+
+def _text_of(value: object) -> str | None:
+    """Return a value of a captured row as PostgreSQL sends it."""
+    return None if value is None else {True: "t", False: "f"}[value] if isinstance(value, bool) else str(value)
+
+
 def rows_of(decoder: StreamDecoder | CapturedDecoder, block: Records) -> pa.Table:
     if isinstance(decoder, StreamDecoder):
         commands, dead = decoder.decode(block)
@@ -201,9 +255,14 @@ def main() -> None:
         decoder = StreamDecoder(stream_schema(ddl, ddl.split()[0]))
         readings.append(reading(name, values_of(name, args.rows), decoder, args.rounds))
     readings.append(reading("captured", captured_values(args.rows), CapturedDecoder(ORDERS), args.rounds))
+    bodies = bodies_of(captured_values(args.rows), args.rounds)
     machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, Arrow {pa.__version__}"
     if args.json:
-        print(json.dumps({"machine": machine, **msgspec.to_builtins({"batches": batchings, "json": readings})}))
+        print(
+            json.dumps(
+                {"machine": machine, **msgspec.to_builtins({"batches": batchings, "json": readings, "bodies": bodies})}
+            )
+        )
         return
     print(f"machine: {machine}; {args.rows:,} rows, best of {args.rounds}, µs of CPU")
     for one in batchings:
@@ -214,6 +273,11 @@ def main() -> None:
             f" {row.records_us:.2f} record by record, ratio {row.ratio:.2f}; Arrow's reader alone {row.arrow_us:.2f},"
             f" {row.blocks_us / row.arrow_us:.2f} of it; {row.verified:,} verified"
         )
+    print(
+        f"bodies: {bodies.bytes_a_row:.0f} B a row next to {bodies.record_bytes_a_row:.0f} B of records,"
+        f" written {bodies.write_us:.3f} a row, read {bodies.read_us:.3f}; the records {bodies.records_us:.3f};"
+        f" {bodies.verified:,} verified"
+    )
 
 
 if __name__ == "__main__":
