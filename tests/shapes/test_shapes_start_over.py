@@ -39,7 +39,7 @@ async def test_rc1_a_new_publication_makes_the_slot_anew_and_shapes_that_missed_
         slot = f"pg_replication_slots WHERE slot_name = '{world.slot}'"
         before = await (await world.db.execute(f"SELECT restart_lsn FROM {slot}")).fetchone()  # type: ignore[arg-type]
         if lost == "slot":
-            await world.db.execute(f"SELECT pg_drop_replication_slot(slot_name) FROM {slot}")  # type: ignore[arg-type]
+            await until(world.drop_slot, "the server saw the session end")
         await world.db.execute(f'DROP PUBLICATION "tidemill_{world.capture.config.name}"')  # type: ignore[arg-type]
         await world.db.execute("INSERT INTO a VALUES (2, 2), (200, 200)")
         resumed(world)

@@ -72,10 +72,10 @@ class RealWorld(ShapeWorld):
         await self.server.aclose()
         await self.topics.aclose()
         await self.metastore.aclose()
-        await until(self._drop_slot)
+        await until(self.drop_slot)
         await self.db.close()
 
-    async def _drop_slot(self) -> bool:
+    async def drop_slot(self) -> bool:
         mine = "FROM pg_replication_slots WHERE slot_name = %s"
         await self.db.execute(f"SELECT pg_drop_replication_slot(slot_name) {mine} AND NOT active", (self.slot,))
         return not await (await self.db.execute(f"SELECT {mine}", (self.slot,))).fetchall()
