@@ -72,7 +72,7 @@ class Member:
 
     def __init__(self, number: int, heard: list[int | str], clock: ManualClock) -> None:
         self.topic_id, self.partition, self.line = "t", number, 1
-        self.buffer = b"batch"
+        self.buffer, self.trailer = b"batch", b""
         self.size_bytes = len(self.buffer)
         self.staged_s = 0.0
         self.abandoned = False

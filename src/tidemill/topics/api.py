@@ -232,12 +232,14 @@ class TopicLog(Protocol):
         *,
         sender: Hashable = None,
         within: ProduceTransaction | None = None,
+        trailer: bytes = b"",
     ) -> asyncio.Future[ProduceResult]:
         """Reserve the queue slot now, in a plain call; the future ends when the batch is durable and committed.
 
         Calls for one producer id and partition take effect in call order, though their uploads overlap. The same holds
         for calls without a producer id that name the same `sender` (a connection; None is this process itself). The
         whole batch is validated before any of it is stored.
+        `trailer`: stored behind the batch, with which it is read, moved and deleted (`batch/columns_trailer.py`).
         `within`: the batch may belong to this transaction; it is placed only while the coordinator reports it as open.
         The future fails with NotLeaderError, OutOfOrderSequenceError, InvalidProducerEpochError,
         InvalidTransactionError, CorruptBatchError, MissingError, UnavailableError (did not happen: retry) or
@@ -365,5 +367,6 @@ class PartitionReader(Protocol):
         ...
 
     async def read(self, refs: Sequence[BatchRef]) -> list[bytes]:
-        """Read the record batches, base offsets patched, in order; ranges of one object are coalesced."""
+        """Read the record batches, base offsets patched and without trailers, in order; ranges of one object are
+        coalesced."""
         ...

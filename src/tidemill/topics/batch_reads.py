@@ -12,6 +12,7 @@ from tidemill.metastore.rows.l1 import PREFIX as L1_PREFIX
 from tidemill.objects.reads import report_damaged_object, report_flipped_read
 from tidemill.objects.store import Buffer
 from tidemill.topics.api import BatchRef
+from tidemill.topics.batch.columns_trailer import without_trailer
 from tidemill.topics.batch.header import base_offset_at, is_intact, is_patched, patch_base_offset
 from tidemill.topics.l0.object_cache import ObjectCache
 
@@ -61,7 +62,7 @@ async def read_batches(
     cache: ObjectCache | None = None,
     ahead: RangeReader | None = None,
 ) -> list[list[Buffer] | TidemillError]:
-    """Read the batches of each group, base offsets patched; those of L1 through `ahead`.
+    """Read the batches of each group, base offsets patched, with their trailers; those of L1 through `ahead`.
 
     Each object is read once, coalesced over all groups. Up to OBJECT_CONCURRENCY objects are read concurrently.
 
@@ -126,7 +127,7 @@ async def read_batches(
 
 async def _find_damaged(key: str, refs: list[BatchRef], buffers: dict[tuple[str, int], Buffer]) -> list[BatchRef]:
     def find() -> list[BatchRef]:
-        return [ref for ref in refs if not is_intact(buffers[key, ref.first_byte])]
+        return [ref for ref in refs if not is_intact(without_trailer(buffers[key, ref.first_byte]))]
 
     return await asyncio.to_thread(find) if len(refs) > INLINE_BATCHES else find()
 

@@ -161,6 +161,7 @@ class LocalTopics:
         *,
         sender: Hashable = None,
         within: ProduceTransaction | None = None,
+        trailer: bytes = b"",
     ) -> asyncio.Future[ProduceResult]:
         try:
             led = self._partitions.led_partition(topic_id, partition)
@@ -169,7 +170,7 @@ class LocalTopics:
             future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
             fail_future(future, error)
             return future
-        return led.intake.produce_nowait(batch, sender, within)
+        return led.intake.produce_nowait(batch, sender, within, trailer)
 
     async def transaction_snapshot(self, topic_id: str, partition: int, producer_id: int) -> TransactionSnapshot:
         return (await self._partitions.opened(topic_id, partition)).intake.transaction_snapshot(producer_id)

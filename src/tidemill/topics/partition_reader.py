@@ -13,6 +13,7 @@ from tidemill.base.errors import CorruptError, InvalidError, TidemillError
 from tidemill.consensus.api import Consensus
 from tidemill.objects.store import ObjectStore
 from tidemill.topics.api import BatchRef, OffsetOutOfRangeError
+from tidemill.topics.batch.columns_trailer import without_trailer
 from tidemill.topics.batch_reads import read_batches
 from tidemill.topics.l1.reader import L1Reader
 from tidemill.topics.partition.recovery import catch_up, partition_log
@@ -91,7 +92,7 @@ class LogPartitionReader:
         (found,) = await read_batches(self._objects, [refs])
         if isinstance(found, TidemillError):
             raise found
-        return [bytes(batch) for batch in found]
+        return [bytes(without_trailer(batch)) for batch in found]
 
     async def _catch_up(self, topic_id: str, partition: int) -> PartitionState:
         if self._consensus is None:

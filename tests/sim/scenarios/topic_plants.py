@@ -41,11 +41,11 @@ class LateReservation(BatchIntake):
     """Planted fault `seed000`: a producer's place in line is reserved after the upload."""
 
     def produce_nowait(
-        self, buffer: Any, sender: Hashable = None, within: ProduceTransaction | None = None
+        self, buffer: Any, sender: Hashable = None, within: ProduceTransaction | None = None, trailer: bytes = b""
     ) -> asyncio.Future[ProduceResult]:
         queue, self._places = self._places, cast(ProducerQueue, _NoQueue())
         try:
-            return super().produce_nowait(buffer, sender, within)
+            return super().produce_nowait(buffer, sender, within, trailer)
         finally:
             self._places = queue
 

@@ -106,6 +106,7 @@ class FakeTopicLog:
         *,
         sender: object = None,
         within: ProduceTransaction | None = None,
+        trailer: bytes = b"",
     ) -> asyncio.Future[ProduceResult]:
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         data = bytes(batch)

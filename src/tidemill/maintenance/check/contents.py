@@ -31,6 +31,7 @@ from tidemill.shards.registry import list_created_shards
 from tidemill.shards.state.codec import decode_batch
 from tidemill.shards.state.state_machine import shard_replica
 from tidemill.topics.batch import parse_header
+from tidemill.topics.batch.columns_trailer import read_trailer, trailer_bytes
 from tidemill.topics.batch.header import CRC_START
 from tidemill.topics.l0 import format as l0
 from tidemill.topics.l1 import format as l1
@@ -218,7 +219,7 @@ async def _check_l1(objects: ObjectStore, meta: ObjectMeta) -> None:
 
 
 def _check_batch(data: memoryview, where: str, byte: int) -> int:
-    """Return the size of the batch at the start of `data`. Raises CorruptError."""
+    """Return the size of the batch at the start of `data`, with its trailer. Raises CorruptError."""
     try:
         header = parse_header(data)
     except InvalidError as error:
@@ -232,7 +233,12 @@ def _check_batch(data: memoryview, where: str, byte: int) -> int:
             f"a record batch is damaged: {where} byte={byte} stored_crc32c={header.crc:08x} "
             f"computed_crc32c={computed:08x}."
         )
-    return size
+    whole = size + trailer_bytes(data, size)
+    if whole > size and read_trailer(data[:whole], header.record_count) is None:
+        raise CorruptError(
+            f"the columns of a record batch are damaged; its records are not: {where} byte={byte + size}."
+        )
+    return whole
 
 
 async def _check_concurrently(items: Iterable[T], check: Callable[[T], Awaitable[None]]) -> None:

@@ -10,6 +10,7 @@ from tidemill.base.errors import CorruptError, TidemillError, UnavailableError
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.metastore.rows.l1 import PREFIX as L1_PREFIX
 from tidemill.topics.api import BatchRef, Fetched, FetchRead, OffsetOutOfRangeError
+from tidemill.topics.batch.columns_trailer import without_trailer
 from tidemill.topics.batch_reads import RangeReader, read_batches, select_batches
 from tidemill.topics.l0.object_cache import ObjectCache
 from tidemill.topics.l1.reader import L1Reader
@@ -191,7 +192,8 @@ async def read_planned(
             answers.append(Fetched(high_watermark, log_start, [], gone, stable))
         else:
             aborted = _aborted_transactions(each, plan) if read.committed else ()
-            answers.append(Fetched(high_watermark, log_start, found, None, stable, aborted))
+            records = [without_trailer(batch) for batch in found]
+            answers.append(Fetched(high_watermark, log_start, records, None, stable, aborted))
         if pace.is_used_up:
             await pace.wait_for_turn()
     return answers

@@ -49,6 +49,8 @@ class StagedBatch(Protocol):
     line: Hashable
     """Sender: a line sends its batches in a partition one after another."""
     buffer: Buffer
+    trailer: bytes
+    """Stored behind the buffer. `size_bytes` is that of both."""
     size_bytes: int
     staged_s: float
     abandoned: bool
@@ -239,7 +241,7 @@ class L0Writer:
             begin = at
             for item in members:
                 places[id(item)] = at
-                parts.append(item.buffer)
+                parts += (item.buffer, item.trailer)
                 at += item.size_bytes
             regions.append(L0Region(topic_id, partition, begin, at - begin))
         parts.append(encode_footer(regions))

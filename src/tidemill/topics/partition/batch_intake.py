@@ -65,7 +65,11 @@ class BatchIntake:
         self._requests = PermitRequests(self.permits, around.tasks, around.confirm, leader.topic_id, leader.partition)
 
     def produce_nowait(
-        self, buffer: Buffer, sender: Hashable = None, within: ProduceTransaction | None = None
+        self,
+        buffer: Buffer,
+        sender: Hashable = None,
+        within: ProduceTransaction | None = None,
+        trailer: bytes = b"",
     ) -> asyncio.Future[ProduceResult]:
         """Produce a batch; see `api.TopicLog`. The queue slot is reserved before this returns."""
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
@@ -78,7 +82,7 @@ class BatchIntake:
             fail_future(future, self._leader.closed_error)
             return future
         line = header.producer_id if header.producer_id >= 0 else self._line_of(sender)
-        pending = PendingBatch(self, header, buffer, future, line, within=within)
+        pending = PendingBatch(self, header, buffer, future, line, within=within, trailer=trailer)
         if header.producer_id >= 0 and self.live.join_twin(pending):
             return future
         self.live.add(pending)

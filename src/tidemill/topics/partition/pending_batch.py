@@ -70,6 +70,7 @@ class PendingBatch:
         "staged_s",
         "ticket",
         "topic_id",
+        "trailer",
         "within",
     )
 
@@ -83,6 +84,7 @@ class PendingBatch:
         *,
         within: ProduceTransaction | None = None,
         marker: Marker | None = None,
+        trailer: bytes = b"",
     ) -> None:
         self.owner = owner
         self.topic_id = owner.topic_id
@@ -94,7 +96,8 @@ class PendingBatch:
         self.max_timestamp_ms = 0
         self.append_time_ms = -1
         self.buffer: Buffer = buffer
-        self.size_bytes = len(buffer)
+        self.trailer = trailer
+        self.size_bytes = len(buffer) + len(trailer)
         self.staged_s = 0.0
         self.futures = [future]
         self.ticket: Ticket | None = None
@@ -131,7 +134,8 @@ class PendingBatch:
         """
         self.checked, self.max_timestamp_ms = True, max_timestamp_ms
         if rewritten is not None:
-            self.header, self.buffer, self.size_bytes = parse_header(rewritten), rewritten, len(rewritten)
+            self.header, self.buffer = parse_header(rewritten), rewritten
+            self.size_bytes = len(rewritten) + len(self.trailer)
 
     def matches_config(self, config: TopicConfig) -> bool:
         """Return whether the batch was validated for `config` and has its codec. A marker always suits."""
@@ -151,7 +155,7 @@ class PendingBatch:
 
     def uploaded(self, object_key: str, first_byte: int, data: bytearray) -> None:
         self.object_key, self.first_byte, self.data = object_key, first_byte, data
-        self.buffer = b""
+        self.buffer = self.trailer = b""
         self.owner.batch_uploaded(self)
 
     def upload_failed(self, error: TidemillError) -> None:
@@ -165,7 +169,7 @@ class PendingBatch:
 
     def fail(self, error: TidemillError) -> None:
         self.abandoned = True
-        self.buffer = b""
+        self.buffer = self.trailer = b""
         for future in self.futures:
             fail_future(future, error)
 
@@ -184,9 +188,9 @@ def apply_record_policy(pending: PendingBatch, config: TopicConfig, now_ms: int)
     """
     if pending.kind > TRANSACTIONAL:
         return  # Nothing may reject a marker.
-    if pending.size_bytes > config.max_message_bytes:
+    if len(pending.buffer) > config.max_message_bytes:
         raise BatchTooLargeError(
-            f"the batch is larger than the topic allows: bytes={pending.size_bytes} limit={config.max_message_bytes}."
+            f"the batch is larger than the topic allows: bytes={len(pending.buffer)} limit={config.max_message_bytes}."
         )
     if config.append_time:
         pending.set_append_time(now_ms)
