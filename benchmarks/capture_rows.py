@@ -16,6 +16,7 @@ import json
 import struct
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from harbour import machine
 from tidemill.base.clock import Rand
@@ -59,7 +60,7 @@ class Nowhere:
         self.batches: list[bytes] = []
         self._next = 0
 
-    def produce_nowait(self, topic_id: str, partition: int, data: bytearray) -> asyncio.Future[ProduceResult]:
+    def produce_nowait(self, topic_id: str, partition: int, data: bytearray, **_: Any) -> asyncio.Future[ProduceResult]:
         self.batches.append(bytes(data))
         first = self._next
         self._next += int.from_bytes(data[57:61], "big")

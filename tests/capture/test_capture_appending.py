@@ -46,7 +46,7 @@ class Failing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._topics, name)
 
-    def produce_nowait(self, *args: Any) -> asyncio.Future[Any]:
+    def produce_nowait(self, *args: Any, **_: Any) -> asyncio.Future[Any]:
         roll = self._rng.random()
         if roll < 0.2:
             failed: asyncio.Future[Any] = asyncio.get_running_loop().create_future()

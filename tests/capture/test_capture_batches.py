@@ -111,7 +111,7 @@ class CountingLog:
     def __init__(self) -> None:
         self.ends: dict[str, int] = {}
 
-    def produce_nowait(self, topic_id: str, partition: int, data: bytearray) -> asyncio.Future[ProduceResult]:
+    def produce_nowait(self, topic_id: str, partition: int, data: bytearray, **_: Any) -> asyncio.Future[ProduceResult]:
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         base = self.ends.get(topic_id, 0)
         self.ends[topic_id] = base + int.from_bytes(data[57:61], "big")

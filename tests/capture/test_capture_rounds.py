@@ -29,7 +29,9 @@ class Topics:
         self.offsets = list(range(10))
         self.taken: list[tuple[int, asyncio.Future[ProduceResult]]] = []
 
-    def produce_nowait(self, topic_id: str, partition: int, batch: bytearray) -> asyncio.Future[ProduceResult]:
+    def produce_nowait(
+        self, topic_id: str, partition: int, batch: bytearray, **_: Any
+    ) -> asyncio.Future[ProduceResult]:
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
         self.taken.append((len(self.taken), future))
         return future

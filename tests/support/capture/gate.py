@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from tidemill.topics.api import ProduceResult
@@ -13,22 +14,23 @@ class Gate:
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self._held: list[tuple[tuple[Any, ...], asyncio.Future[ProduceResult]]] = []
+        self._held: list[tuple[partial[asyncio.Future[ProduceResult]], asyncio.Future[ProduceResult]]] = []
         self.closed = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def produce_nowait(self, *call: Any) -> asyncio.Future[ProduceResult]:
+    def produce_nowait(self, *call: Any, **how: Any) -> asyncio.Future[ProduceResult]:
+        produce = partial(self._inner.produce_nowait, *call, **how)
         if not self.closed:
-            return self._inner.produce_nowait(*call)  # type: ignore[no-any-return]
+            return produce()
         future: asyncio.Future[ProduceResult] = asyncio.get_running_loop().create_future()
-        self._held.append((call, future))
+        self._held.append((produce, future))
         return future
 
     def open(self) -> None:
         self.closed = False
-        for call, future in self._held:
-            inner = self._inner.produce_nowait(*call)
+        for produce, future in self._held:
+            inner = produce()
             inner.add_done_callback(lambda ended, future=future: future.set_result(ended.result()))
         self._held = []

@@ -123,11 +123,15 @@ class Log:
 
     def __init__(self, held: dict[tuple[str, int], int] | None = None) -> None:
         self.batches: dict[tuple[str, int], list[bytes]] = {}
+        self.trailers: dict[tuple[str, int], list[bytes]] = {}
         self.next: dict[tuple[str, int], int] = {}
 
-    def produce_nowait(self, topic_id: str, partition: int, data: bytearray) -> asyncio.Future[ProduceResult]:
+    def produce_nowait(
+        self, topic_id: str, partition: int, data: bytearray, *, trailer: bytes = b""
+    ) -> asyncio.Future[ProduceResult]:
         place = (topic_id, partition)
         self.batches.setdefault(place, []).append(bytes(data))
+        self.trailers.setdefault(place, []).append(trailer)
         count = int.from_bytes(data[57:61], "big")
         base = self.next.get(place, int.from_bytes(data[53:57], "big"))
         self.next[place] = base + count

@@ -33,6 +33,7 @@ from tidemill.capture.decode.columnar_tuples import (
 )
 from tidemill.capture.decode.row_blocks import RowBlock
 from tidemill.capture.encode.debezium_json import AFTER, BEFORE
+from tidemill.capture.encode.row_columns import build_row_columns
 from tidemill.capture.encode.row_encoder import MINUS_ZERO, Form, event_form, row_form
 from tidemill.topics.batch.encode import join_fields, value_sizes
 from tidemill.topics.batch.varint import encode_varints
@@ -58,19 +59,34 @@ class PartitionRows:
 
     For events: `heads` of the values, and `middles` are keys. A deleted row is present twice, the second time as its
     tombstone.
+
+    `columns`: the rows as row_columns.py stores them; None for events.
     """
 
-    __slots__ = ("_keys", "_values", "heads", "kinds", "middles", "places", "rows", "sums", "version")
+    __slots__ = (
+        "_keys",
+        "_values",
+        "bytes_per_row",
+        "columns",
+        "heads",
+        "kinds",
+        "middles",
+        "places",
+        "rows",
+        "sums",
+        "version",
+    )
 
     def __init__(
         self, block: RowBlock, keys: Any, values: Any, middles: Any, sizes: Int64s, rows: Int64s | None,
-        kinds: Bytes | None = None,
+        kinds: Bytes | None = None, columns: pa.RecordBatch | None = None,
     ) -> None:  # fmt: skip
-        """`kinds`: kinds of events, if they differ from those of the block."""
+        """`kinds`: kinds of events, if they differ from those of the block. `columns`: the rows of the block."""
         places = np.asarray(block.places, np.int64)
         if rows is not None:
             taken = pa.array(rows)
             middles, sizes, places = middles.take(taken), sizes[rows], places[rows]
+            columns = columns.take(taken) if columns is not None else None
         self.rows: list[int] | range = range(len(block)) if rows is None else rows.tolist()
         self.heads: Any = None
         if kinds is not None:
@@ -80,6 +96,9 @@ class PartitionRows:
             self.kinds = kinds
         else:
             self.kinds = block.kinds if rows is None else block.kinds[rows]
+        self.columns = columns
+        self.bytes_per_row = columns.nbytes // max(len(columns), 1) if columns is not None else 0
+        """Memory of a row's columns, on average."""
         self.places: Int64s = places
         self.version = block.relation.version
         self.middles = middles
@@ -162,8 +181,9 @@ def encode_block(
     """Encode a block. `events` None: records are rows. Returns None if a row needs the per-row functions: it is larger
     than `limit_bytes`, or has a text that no type prints.
     """
+    texts: list[pa.StringArray] = []
     try:
-        made = _encode_json(block, row_form) if events is None else events.encode_keys_and_rows(block)
+        made = _encode_json(block, row_form, texts) if events is None else events.encode_keys_and_rows(block)
         if made is None:
             return None
         if events is not None:
@@ -184,15 +204,16 @@ def encode_block(
         return None
     middles = join_fields(encode_varints(key_sizes), keys, value_lengths, values_written)
     sizes = key_sizes + sizes_of_values + RECORD_OVERHEAD_BYTES
+    columns = build_row_columns(block.relation, ~deleted, texts)
     if partitions == 1:
-        return EncodedBlock([PartitionRows(block, keys, values, middles, sizes, None)], [], [])
+        return EncodedBlock([PartitionRows(block, keys, values, middles, sizes, None, columns=columns)], [], [])
     partition_of = _partitions_of(keys, partitions)
     index_of = np.empty(len(partition_of), np.int64)
     found = []
     for partition in range(partitions):
         (rows,) = np.nonzero(partition_of == partition)
         index_of[rows] = np.arange(len(rows))
-        found.append(PartitionRows(block, keys, values, middles, sizes, rows))
+        found.append(PartitionRows(block, keys, values, middles, sizes, rows, columns=columns))
     return EncodedBlock(found, partition_of.tolist(), index_of.tolist())
 
 
@@ -245,10 +266,10 @@ def _encode_heads(block: RowBlock, events: EventFormat, values: Any) -> Any:
     )
 
 
-def _encode_json(block: RowBlock, form: Form) -> tuple[Any, Any] | None:
-    """Return keys and values, binary columns."""
+def _encode_json(block: RowBlock, form: Form, raw: list[pa.StringArray] | None = None) -> tuple[Any, Any] | None:
+    """Return keys and values, binary columns; `raw` receives the text of each column."""
     texts: dict[str, tuple[str, Any]] = {}
-    values = _encode_row_objects(block, block.values, len(block), form, texts)
+    values = _encode_row_objects(block, block.values, len(block), form, texts, raw)
     if values is None:
         return None
     for column in block.relation.key_columns:
@@ -260,16 +281,19 @@ def _encode_json(block: RowBlock, form: Form) -> tuple[Any, Any] | None:
 
 
 def _encode_row_objects(
-    block: RowBlock, rows: ValueSlices, count: int, form: Form, texts: dict[str, tuple[str, Any]] | None = None
-) -> Any:
-    """Return the objects of all columns; `texts` receives the parts of each column. None: the per-row functions have to
-    encode them.
+    block: RowBlock, rows: ValueSlices, count: int, form: Form, texts: dict[str, tuple[str, Any]] | None = None,
+    raw: list[pa.StringArray] | None = None,
+) -> Any:  # fmt: skip
+    """Return the objects of all columns; `texts` receives the parts of each column, `raw` its text. None: the per-row
+    functions have to encode them.
     """
     texts = {} if texts is None else texts
     for column, text, sizes, data in iter_text_columns(block, rows, count):
         made = _json_texts(form(column), text, data, sizes)
         if made is None:
             return None
+        if raw is not None:
+            raw.append(text)
         texts[column.name] = made
     return _join_objects([(column.name, *texts[column.name]) for column in block.relation.columns], count)
 

@@ -27,7 +27,9 @@ from tidemill.capture.changes import ORDINAL_STEP
 from tidemill.capture.decode.columnar_tuples import DELETE, INSERT, UPDATE, Int64s
 from tidemill.capture.encode.columnar_encoder import RECORD_OVERHEAD_BYTES, TOMBSTONE, PartitionRows
 from tidemill.capture.encode.debezium_json import OPS, EventTail
+from tidemill.capture.encode.row_columns import MIN_ROWS, encode_row_columns
 from tidemill.topics.batch import Record
+from tidemill.topics.batch.columns_trailer import encode_trailer
 from tidemill.topics.batch.encode import encode_record_columns, encode_records, frame_records, join_fields, value_sizes
 from tidemill.topics.batch.varint import encode_varint, encode_varints
 
@@ -193,6 +195,19 @@ def encode_entries_batch(
         b"".join(payload), count, first_ms, max(times_ms), producer_id=producer_id, producer_epoch=epoch,
         base_sequence=base_sequence,
     )  # fmt: skip
+
+
+def encode_columns_trailer(entries: Sequence[BatchEntry], count: int) -> bytes:
+    """Return the trailer of a batch: its rows as columns, if all its records are such rows; else b""."""
+    if count < MIN_ROWS:
+        return b""
+    ranges: list[pa.RecordBatch] = []
+    for entry in entries:
+        if isinstance(entry, Record) or entry.rows.columns is None:
+            return b""
+        ranges.append(entry.rows.columns.slice(entry.start, len(entry)))
+    columns = encode_row_columns(ranges)
+    return encode_trailer(columns, count) if columns is not None else b""
 
 
 def _encode_ranges(ranges: list[RowRange], first: int, first_ms: int) -> memoryview:

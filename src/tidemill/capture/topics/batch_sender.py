@@ -94,7 +94,7 @@ class BatchSender:
 
     def add_rows(self, writer: PartitionWriter, rows: RowRange) -> None:
         """Queue rows that `writer.assign_offsets` has just assigned offsets to."""
-        self._open_bytes += writer.add_rows(rows) + ROW_MEMORY_BYTES * len(rows)
+        self._open_bytes += writer.add_rows(rows) + (ROW_MEMORY_BYTES + rows.rows.bytes_per_row) * len(rows)
         self._dirty[writer] = None
 
     def schedule_round(self, position: ChangePosition | None = None) -> None:
@@ -173,14 +173,16 @@ class BatchSender:
             self._fail(UnavailableError(f"records cannot be encoded: {error_sentence(error)}."))
             return
         for writer, batch in batches:
-            self._flight_bytes += len(batch.data)
+            self._flight_bytes += batch.size_bytes
             if writer not in self.repairing:
                 self._send_batch(writer, batch)
 
     def _send_batch(self, writer: PartitionWriter, batch: PartitionBatch) -> None:
         batch.in_flight = True
         # The log patches offsets in place, so a batch that may be sent again is sent as a copy.
-        future = self._topics.produce_nowait(writer.topic_id, writer.partition, bytearray(batch.data))
+        future = self._topics.produce_nowait(
+            writer.topic_id, writer.partition, bytearray(batch.data), trailer=batch.trailer
+        )
         future.add_done_callback(lambda ended: self._on_batch_ended(writer, batch, ended))
 
     def _on_batch_ended(
@@ -214,7 +216,7 @@ class BatchSender:
             self._fail(translated)
 
     def _on_batch_durable(self, batch: PartitionBatch) -> None:
-        self._flight_bytes -= len(batch.data)
+        self._flight_bytes -= batch.size_bytes
         self.landed_bytes += len(batch.data)
         batch.round.left -= 1
         durable: ChangePosition | None = None

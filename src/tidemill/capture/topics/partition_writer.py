@@ -26,6 +26,7 @@ from tidemill.capture.topics.batch_builder import (
     BatchEntry,
     RowRange,
     cut_batches,
+    encode_columns_trailer,
     encode_entries_batch,
     record_size_bytes,
 )
@@ -48,15 +49,20 @@ class SendRound:
 class PartitionBatch:
     """An encoded batch of the offsets [start, end)."""
 
-    __slots__ = ("data", "done", "end", "in_flight", "round", "start")
+    __slots__ = ("data", "done", "end", "in_flight", "round", "start", "trailer")
 
-    def __init__(self, start: int, end: int, data: bytes, round_: SendRound) -> None:
+    def __init__(self, start: int, end: int, data: bytes, trailer: bytes, round_: SendRound) -> None:
         self.start = start
         self.end = end
         self.data = data
+        self.trailer = trailer
         self.round = round_
         self.in_flight = False
         self.done = False
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.data) + len(self.trailer)
 
 
 class PartitionWriter:
@@ -151,7 +157,7 @@ class PartitionWriter:
                 batch, count, producer_id=self.producer_id, base_sequence=sequence, epoch=self.epoch
             )
             self.made_bytes += len(data)
-            batches.append(PartitionBatch(start, start + count, data, round_))
+            batches.append(PartitionBatch(start, start + count, data, encode_columns_trailer(batch, count), round_))
             start += count
         self.pending.extend(batches)
         round_.left += len(batches)

@@ -40,6 +40,7 @@ from tidemill.shards.parts.schema import FLOATS, TIMESTAMPS, arrow_type
 from tidemill.spark.decode import events
 from tidemill.spark.decode.avro import AvroReader, AvroVersion, SchemaMismatchError, after_row, locate_rows
 from tidemill.spark.decode.block_decoder import Block, join_blocks, non_finite_mask, to_bool_mask
+from tidemill.spark.decode.column_batches import ColumnBatch, read_column_rows
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
 from tidemill.spark.decode.newline_text import Mask, Places, bytes_of_ranges
 from tidemill.spark.decode.partial_rows import OmittedColumns, add_unchanged_columns, split_partial_rows
@@ -132,6 +133,7 @@ class CapturedDecoder:
         self._events = forms is not None
         self._forms = forms or {}
         value, key = (_CaptureDialect(self._forms, exact=exact) for exact in (True, False))
+        self._dialect = value
         self._generations = SchemaVersions(ValueFormat(schema, _NATIVE, value, key, self._forms), known, avro)
 
     def decode(self, records: Records) -> Captured:
@@ -150,6 +152,34 @@ class CapturedDecoder:
             pa.concat_tables([one.dead for one in each]),
             min((one.stop for one in each if one.stop is not None), default=None),
         )
+
+    @property
+    def reads_columns(self) -> bool:
+        """True if batches may have the rows as columns: those of events have none."""
+        return not self._events
+
+    def decode_columns(self, group: Sequence[ColumnBatch]) -> Commands | None:
+        """Decode a group of batches from their columns. None: their records decide."""
+        newest = self._generations[self._generations.newest]
+        rows = read_column_rows(
+            group, self._generations.newest, newest.names, [column.name for column in newest.columns]
+        )
+        if rows is None:
+            return None
+        arrays: dict[str, pa.Array] = {}
+        for column in newest.columns:
+            array = _text_to_column(column, rows.texts[column.name], self._dialect)
+            if array is None:
+                return None
+            arrays[column.name] = array
+        every = newest.convert_to_newest(Block(np.arange(len(rows.live)), arrays))
+        if rows.live.all():
+            return Commands(build_command_table(self.schema, every.arrays, every.places, {}, every.places[:0], rows))
+        live, gone = (np.flatnonzero(mask) for mask in (rows.live, ~rows.live))
+        some, absent = (pa.array(places) for places in (live, gone))
+        left = {name: array.take(some) for name, array in every.arrays.items()}
+        keys = {name: every.arrays[name].take(absent) for name in self.schema.key}
+        return Commands(build_command_table(self.schema, left, live, keys, gone, rows))
 
     def _decode(self, records: Records) -> Captured:
         """Decode records of one partition, or of one version."""
@@ -390,6 +420,22 @@ class _CaptureDialect:
             array, beyond = narrow_to_float32(array)
             odd |= beyond
         return array
+
+
+def _text_to_column(column: Column, texts: pa.Array, dialect: _CaptureDialect) -> pa.Array | None:
+    """Convert PostgreSQL's texts as the JSON of their records is. None: the records decide, of one row at least."""
+    odd = np.zeros(len(texts), dtype=bool)
+    wide = replace(column, type="float64") if column.type == "float32" else column
+    try:
+        array = dialect.convert(wide, texts, odd)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        return None
+    if column.type in FLOATS:
+        odd |= non_finite_mask(array)
+    if column.type == "float32":
+        array, beyond = narrow_to_float32(array)
+        odd |= beyond
+    return None if odd.any() else array
 
 
 def _arrays_of_texts(texts: pa.Array, element: str, odd: Mask) -> pa.Array:

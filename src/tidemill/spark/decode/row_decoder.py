@@ -22,7 +22,6 @@ from tidemill.shards.nested.type_names import is_nested, leaf_types
 from tidemill.shards.parts.key_hash import normalize_keys
 from tidemill.shards.parts.schema import FLOATS, arrow_type
 from tidemill.spark.decode.json.nested_values import decode_hook, nested_field
-from tidemill.spark.decode.records import Records
 from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION, command_schema
 
 NESTED_MAX = 500
@@ -32,6 +31,16 @@ _STRINGS = re.compile(rb'"(?:[^"\\]|\\.)*"?', re.DOTALL)
 _MINUS_ZERO = re.compile(rb"-0\s*[,}\]]")
 
 ToArrow = Callable[[Sequence[Any], Column], pa.Array]
+
+
+class RecordPlaces(Protocol):
+    """Time, offset and partition of every record."""
+
+    @property
+    def times(self) -> npt.NDArray[np.int64]: ...
+    @property
+    def offsets(self) -> npt.NDArray[np.int64]: ...
+    def partitions_at(self, at: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]: ...
 
 
 class RowDecoder(Protocol):
@@ -193,7 +202,7 @@ def build_command_table(
     live_at: npt.NDArray[np.int64],
     absent: Mapping[str, pa.Array],
     absent_at: npt.NDArray[np.int64],
-    records: Records,
+    records: RecordPlaces,
 ) -> pa.Table:
     """Build the table. `live_at` and `absent_at` are places in `records`; the mappings hold their columns."""
     at = np.concatenate([live_at, absent_at])

@@ -23,10 +23,16 @@ from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.shards.api import TIME, Remap
-from tidemill.shards.parts.arrow_rows import int64s
+from tidemill.shards.parts.arrow_rows import int64s, to_mask
 from tidemill.spark.decode.captured import CapturedDecoder, Stop
+from tidemill.spark.decode.column_batches import (
+    ColumnBatch,
+    find_column_batches,
+    group_column_batches,
+    without_batches,
+)
 from tidemill.spark.decode.dead_letter_rows import no_dead_letters
-from tidemill.spark.decode.records import Records, SliceDescriptor, cut_blocks, record_count
+from tidemill.spark.decode.records import Records, SliceBatches, SliceDescriptor, cut_blocks, record_count
 from tidemill.spark.decode.stream import StreamDecoder
 from tidemill.spark.formats.record_format import PLAIN
 from tidemill.spark.formats.schemas.writer_schema import (
@@ -41,6 +47,7 @@ from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.ingest.step_planner import Step, StepPlanner
 from tidemill.spark.merge.commands import (
     BEFORE_ALL,
+    LIVE,
     Commands,
     Truncate,
     filter_commands,
@@ -115,15 +122,24 @@ def decode_blocks(
     helpers: Executor | None = None,
     schemas: SchemaLookup = NO_SCHEMAS,
 ) -> Iterator[Decoded]:
-    """Decode block by block, in order, as `decode`. The input of a block is released when the next block is taken, or
-    with helpers `BLOCKS_IN_FLIGHT` blocks later.
+    """Decode block by block, as `decode`: batches with columns first, then the others in order. The input of a block is
+    released when the next block is taken, or with helpers `BLOCKS_IN_FLIGHT` blocks later.
 
     This thread cuts records out of their batches; `helpers` read them.
     """
-    read = partial(decode_block, feed, schemas=schemas)
-    blocks = cut_blocks((d.slice, data, d.refs) for d, data in zip(descriptors, batches, strict=True))
     few = record_count([d.slice for d in descriptors]) < MIN_PARALLEL_RECORDS
-    yield from map(read, blocks) if helpers is None or few else _map_concurrently(helpers, read, blocks)
+    spread = partial(_map_concurrently, helpers) if helpers is not None and not few else map
+    pieces: list[SliceBatches] = [(d.slice, data, d.refs) for d, data in zip(descriptors, batches, strict=True)]
+    decoder = _decoder_for(feed)
+    if isinstance(decoder, CapturedDecoder) and decoder.reads_columns:
+        groups = list(group_column_batches(find_column_batches(pieces)))
+        done: set[tuple[int, int]] = set()
+        for group, found in zip(groups, spread(partial(_decode_columns, feed, decoder), iter(groups)), strict=True):
+            if found is not None:
+                yield found
+                done.update(each.place for each in group)
+        pieces = without_batches(pieces, done)
+    yield from spread(partial(decode_block, feed, schemas=schemas), cut_blocks(pieces))
     # The table restarts on this topic: a re-snapshot of a captured table, or a stream that was deleted and created
     # again. Rows that are not in the new topic are deleted. All partitions are truncated at one time, even those
     # without records in this interval, so the result does not depend on how intervals are cut.
@@ -132,6 +148,18 @@ def decode_blocks(
         count = max(feed.partitions, *(d.slice.partition + 1 for d in descriptors))  # partitions may have been added
         gone = tuple(Truncate(time_ms, p, BEFORE_ALL) for time_ms in begins for p in range(count))
         yield Decoded(Commands(no_commands(feed.schema).rows, gone), no_dead_letters())
+
+
+def _decode_columns(feed: TopicFeed, decoder: CapturedDecoder, group: Sequence[ColumnBatch]) -> Decoded | None:
+    """Decode a group of batches from their columns. None: their records decide, also if a row violates an
+    expectation."""
+    commands = decoder.decode_columns(group)
+    check = expectation_check(feed.schema, feed.expectations)
+    if commands is None or (
+        check is not None and check.violated(commands.rows)[:, to_mask(commands.rows.column(LIVE))].any()
+    ):
+        return None
+    return Decoded(commands, no_dead_letters())
 
 
 def _map_concurrently(helpers: Executor, call: Callable[[T], U], items: Iterator[T]) -> Iterator[U]:
