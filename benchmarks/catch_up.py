@@ -46,10 +46,11 @@ class Waiting:
 
     def __init__(self, portal: BlockingPortal, stores: Stores, root: Path, rows: int) -> None:
         self.portal, self.stores, self.root, self.rows = portal, stores, root, rows
+        self.source = "topic/clicks"
         self.load = portal.call(self._made())
         self.schema = stream_schema(SCHEMA, KEY)
         self.feed = portal.call(stream_feed(stores.catalogue, self.load.name, self.schema))
-        self.remap = portal.call(stores.remap(f"topic/{self.load.name}"))
+        self.remap = portal.call(stores.remap(self.source))
 
     async def _made(self) -> Load:
         load = Load(self.stores, "clicks", PARTITIONS, self.rows)
@@ -66,11 +67,10 @@ class Waiting:
         shard = self.portal.call(self.stores.shard(f"{way}_{number}", self.schema))
         table = TableWriter(self.portal, self.stores, shard, scratch / "mirrors" / "clicks", self.feed)
         table.hydrate()
-        source = f"topic/{self.load.name}"
         seats = TableSchedule(self.stores.clock, StageHistograms())
         seats.attach(table)
         decoders = DECODERS if way == "helped" else 0
-        sink = FeedSink(self.portal, self.stores, source, self.remap, seats, decoders=decoders)
+        sink = FeedSink(self.portal, self.stores, self.source, self.remap, seats, decoders=decoders)
         before, began_s = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
         sink.process(self.end)
         wall_s, after = time.perf_counter() - began_s, resource.getrusage(resource.RUSAGE_SELF)

@@ -8,9 +8,9 @@ batches of several sizes, from bytes to columns; keys, values and offsets are ve
 in batches of 1,000, from columns to a command table, by blocks and record by record, the two alternating; both tables
 must be equal, row by row, without a dead letter. The limit is Arrow's reader over the same objects as one ready text.
 
-Bodies (RFC 0015, proposed): PostgreSQL's texts of the captured rows as Arrow bodies of 1,000 rows, compressed with lz4,
-and from there to typed columns, which must equal those of the JSON. `records` is what bodies would replace: record
-batches to a command table.
+Columns (RFC 0015): batches of several sizes whose trailer has the rows as columns, to a command table, alternating with
+the same batches without trailers, that is, from their records. The commands must be equal. `written` is the cost of the
+trailer in the capture.
 """
 
 from __future__ import annotations
@@ -30,17 +30,23 @@ import msgspec
 import pyarrow as pa
 import pyarrow.json as pj
 
+from tidemill.capture.changes import Column as SourceColumn
+from tidemill.capture.changes import Relation
+from tidemill.capture.encode.row_columns import build_row_columns, encode_row_columns
 from tidemill.shards.api import Binding, Column, ShardSchema
-from tidemill.shards.parts.pg_columns import parse_column
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode import block_decoder
 from tidemill.spark.decode.captured import CapturedDecoder
-from tidemill.spark.decode.records import Records, cut_blocks, cut_slices
+from tidemill.spark.decode.records import Records, SliceDescriptor, cut_blocks, cut_slices
 from tidemill.spark.decode.stream import StreamDecoder
+from tidemill.spark.ingest.fetch_decode import decode
+from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.types import stream_schema
+from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, RecordColumns, decode_opened, encode_batch, open_batch
+from tidemill.topics.batch.columns_trailer import encode_trailer
 
-BODY_ROWS = 1_000
+COLUMN_BATCHES = (100, 400, 1_000, 4_000)
 BATCHES = (5, 20, 100, 1_000, 10_000)
 SCHEMAS = {
     "few strings": "click_id string, product string, page string",
@@ -183,47 +189,47 @@ def reading(name: str, values: Sequence[bytes], decoder: StreamDecoder | Capture
     return Reading(name, sum(map(len, values)) / count, len(columns), blocks_us, records_us, arrow_us, 2 * count)
 
 
-class Bodies(msgspec.Struct):
+class Trailers(msgspec.Struct):
+    rows_a_batch: int
     bytes_a_row: float
     record_bytes_a_row: float
     write_us: float
-    read_us: float
+    columns_us: float
     records_us: float
     verified: int
 
 
-def bodies_of(values: Sequence[bytes], rounds: int) -> Bodies:
-    count, batches, decoder = len(values), batches_of(values, BODY_ROWS), CapturedDecoder(ORDERS)
-    (piece,) = cut_slices(None, [Binding(7, {"id": (count,)})], "t", "id")
+def trailers_of(values: Sequence[bytes], size: int, rounds: int) -> Trailers:
+    count, batches = len(values), batches_of(values, size)
+    described = tuple(SourceColumn(c.name, 25, -1, "", -(c.name != "id")) for c in ORDERS.columns)
+    relation = Relation(1, "public", "orders", described)
     rows = [msgspec.json.decode(value) for value in values]
-    texts = pa.table({c.name: pa.array([_text_of(row[c.name]) for row in rows]) for c in ORDERS.columns})
-    parts = [texts.slice(at, BODY_ROWS) for at in range(0, count, BODY_ROWS)]
+    texts = [pa.array([_text_of(row[c.name]) for row in rows], pa.string()) for c in ORDERS.columns]
+    whole = build_row_columns(relation, [True] * count, texts)
+    counts = [min(size, count - at) for at in range(0, count, size)]
 
-    def write() -> list[pa.Buffer]:
-        found = []
-        for part in parts:
-            sink = pa.BufferOutputStream()
-            with pa.ipc.new_stream(sink, part.schema, options=pa.ipc.IpcWriteOptions(compression="lz4")) as writer:
-                writer.write_table(part)
-            found.append(sink.getvalue())
-        return found
+    def write() -> list[bytes]:
+        parts = [encode_row_columns([whole.slice(at * size, n)]) for at, n in enumerate(counts)]
+        return [encode_trailer(part, n) for part, n in zip(parts, counts, strict=True) if part is not None]
 
-    def read() -> list[list[pa.Array]]:
-        found = (pa.ipc.open_stream(body).read_all().combine_chunks() for body in bodies)
-        return [[parse_column(one.column(c.name).chunk(0), c) for c in ORDERS.columns] for one in found]
+    def read(stored: Sequence[bytes]) -> Callable[[], pa.Table]:
+        def work() -> pa.Table:
+            block_decoder.MIN_BLOCK_VALUES = FEW
+            return decode(feed, descriptors, [stored]).commands.rows
 
-    def records() -> list[pa.Table]:
-        block_decoder.MIN_BLOCK_VALUES = FEW
-        return [rows_of(decoder, block) for block in cut_blocks([(piece, batches, ())])]
+        return work
 
-    bodies = write()
-    write_us, read_us, records_us = best_us(rounds, count, write, read, records)
-    columns = [pa.chunked_array(arrays) for arrays in zip(*read(), strict=True)]
-    names = [c.name for c in ORDERS.columns]
-    if not pa.table(columns, names=names).equals(pa.concat_tables(records()).select(names)):
-        raise SystemExit("bodies: the rows differ")
-    sizes = sum(body.size for body in bodies) / count, sum(map(len, batches)) / count
-    return Bodies(*sizes, write_us, read_us, records_us, count)
+    feed = TopicFeed("t", "id", 1, True, ORDERS, "public.orders")
+    (piece,) = cut_slices(None, [Binding(7, {"id": (count,)})], "t", "id")
+    refs = [BatchRef("o", 0, len(each), at * size, counts[at], 0) for at, each in enumerate(batches)]
+    descriptors = [SliceDescriptor(piece, tuple(refs))]
+    trailers = write()
+    by_columns, by_records = read([a + b for a, b in zip(batches, trailers, strict=True)]), read(batches)
+    write_us, columns_us, records_us = best_us(rounds, count, write, by_columns, by_records)
+    if not by_columns().equals(by_records()) or by_columns().num_rows != count:
+        raise SystemExit(f"columns of {size}: the commands differ")
+    sizes = sum(map(len, trailers)) / count, sum(map(len, batches)) / count
+    return Trailers(size, *sizes, write_us, columns_us, records_us, count)
 
 
 def _text_of(value: object) -> str | None:
@@ -255,14 +261,11 @@ def main() -> None:
         decoder = StreamDecoder(stream_schema(ddl, ddl.split()[0]))
         readings.append(reading(name, values_of(name, args.rows), decoder, args.rounds))
     readings.append(reading("captured", captured_values(args.rows), CapturedDecoder(ORDERS), args.rounds))
-    bodies = bodies_of(captured_values(args.rows), args.rounds)
+    trailers = [trailers_of(captured_values(args.rows), size, args.rounds) for size in COLUMN_BATCHES]
     machine = f"{os.cpu_count()} cores, Python {platform.python_version()}, Arrow {pa.__version__}"
     if args.json:
-        print(
-            json.dumps(
-                {"machine": machine, **msgspec.to_builtins({"batches": batchings, "json": readings, "bodies": bodies})}
-            )
-        )
+        found = msgspec.to_builtins({"batches": batchings, "json": readings, "columns": trailers})
+        print(json.dumps({"machine": machine, **found}))
         return
     print(f"machine: {machine}; {args.rows:,} rows, best of {args.rounds}, µs of CPU")
     for one in batchings:
@@ -273,11 +276,13 @@ def main() -> None:
             f" {row.records_us:.2f} record by record, ratio {row.ratio:.2f}; Arrow's reader alone {row.arrow_us:.2f},"
             f" {row.blocks_us / row.arrow_us:.2f} of it; {row.verified:,} verified"
         )
-    print(
-        f"bodies: {bodies.bytes_a_row:.0f} B a row next to {bodies.record_bytes_a_row:.0f} B of records,"
-        f" written {bodies.write_us:.3f} a row, read {bodies.read_us:.3f}; the records {bodies.records_us:.3f};"
-        f" {bodies.verified:,} verified"
-    )
+    for each in trailers:
+        print(
+            f"columns, {each.rows_a_batch:,} rows a batch: {each.bytes_a_row:.0f} B a row next to"
+            f" {each.record_bytes_a_row:.0f} B of records, written {each.write_us:.3f} a row; commands from columns"
+            f" {each.columns_us:.3f}, from records {each.records_us:.3f}, ratio"
+            f" {each.columns_us / each.records_us:.2f}; {each.verified:,} verified"
+        )
 
 
 if __name__ == "__main__":
