@@ -3,8 +3,8 @@
     ./dev bench catch_up_captured [--rows N] [--rounds R] [--json]
 
 Method: N inserted rows of six columns, encoded as the capture encodes a large transaction or a copy (512 KiB of records
-a batch), wait in two topics of four partitions, once with trailers and once without. This process brings a fresh table of
-one to the end, as a driver does (fetch, decode, resolve, part, append, mirror; no JVM), then of the other. Wall and
+a batch), wait in two topics of four partitions, once with trailers and once without. This process brings a fresh table
+of one to the end, as a driver does (fetch, decode, resolve, part, append, mirror; no JVM), then of the other. Wall and
 processor time of this process; the last table of each kind is compared with the rows.
 """
 

@@ -23,6 +23,7 @@ NAMES = (
     "upsert_keys",
     "upsert_peers",
     "catch_up",
+    "catch_up_captured",
     "small_steps",
     "idle",
     "partitions",
