@@ -12,6 +12,7 @@ from support.capture.types_in_tables import check_columns, expression
 from support.capture.world import World
 from tidemill.base.errors import TidemillError
 from tidemill.capture.decode import copy_text, row_blocks
+from tidemill.capture.encode import columnar_encoder
 from tidemill.capture.topics import batch_builder, partition_writer
 from tidemill.spark.decode import column_batches
 from tidemill.spark.decode.captured import CapturedDecoder
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.postgres
 
 
 async def stored(world: World, table: str) -> tuple[list[SliceDescriptor], list[list[Any]]]:
-    """Return a slice of each partition of the table's topic, and its batches as they are stored."""
+    """Return a slice of each partition of the table's topic, and its batches with their trailers."""
     topic = await world.topic(table)
     reader = LogPartitionReader(world.consensus, world.objects)
     descriptors: list[SliceDescriptor] = []
@@ -63,12 +64,13 @@ class Groups:
 async def test_every_type_is_in_the_columns_what_postgres_says_it_is(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From the copy and from the stream. A batch and a group for each row, so that only rows with values that their
-    records have to decide (NaN, infinity) are not read from columns.
+    """The rows come from the copy and from the stream. Each is a batch and a group, so that only rows with values that
+    their records have to decide (NaN, infinity) are not read from columns.
     """
     for module in (row_blocks, copy_text):
         monkeypatch.setattr(module, "MAX_COLUMNS", 200)
     monkeypatch.setattr(batch_builder, "MIN_ROWS", 1)
+    monkeypatch.setattr(columnar_encoder, "MIN_BLOCK_ROWS", 1)
     monkeypatch.setattr(partition_writer, "BATCH_BYTES", 1)
     monkeypatch.setattr(column_batches, "BLOCK_RECORDS", 1)
     async with World(postgres_dsn) as world:

@@ -18,7 +18,7 @@ from support.capture.wire import Log, Notices, framed, message
 from tidemill.base.clock import Rand
 from tidemill.capture.changes import Column as SourceColumn
 from tidemill.capture.changes import Relation
-from tidemill.capture.encode import row_columns
+from tidemill.capture.encode import columnar_encoder, row_columns
 from tidemill.capture.encode.row_columns import build_row_columns, decode_row_columns, encode_row_columns
 from tidemill.capture.topics import batch_builder, partition_writer
 from tidemill.capture.topics.captured_table import CapturedTable
@@ -159,6 +159,7 @@ def told(decoded: Decoded) -> tuple[list[dict[str, Any]], list[dict[str, Any]], 
 @pytest.fixture
 def every_batch_has_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_builder, "MIN_ROWS", 1)
+    monkeypatch.setattr(columnar_encoder, "MIN_BLOCK_ROWS", 1)
 
 
 class Counted:
@@ -186,6 +187,7 @@ def test_columns_give_what_their_records_give(seed: int, odd: float, batch_bytes
     rand = random.Random(seed)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch_builder, "MIN_ROWS", 1)
+        patch.setattr(columnar_encoder, "MIN_BLOCK_ROWS", 1)
         patch.setattr(partition_writer, "BATCH_BYTES", batch_bytes)
         log = write(changes(rand, rand.choice([1, 5, 60, 150]), odd), partitions=partitions)
         descriptors, plain, whole = descriptors_of(log, rand)

@@ -59,7 +59,7 @@ def test_damaged_bytes_are_no_trailer(damaged: bytes) -> None:
 
 @pytest.mark.parametrize("cache_bytes", [0, 1 << 20])
 async def test_clients_get_the_records_alone(cache_bytes: int) -> None:
-    """From the cache and from the store, byte by byte."""
+    """A fetch returns the bytes that were sent, from the cache and from the store."""
     async with World(cache_bytes=cache_bytes) as world:
         row = await world.topic()
         node = world.node()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import zlib
 from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -33,7 +33,7 @@ from tidemill.capture.decode.columnar_tuples import (
 )
 from tidemill.capture.decode.row_blocks import RowBlock
 from tidemill.capture.encode.debezium_json import AFTER, BEFORE
-from tidemill.capture.encode.row_columns import build_row_columns
+from tidemill.capture.encode.row_columns import MIN_ROWS, build_row_columns
 from tidemill.capture.encode.row_encoder import MINUS_ZERO, Form, event_form, row_form
 from tidemill.topics.batch.encode import join_fields, value_sizes
 from tidemill.topics.batch.varint import encode_varints
@@ -43,6 +43,8 @@ TAIL_ROOM_BYTES = 4096
 """Reserve for the parts of an event other than its row: rows that exceed the limit with it are left to the per-row
 functions.
 """
+MIN_BLOCK_ROWS = MIN_ROWS // 4
+"""Fewer rows of a block get no columns: they seldom become part of a batch that is large enough for columns."""
 TOMBSTONE = ord("X")
 """Kind of the tombstone record after the event of a deleted row."""
 _EMPTY = pa.scalar("")
@@ -53,14 +55,24 @@ _SPECIAL_FLOATS = pa.array(sorted(NOT_JSON_NUMBERS))
 _ZONED = r"^[0-9]{4}-[0-9]{2}-[0-9]{2} [0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]+)?\+00$"
 
 
+class BlockRecords(NamedTuple):
+    """The records of all rows of a block. `sizes`: as a partition writer counts them. `columns`: the rows as
+    row_columns.py stores them; None for events, and for few rows.
+    """
+
+    keys: Any
+    values: Any
+    middles: Any
+    sizes: Int64s
+    columns: pa.RecordBatch | None = None
+
+
 class PartitionRows:
     """The records of one partition, in the order of the stream: `rows` of the block, their `places`, `middles` (key and
     value with their lengths), and `sums` of their sizes, as a partition writer counts them, before each.
 
     For events: `heads` of the values, and `middles` are keys. A deleted row is present twice, the second time as its
     tombstone.
-
-    `columns`: the rows as row_columns.py stores them; None for events.
     """
 
     __slots__ = (
@@ -77,11 +89,9 @@ class PartitionRows:
         "version",
     )
 
-    def __init__(
-        self, block: RowBlock, keys: Any, values: Any, middles: Any, sizes: Int64s, rows: Int64s | None,
-        kinds: Bytes | None = None, columns: pa.RecordBatch | None = None,
-    ) -> None:  # fmt: skip
-        """`kinds`: kinds of events, if they differ from those of the block. `columns`: the rows of the block."""
+    def __init__(self, block: RowBlock, records: BlockRecords, rows: Int64s | None, kinds: Bytes | None = None) -> None:
+        """`rows`: those of the partition; None = all. `kinds`: of events, if they differ from those of the block."""
+        keys, values, middles, sizes, columns = records
         places = np.asarray(block.places, np.int64)
         if rows is not None:
             taken = pa.array(rows)
@@ -204,16 +214,17 @@ def encode_block(
         return None
     middles = join_fields(encode_varints(key_sizes), keys, value_lengths, values_written)
     sizes = key_sizes + sizes_of_values + RECORD_OVERHEAD_BYTES
-    columns = build_row_columns(block.relation, ~deleted, texts)
+    columns = build_row_columns(block.relation, ~deleted, texts) if len(block) >= MIN_BLOCK_ROWS else None
+    records = BlockRecords(keys, values, middles, sizes, columns)
     if partitions == 1:
-        return EncodedBlock([PartitionRows(block, keys, values, middles, sizes, None, columns=columns)], [], [])
+        return EncodedBlock([PartitionRows(block, records, None)], [], [])
     partition_of = _partitions_of(keys, partitions)
     index_of = np.empty(len(partition_of), np.int64)
     found = []
     for partition in range(partitions):
         (rows,) = np.nonzero(partition_of == partition)
         index_of[rows] = np.arange(len(rows))
-        found.append(PartitionRows(block, keys, values, middles, sizes, rows, columns=columns))
+        found.append(PartitionRows(block, records, rows))
     return EncodedBlock(found, partition_of.tolist(), index_of.tolist())
 
 
@@ -226,7 +237,7 @@ def _encode_events(block: RowBlock, partitions: int, limit_bytes: int, keys: Any
     names = len(block.relation.schema) + len(block.relation.table)
     if int((key_sizes + head_sizes).max()) + TAIL_ROOM_BYTES + 6 * names > limit_bytes:
         return None
-    middles = join_fields(encode_varints(key_sizes), keys)
+    records = BlockRecords(keys, heads, join_fields(encode_varints(key_sizes), keys), key_sizes + RECORD_OVERHEAD_BYTES)
     partition_of = _partitions_of(keys, partitions) if partitions > 1 else np.zeros(len(block), np.int64)
     times = np.where(block.kinds == DELETE, 2, 1)
     found = []
@@ -235,7 +246,7 @@ def _encode_events(block: RowBlock, partitions: int, limit_bytes: int, keys: Any
         rows = np.repeat(rows, times[rows])
         kinds = block.kinds[rows]
         kinds[1:][rows[1:] == rows[:-1]] = TOMBSTONE
-        found.append(PartitionRows(block, keys, heads, middles, key_sizes + RECORD_OVERHEAD_BYTES, rows, kinds))
+        found.append(PartitionRows(block, records, rows, kinds))
     return EncodedBlock(found, [], [])
 
 

@@ -19,7 +19,7 @@ from tidemill.capture.changes import Relation
 from tidemill.objects.store import Buffer
 
 MIN_ROWS = 400
-"""Fewer rows of a batch are not worth their columns: whatever their number, these take a kilobyte, and 0.1 ms both to
+"""Fewer rows of a batch are not worth their columns. For any number of rows, these take a kilobyte, and 0.1 ms both to
 write and to read (`./dev bench decode`).
 """
 VERSION = b"tm.version"

@@ -28,21 +28,16 @@ import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from msgspec.structs import replace
 
 from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.shards.nested.pg_arrays import map_elements, split_arrays
-from tidemill.shards.nested.type_names import is_nested
-from tidemill.shards.parts.numbers import narrow_to_float32
-from tidemill.shards.parts.pg_columns import cast_text, element_type, parse_column
-from tidemill.shards.parts.schema import FLOATS, TIMESTAMPS, arrow_type
 from tidemill.spark.decode import events
 from tidemill.spark.decode.avro import AvroReader, AvroVersion, SchemaMismatchError, after_row, locate_rows
-from tidemill.spark.decode.block_decoder import Block, join_blocks, non_finite_mask, to_bool_mask
+from tidemill.spark.decode.block_decoder import Block, join_blocks, to_bool_mask
 from tidemill.spark.decode.column_batches import ColumnBatch, read_column_rows
 from tidemill.spark.decode.dead_letter_rows import DeadLetter, dead_letter_table
-from tidemill.spark.decode.newline_text import Mask, Places, bytes_of_ranges
+from tidemill.spark.decode.json.captured_values import NATIVE_JSON, CapturedDialect, text_to_column, values_to_array
+from tidemill.spark.decode.newline_text import Places, bytes_of_ranges
 from tidemill.spark.decode.partial_rows import OmittedColumns, add_unchanged_columns, split_partial_rows
 from tidemill.spark.decode.records import Records
 from tidemill.spark.decode.row_decoder import build_command_table, rows_to_columns
@@ -61,15 +56,6 @@ from tidemill.topics.batch import RecordColumns
 
 OP_HEADER = "tm.op"
 TRUNCATE = b"truncate"
-
-_NATIVE: dict[str, Any] = {
-    "int16": int | str | None,
-    "int32": int | str | None,
-    "int64": int | str | None,
-    "float32": float | str | None,
-    "float64": float | str | None,
-    "bool": bool | str | None,
-}
 
 
 class Stop(msgspec.Struct, frozen=True, order=True):
@@ -132,9 +118,9 @@ class CapturedDecoder:
         self.table = table
         self._events = forms is not None
         self._forms = forms or {}
-        value, key = (_CaptureDialect(self._forms, exact=exact) for exact in (True, False))
+        value, key = (CapturedDialect(self._forms, exact=exact) for exact in (True, False))
         self._dialect = value
-        self._generations = SchemaVersions(ValueFormat(schema, _NATIVE, value, key, self._forms), known, avro)
+        self._generations = SchemaVersions(ValueFormat(schema, NATIVE_JSON, value, key, self._forms), known, avro)
 
     def decode(self, records: Records) -> Captured:
         """Decode all records, or those before the stop, if there is one."""
@@ -168,7 +154,7 @@ class CapturedDecoder:
             return None
         arrays: dict[str, pa.Array] = {}
         for column in newest.columns:
-            array = _text_to_column(column, rows.texts[column.name], self._dialect)
+            array = text_to_column(column, rows.texts[column.name], self._dialect)
             if array is None:
                 return None
             arrays[column.name] = array
@@ -317,7 +303,7 @@ class CapturedDecoder:
 
     def _to_array(self, values: Sequence[Any], column: Column) -> pa.Array:
         found = events.convert_values(self._forms.get(column.name, ""), values, column)
-        return _values_to_array(values, column) if found is None else found
+        return values_to_array(values, column) if found is None else found
 
     @staticmethod
     def _decode_key(under: VersionReaders, key: bytes | None) -> Any:
@@ -389,94 +375,6 @@ class CapturedDecoder:
         return key.decode("utf-8", "replace")
 
 
-class _CaptureDialect:
-    """Dialect of JSON that capture writes; see block_decoder.Dialect."""
-
-    def __init__(self, forms: Mapping[str, str], *, exact: bool) -> None:
-        self.exact = exact
-        self._forms = forms
-
-    def arrow_input_type(self, column: Column, seen: bytes) -> pa.DataType:
-        found = events.arrow_input_type(self._forms.get(column.name, ""))
-        if found is not None:
-            return found
-        if column.type not in _NATIVE or (column.type == "int64" and seen[:1] == b'"'):  # an oid
-            return pa.string()
-        return pa.float64() if column.type == "float32" else arrow_type(column.type)
-
-    def convert(self, column: Column, array: pa.Array, odd: Mask) -> pa.Array:
-        found = events.convert_form(self._forms.get(column.name, ""), column, array, odd)
-        if found is not None:
-            return found
-        if is_nested(column.type):
-            return _arrays_of_texts(array, element_type(column.type), odd)
-        if pa.types.is_string(array.type):
-            array, strange = _without_odd_texts(array, column.type)
-            odd |= strange
-            return cast_text(array, column.type)
-        if column.type in FLOATS:
-            odd |= non_finite_mask(array)
-        if column.type == "float32":
-            array, beyond = narrow_to_float32(array)
-            odd |= beyond
-        return array
-
-
-def _text_to_column(column: Column, texts: pa.Array, dialect: _CaptureDialect) -> pa.Array | None:
-    """Convert PostgreSQL's texts as the JSON of their records is. None: the records decide, of one row at least."""
-    odd = np.zeros(len(texts), dtype=bool)
-    wide = replace(column, type="float64") if column.type == "float32" else column
-    try:
-        array = dialect.convert(wide, texts, odd)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
-        return None
-    if column.type in FLOATS:
-        odd |= non_finite_mask(array)
-    if column.type == "float32":
-        array, beyond = narrow_to_float32(array)
-        odd |= beyond
-    return None if odd.any() else array
-
-
-def _arrays_of_texts(texts: pa.Array, element: str, odd: Mask) -> pa.Array:
-    """Parse PostgreSQL's texts of arrays; see block_decoder.Dialect."""
-    lists, wrong = split_arrays(texts)
-    odd |= wrong
-
-    def convert(elements: pa.Array) -> pa.Array:
-        elements, strange = _without_odd_texts(elements, element)
-        if strange.any():
-            rows = np.repeat(np.arange(len(lists)), np.asarray(lists.value_lengths().fill_null(0)))
-            odd[rows[strange]] = True
-        return cast_text(elements, element)
-
-    return map_elements(lists, convert)
-
-
-def _without_odd_texts(texts: pa.Array, kind: str) -> tuple[pa.Array, Mask]:
-    """Replace texts that `cast_text` may not read by null. Return the texts, and a mask of the replaced ones."""
-    moment = kind == "date" or kind in TIMESTAMPS
-    if not len(texts) or not (moment or kind.startswith("decimal")):
-        return texts, np.zeros(len(texts), dtype=bool)
-    strange = _postgres_only_mask(texts, moment=moment)
-    return (pc.if_else(pa.array(strange), None, texts) if strange.any() else texts), strange
-
-
-def _postgres_only_mask(texts: pa.Array, *, moment: bool) -> Mask:
-    """Return a mask of texts in forms that only PostgreSQL writes: NaN, infinity, years of another length, BC."""
-    _, offsets, data = texts.buffers()
-    places = np.frombuffer(offsets, dtype=np.int32)[texts.offset : texts.offset + len(texts) + 1]
-    if places[0] == places[-1]:
-        return to_bool_mask(texts.is_valid())
-    text, sizes = np.frombuffer(data, dtype=np.uint8), np.diff(places)
-    begins = np.minimum(places[:-1], len(text) - 1)
-    first = text[begins]
-    strange: Mask = (sizes == 0) | ((first - ord("0") > 9) & (moment | (first != ord("-"))))
-    if moment:
-        strange |= (text[np.minimum(begins + 4, len(text) - 1)] != ord("-")) | (text[places[1:] - 1] == ord("C"))
-    return strange & to_bool_mask(texts.is_valid()) if texts.null_count else strange
-
-
 def _classify_records(columns: RecordColumns) -> tuple[Places, Places, Places]:
     """Return the places of records with a value, of certain deletions, and of the others."""
     valued = columns.value_bytes >= 0
@@ -509,25 +407,3 @@ def _float_as_json(value: object) -> object:
 
 def _recopy_fix(table: str) -> str:
     return f"Run `tidemill capture resnapshot {table}`; for a table made from another source, `tidemill table drop`."
-
-
-def _values_to_array(values: Sequence[Any], column: Column) -> pa.Array:
-    if column.type not in _NATIVE:
-        return parse_column(values, column)
-    kind = "float64" if column.type == "float32" else column.type
-    if any(type(v) is str for v in values):  # NaN, Infinity, an oid: text where JSON has no number
-        found = parse_column([None if v is None else _value_as_text(v) for v in values], replace(column, type=kind))
-    else:
-        found = pa.array(values, arrow_type(kind))
-    if kind == column.type:
-        return found
-    narrow, beyond = narrow_to_float32(found)
-    if beyond.any():
-        raise ValueError("beyond a float32")
-    return narrow
-
-
-def _value_as_text(value: object) -> str:
-    if isinstance(value, bool):
-        return "t" if value else "f"
-    return value if isinstance(value, str) else repr(value)

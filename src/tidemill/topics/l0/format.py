@@ -1,7 +1,7 @@
 """Format of an L0 object, little-endian.
 
-    regions   the record batches of each partition back to back, partitions in order of first arrival; each batch has
-              its trailer behind it (batch/columns_trailer.py)
+    regions   the record batches of each partition back to back, partitions in order of first arrival; each batch is
+              followed by its trailer (batch/columns_trailer.py)
     footer    'TML0' | version uint8 = 1 | region count uint32
               { topic id length uint8 | topic id utf-8 | partition uint32 | position uint64 | length uint64 }*
               | crc32c uint32 of the footer before it

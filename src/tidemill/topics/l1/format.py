@@ -1,6 +1,6 @@
 """Format of an L1 object: record batches of one topic, partition by partition, in offset order (RFC 0005 §2).
 
-    regions   record batches v2 of one partition back to back, base offsets patched, each with its trailer behind it
+    regions   record batches v2 of one partition back to back, base offsets patched, each followed by its trailer
               (batch/columns_trailer.py). A partition may have several regions, of disjoint and ascending offsets.
     indexes   one per region, in the order of the regions: 'TMI1' | batch count uint32 | codec uint8 | payload
               | crc32c uint32 of the index before it

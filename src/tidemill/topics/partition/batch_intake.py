@@ -82,7 +82,8 @@ class BatchIntake:
             fail_future(future, self._leader.closed_error)
             return future
         line = header.producer_id if header.producer_id >= 0 else self._line_of(sender)
-        pending = PendingBatch(self, header, buffer, future, line, within=within, trailer=trailer)
+        pending = PendingBatch(self, header, buffer, future, line, within=within)
+        pending.add_trailer(trailer)
         if header.producer_id >= 0 and self.live.join_twin(pending):
             return future
         self.live.add(pending)

@@ -84,7 +84,6 @@ class PendingBatch:
         *,
         within: ProduceTransaction | None = None,
         marker: Marker | None = None,
-        trailer: bytes = b"",
     ) -> None:
         self.owner = owner
         self.topic_id = owner.topic_id
@@ -96,8 +95,8 @@ class PendingBatch:
         self.max_timestamp_ms = 0
         self.append_time_ms = -1
         self.buffer: Buffer = buffer
-        self.trailer = trailer
-        self.size_bytes = len(buffer) + len(trailer)
+        self.trailer = b""
+        self.size_bytes = len(buffer)
         self.staged_s = 0.0
         self.futures = [future]
         self.ticket: Ticket | None = None
@@ -126,6 +125,11 @@ class PendingBatch:
         """Identity by which a retry is recognised: producer id, epoch, first sequence, record count."""
         h = self.header
         return (h.producer_id, h.producer_epoch, h.base_sequence, h.record_count)
+
+    def add_trailer(self, trailer: bytes) -> None:
+        """Store `trailer` behind the batch (batch/columns_trailer.py)."""
+        self.trailer = trailer
+        self.size_bytes += len(trailer)
 
     def accept_validation(self, max_timestamp_ms: int, rewritten: bytearray | None) -> None:
         """Record a passed validation.
