@@ -30,9 +30,6 @@ import msgspec
 import pyarrow as pa
 import pyarrow.json as pj
 
-from tidemill.capture.changes import Column as SourceColumn
-from tidemill.capture.changes import Relation
-from tidemill.capture.encode.row_columns import build_row_columns, encode_row_columns
 from tidemill.shards.api import Binding, Column, ShardSchema
 from tidemill.shards.parts.schema import arrow_type
 from tidemill.spark.decode import block_decoder
@@ -45,6 +42,7 @@ from tidemill.spark.types import stream_schema
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch import Record, RecordColumns, decode_opened, encode_batch, open_batch
 from tidemill.topics.batch.columns_trailer import encode_trailer
+from tidemill.topics.batch.row_columns import build_row_columns, encode_row_columns
 
 COLUMN_BATCHES = (100, 400, 1_000, 4_000)
 BATCHES = (5, 20, 100, 1_000, 10_000)
@@ -201,11 +199,9 @@ class Trailers(msgspec.Struct):
 
 def trailers_of(values: Sequence[bytes], size: int, rounds: int) -> Trailers:
     count, batches = len(values), batches_of(values, size)
-    described = tuple(SourceColumn(c.name, 25, -1, "", -(c.name != "id")) for c in ORDERS.columns)
-    relation = Relation(1, "public", "orders", described)
     rows = [msgspec.json.decode(value) for value in values]
     texts = [pa.array([_text_of(row[c.name]) for row in rows], pa.string()) for c in ORDERS.columns]
-    whole = build_row_columns(relation, [True] * count, texts)
+    whole = build_row_columns([c.name for c in ORDERS.columns], 1, [True] * count, texts)
     counts = [min(size, count - at) for at in range(0, count, size)]
 
     def write() -> list[bytes]:

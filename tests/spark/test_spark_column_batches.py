@@ -18,8 +18,7 @@ from support.capture.wire import Log, Notices, framed, message
 from tidemill.base.clock import Rand
 from tidemill.capture.changes import Column as SourceColumn
 from tidemill.capture.changes import Relation
-from tidemill.capture.encode import columnar_encoder, row_columns
-from tidemill.capture.encode.row_columns import build_row_columns, decode_row_columns, encode_row_columns
+from tidemill.capture.encode import columnar_encoder
 from tidemill.capture.topics import batch_builder, partition_writer
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.topic_writer import TopicWriter
@@ -32,6 +31,9 @@ from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.merge.commands import ORDER, PARTITION
 from tidemill.spark.predicates.expectations import DEAD_LETTER, FAIL, Expectation, Expectations
 from tidemill.topics.api import BatchRef
+from tidemill.topics.batch import row_columns
+from tidemill.topics.batch.columns_trailer import encode_trailer
+from tidemill.topics.batch.row_columns import build_row_columns, decode_row_columns, encode_row_columns
 
 USUAL: dict[str, tuple[int, str, list[str], list[str]]] = {
     # column: (oid, type of the table, usual texts, texts that only the records decide)
@@ -282,11 +284,8 @@ DAMAGES: dict[str, Damage] = {
 
 
 def other_trailer(count: int, name: str, rows: int | None = None) -> bytes:
-    from tidemill.topics.batch.columns_trailer import encode_trailer
-
-    relation = Relation(1, "public", "x", (SourceColumn(name, 25, -1, "", 0),))
     made = rows if rows is not None else count
-    columns = encode_row_columns([build_row_columns(relation, [True] * made, [pa.array(["1"] * made)])])
+    columns = encode_row_columns([build_row_columns([name], 1, [True] * made, [pa.array(["1"] * made)])])
     assert columns is not None
     return encode_trailer(columns, count)
 
@@ -310,16 +309,15 @@ def test_only_batches_of_enough_rows_have_columns() -> None:
 
 
 def test_rows_of_two_descriptions_share_no_columns() -> None:
-    one, two = (Relation(1, "public", "x", (SourceColumn("a", 25, -1, "", 0),), version=v) for v in (1, 2))
-    rows = [build_row_columns(each, [True], [pa.array(["1"])]) for each in (one, two)]
+    rows = [build_row_columns(["a"], version, [True], [pa.array(["1"])]) for version in (1, 2)]
     assert encode_row_columns(rows) is None
     found = decode_row_columns(encode_row_columns(rows[1:]) or b"")
     assert found is not None and (found.version, found.texts["a"].to_pylist()) == (2, ["1"])
 
 
 def test_names_of_columns_may_be_those_of_the_trailer() -> None:
-    relation = Relation(1, "public", "x", tuple(SourceColumn(n, 25, -1, "", 0) for n in ("live", "tm.version")))
-    made = encode_row_columns([build_row_columns(relation, [True], [pa.array(["1"]), pa.array(["2"])])])
+    names = ["live", "tm.version"]
+    made = encode_row_columns([build_row_columns(names, 1, [True], [pa.array(["1"]), pa.array(["2"])])])
     found = decode_row_columns(made or b"")
-    assert found is not None and list(found.texts) == ["live", "tm.version"]
+    assert found is not None and list(found.texts) == names
     assert found.live.to_pylist() == [True]

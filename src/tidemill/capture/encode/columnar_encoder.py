@@ -33,9 +33,9 @@ from tidemill.capture.decode.columnar_tuples import (
 )
 from tidemill.capture.decode.row_blocks import RowBlock
 from tidemill.capture.encode.debezium_json import AFTER, BEFORE
-from tidemill.capture.encode.row_columns import MIN_ROWS, build_row_columns
 from tidemill.capture.encode.row_encoder import MINUS_ZERO, Form, event_form, row_form
 from tidemill.topics.batch.encode import join_fields, value_sizes
+from tidemill.topics.batch.row_columns import MIN_ROWS, build_row_columns
 from tidemill.topics.batch.varint import encode_varints
 
 RECORD_OVERHEAD_BYTES = 80
@@ -214,7 +214,11 @@ def encode_block(
         return None
     middles = join_fields(encode_varints(key_sizes), keys, value_lengths, values_written)
     sizes = key_sizes + sizes_of_values + RECORD_OVERHEAD_BYTES
-    columns = build_row_columns(block.relation, ~deleted, texts) if len(block) >= MIN_BLOCK_ROWS else None
+    columns = (
+        build_row_columns([column.name for column in block.relation.columns], block.relation.version, ~deleted, texts)
+        if len(block) >= MIN_BLOCK_ROWS
+        else None
+    )
     records = BlockRecords(keys, values, middles, sizes, columns)
     if partitions == 1:
         return EncodedBlock([PartitionRows(block, records, None)], [], [])

@@ -27,10 +27,10 @@ from tidemill.capture.changes import ORDINAL_STEP
 from tidemill.capture.decode.columnar_tuples import DELETE, INSERT, UPDATE, Int64s
 from tidemill.capture.encode.columnar_encoder import RECORD_OVERHEAD_BYTES, TOMBSTONE, PartitionRows
 from tidemill.capture.encode.debezium_json import OPS, EventTail
-from tidemill.capture.encode.row_columns import MIN_ROWS, encode_row_columns
 from tidemill.topics.batch import Record
 from tidemill.topics.batch.columns_trailer import encode_trailer
 from tidemill.topics.batch.encode import encode_record_columns, encode_records, frame_records, join_fields, value_sizes
+from tidemill.topics.batch.row_columns import MIN_ROWS, encode_row_columns
 from tidemill.topics.batch.varint import encode_varint, encode_varints
 
 POSITION_HEADER, OP_HEADER, XID_HEADER, VERSION_HEADER = "tm.pos", "tm.op", "tm.xid", "tm.version"

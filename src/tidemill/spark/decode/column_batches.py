@@ -1,6 +1,6 @@
 """Batches of a captured table whose trailer has their rows as columns → commands, without reading the records.
 
-    batches ─► trailers (capture/encode/row_columns.py) ─► groups of texts ─► casts by columns ─► a command table
+    batches ─► trailers (topics/batch/row_columns.py) ─► groups of texts ─► casts by columns ─► a command table
         └─ no trailer └─ another version, other columns     └─ a text that a cast does not decide
                           ─► all these batches are read as records, which find stops and dead letters
 
@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tidemill.capture.encode.row_columns import RowColumns, decode_row_columns
 from tidemill.objects.store import Buffer
 from tidemill.spark.decode.records import BLOCK_BYTES, BLOCK_RECORDS, Slice, SliceBatches
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch.columns_trailer import read_trailer
+from tidemill.topics.batch.row_columns import RowColumns, decode_row_columns
 
 
 class ColumnBatch(msgspec.Struct, frozen=True):

@@ -1,4 +1,4 @@
-"""The rows of a batch as columns of PostgreSQL's texts: the contents of its trailer (RFC 0015).
+"""The rows of a captured batch as columns of PostgreSQL's texts: the contents of its trailer (RFC 0015).
 
     Arrow stream, lz4    metadata   tm.version = version of the table's description
                          field 0    live: bool, False = the row is deleted, and has values of its key alone
@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 
 import pyarrow as pa
 
-from tidemill.capture.changes import Relation
 from tidemill.objects.store import Buffer
 
 MIN_ROWS = 400
@@ -35,10 +34,9 @@ class RowColumns(NamedTuple):
     texts: dict[str, pa.StringArray]
 
 
-def build_row_columns(relation: Relation, live: Any, texts: Sequence[pa.StringArray]) -> pa.RecordBatch:
-    """Return rows of a relation: `live`, a mask, and the texts of each of its columns."""
-    fields = [_LIVE, *(pa.field(column.name, pa.string()) for column in relation.columns)]
-    schema = pa.schema(fields, {VERSION: b"%d" % relation.version})
+def build_row_columns(names: Sequence[str], version: int, live: Any, texts: Sequence[pa.StringArray]) -> pa.RecordBatch:
+    """Return rows of a table: `live`, a mask, and the texts of each column. `version`: of its description."""
+    schema = pa.schema([_LIVE, *(pa.field(name, pa.string()) for name in names)], {VERSION: b"%d" % version})
     return pa.RecordBatch.from_arrays([pa.array(live), *texts], schema=schema)
 
 
