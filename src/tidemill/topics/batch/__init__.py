@@ -1,6 +1,6 @@
 """Kafka record batches, format v2 (magic 2): header checks without copying, and a codec for internal use.
 
-Owns the byte layout of a batch (KIP-98, Kafka's "Record Batch" page), and of the trailer that may be stored behind it.
+Owns the byte layout of a batch (KIP-98, Kafka's "Record Batch" page), and of the trailer that may follow it in storage.
 Does not own offsets: base offset and partition leader epoch are outside the CRC (which covers byte 21 onward) and are
 patched by other modules.
 """
