@@ -206,7 +206,7 @@ def trailers_of(values: Sequence[bytes], size: int, rounds: int) -> Trailers:
 
     def write() -> list[bytes]:
         parts = [encode_row_columns([whole.slice(at * size, n)]) for at, n in enumerate(counts)]
-        return [encode_trailer(part, n) for part, n in zip(parts, counts, strict=True) if part is not None]
+        return [encode_trailer(p[0], n, p[1]) for p, n in zip(parts, counts, strict=True) if p is not None]
 
     def read(stored: Sequence[bytes]) -> Callable[[], pa.Table]:
         def work() -> pa.Table:

@@ -25,13 +25,14 @@ from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.spark.decode.captured import CapturedDecoder
+from tidemill.spark.decode.column_batches import find_column_batches, group_column_batches
 from tidemill.spark.decode.records import Slice, SliceDescriptor
 from tidemill.spark.ingest.fetch_decode import Decoded, decode
 from tidemill.spark.ingest.sources import TopicFeed
 from tidemill.spark.merge.commands import ORDER, PARTITION
 from tidemill.spark.predicates.expectations import DEAD_LETTER, FAIL, Expectation, Expectations
 from tidemill.topics.api import BatchRef
-from tidemill.topics.batch import row_columns
+from tidemill.topics.batch import Record, encode_batch, row_columns
 from tidemill.topics.batch.columns_trailer import encode_trailer
 from tidemill.topics.batch.row_columns import build_row_columns, decode_row_columns, encode_row_columns
 
@@ -277,7 +278,7 @@ DAMAGES: dict[str, Damage] = {
     "a flipped bit": lambda data, trailer: data + trailer[:-1] + bytes([trailer[-1] ^ 1]),
     "cut short": lambda data, trailer: data + trailer[:-5],
     "another magic": lambda data, trailer: data + b"TMC9" + trailer[4:],
-    "no Arrow": lambda data, trailer: data + trailer[:12] + b"\x00" * 4,
+    "no Arrow": lambda data, _: data + encode_trailer(bytes(40), int.from_bytes(data[57:61], "big"), 40),
     "another table's": lambda data, _: data + other_trailer(int.from_bytes(data[57:61], "big"), "other"),
     "too few rows": lambda data, _: data + other_trailer(int.from_bytes(data[57:61], "big"), "id", rows=1),
 }
@@ -287,7 +288,7 @@ def other_trailer(count: int, name: str, rows: int | None = None) -> bytes:
     made = rows if rows is not None else count
     columns = encode_row_columns([build_row_columns([name], 1, [True] * made, [pa.array(["1"] * made)])])
     assert columns is not None
-    return encode_trailer(columns, count)
+    return encode_trailer(columns[0], count, columns[1])
 
 
 @pytest.mark.usefixtures("every_batch_has_columns")
@@ -311,13 +312,25 @@ def test_only_batches_of_enough_rows_have_columns() -> None:
 def test_rows_of_two_descriptions_share_no_columns() -> None:
     rows = [build_row_columns(["a"], version, [True], [pa.array(["1"])]) for version in (1, 2)]
     assert encode_row_columns(rows) is None
-    found = decode_row_columns(encode_row_columns(rows[1:]) or b"")
+    found = decode_row_columns((encode_row_columns(rows[1:]) or (b"", 0))[0])
     assert found is not None and (found.version, found.texts["a"].to_pylist()) == (2, ["1"])
 
 
 def test_names_of_columns_may_be_those_of_the_trailer() -> None:
     names = ["live", "tm.version"]
     made = encode_row_columns([build_row_columns(names, 1, [True], [pa.array(["1"]), pa.array(["2"])])])
-    found = decode_row_columns(made or b"")
+    found = decode_row_columns(made[0] if made is not None else b"")
     assert found is not None and list(found.texts) == names
     assert found.live.to_pylist() == [True]
+
+
+def test_groups_are_bounded_by_the_memory_of_their_columns() -> None:
+    """The texts of a row may be compressed by a factor of 200."""
+    names, live, texts = ["id", "text"], [True] * 2, [pa.array(["1", "2"]), pa.array(["x" * (3 << 20), "y"])]
+    encoded = encode_row_columns([build_row_columns(names, 1, live, texts)])
+    assert encoded is not None and len(encoded[0]) < 40_000 < 3 << 20 < encoded[1]
+    data = encode_batch([Record(b"1", b"1"), Record(b"2", b"2")]) + encode_trailer(encoded[0], 2, encoded[1])
+    refs = [BatchRef("o", 0, len(data), 2 * n, 2, 0) for n in range(7)]
+    piece = Slice("t", "t", 0, 0, 14, (14,), (100,))
+    found = find_column_batches([(piece, [data] * 7, refs)])
+    assert [len(group) for group in group_column_batches(found)] == [2, 2, 2, 1]

@@ -8,6 +8,7 @@ from support.topics.l1_world import L1World
 from support.topics.world import World, batch, fetch, read_all, values_of
 from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.maintenance.check.contents import _check_batch
+from tidemill.objects.store import Buffer
 from tidemill.topics.api import BatchRef, BatchTooLargeError
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.batch.columns_trailer import encode_trailer, read_trailer, trailer_bytes, without_trailer
@@ -22,7 +23,12 @@ COLUMNS = b"the same rows as columns"
 
 
 def trailer(count: int, columns: bytes = COLUMNS) -> bytes:
-    return encode_trailer(columns, count)
+    return encode_trailer(columns, count, 99)
+
+
+def columns_of(data: Buffer, count: int) -> memoryview | None:
+    found = read_trailer(data, count)
+    return found.columns if found is not None else None
 
 
 async def stored(world: World, topic_id: str, end: int, partition: int = 0) -> list[memoryview | None]:
@@ -31,12 +37,12 @@ async def stored(world: World, topic_id: str, end: int, partition: int = 0) -> l
     refs = await reader.plan(topic_id, partition, 0, end)
     (found,) = await read_batches(world.objects, [refs])
     assert not isinstance(found, TidemillError)
-    return [read_trailer(data, ref.record_count) for ref, data in zip(refs, found, strict=True)]
+    return [columns_of(data, ref.record_count) for ref, data in zip(refs, found, strict=True)]
 
 
 def test_a_trailer_is_read_for_its_batch_only() -> None:
     data = batch("a", "b") + trailer(2)
-    assert read_trailer(data, 2) == COLUMNS
+    assert read_trailer(data, 2) == (COLUMNS, 99)
     assert bytes(without_trailer(data)) == batch("a", "b")
     assert (read_trailer(data, 3), read_trailer(batch("a"), 1), read_trailer(data[:-1], 2)) == (None, None, None)
     assert trailer_bytes(data, len(batch("a", "b"))) == len(trailer(2))
@@ -126,7 +132,7 @@ def test_compaction_drops_the_columns_of_a_batch_that_it_rewrites_and_of_no_othe
     key_hash, keys = KeyHash(b"secret"), KeyMap(1 << 20)
     collect_keys(batches, key_hash, keys)
     found = compact_batches(batches, PassRules(keys, key_hash, 5, 0, 0, captured=False))
-    kept = [read_trailer(each.data, each.next_offset - each.base_offset) for each in found.batches]
+    kept = [columns_of(each.data, each.next_offset - each.base_offset) for each in found.batches]
     assert found.changed and kept == [None, COLUMNS, COLUMNS]
     assert [is_intact(without_trailer(each.data)) for each in found.batches] == [True] * 3
 

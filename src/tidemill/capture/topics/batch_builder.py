@@ -206,8 +206,8 @@ def encode_columns_trailer(entries: Sequence[BatchEntry], count: int) -> bytes:
         if isinstance(entry, Record) or entry.rows.columns is None:
             return b""
         ranges.append(entry.rows.columns.slice(entry.start, len(entry)))
-    columns = encode_row_columns(ranges)
-    return encode_trailer(columns, count) if columns is not None else b""
+    encoded = encode_row_columns(ranges)
+    return encode_trailer(encoded[0], count, encoded[1]) if encoded is not None else b""
 
 
 def _encode_ranges(ranges: list[RowRange], first: int, first_ms: int) -> memoryview:

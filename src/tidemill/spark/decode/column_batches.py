@@ -17,10 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from tidemill.objects.store import Buffer
 from tidemill.spark.decode.records import BLOCK_BYTES, BLOCK_RECORDS, Slice, SliceBatches
 from tidemill.topics.api import BatchRef
-from tidemill.topics.batch.columns_trailer import read_trailer
+from tidemill.topics.batch.columns_trailer import ColumnsTrailer, read_trailer
 from tidemill.topics.batch.row_columns import RowColumns, decode_row_columns
 
 
@@ -30,7 +29,7 @@ class ColumnBatch(msgspec.Struct, frozen=True):
     place: tuple[int, int]
     slice: Slice
     ref: BatchRef
-    columns: Buffer
+    trailer: ColumnsTrailer
 
 
 class ColumnRows(msgspec.Struct, frozen=True):
@@ -51,9 +50,9 @@ def find_column_batches(slices: Sequence[SliceBatches]) -> list[ColumnBatch]:
     found: list[ColumnBatch] = []
     for number, (piece, batches, refs) in enumerate(slices):
         for at, (batch, ref) in enumerate(zip(batches, refs, strict=bool(refs))):
-            columns = read_trailer(batch, ref.record_count)
-            if columns is not None:
-                found.append(ColumnBatch((number, at), piece, ref, columns))
+            trailer = read_trailer(batch, ref.record_count)
+            if trailer is not None:
+                found.append(ColumnBatch((number, at), piece, ref, trailer))
     return found
 
 
@@ -73,11 +72,13 @@ def group_column_batches(batches: Sequence[ColumnBatch]) -> Iterator[list[Column
     group: list[ColumnBatch] = []
     records = size = 0
     for each in batches:
-        if group and (records + each.ref.record_count > BLOCK_RECORDS or size + len(each.columns) > BLOCK_BYTES):
+        if group and (
+            records + each.ref.record_count > BLOCK_RECORDS or size + each.trailer.memory_bytes > BLOCK_BYTES
+        ):
             yield group
             group, records, size = [], 0, 0
         group.append(each)
-        records, size = records + each.ref.record_count, size + len(each.columns)
+        records, size = records + each.ref.record_count, size + each.trailer.memory_bytes
     if group:
         yield group
 
@@ -89,7 +90,7 @@ def read_column_rows(
     columns than `names`."""
     decoded: list[RowColumns] = []
     for each in group:
-        found = decode_row_columns(each.columns)
+        found = decode_row_columns(each.trailer.columns)
         if (
             found is None
             or found.version != version

@@ -40,8 +40,9 @@ def build_row_columns(names: Sequence[str], version: int, live: Any, texts: Sequ
     return pa.RecordBatch.from_arrays([pa.array(live), *texts], schema=schema)
 
 
-def encode_row_columns(ranges: Sequence[pa.RecordBatch]) -> bytes | None:
-    """Encode the rows of ranges, in order. Returns None for ranges of several descriptions."""
+def encode_row_columns(ranges: Sequence[pa.RecordBatch]) -> tuple[bytes, int] | None:
+    """Encode the rows of ranges, in order. Returns them with their size in memory, or None for ranges of several
+    descriptions."""
     schema = ranges[0].schema
     if any(not schema.equals(each.schema, check_metadata=True) for each in ranges[1:]):
         return None
@@ -49,7 +50,7 @@ def encode_row_columns(ranges: Sequence[pa.RecordBatch]) -> bytes | None:
     sink = pa.BufferOutputStream()
     with pa.ipc.new_stream(sink, schema, options=_OPTIONS) as writer:
         writer.write_batch(whole)
-    return bytes(sink.getvalue())
+    return bytes(sink.getvalue()), whole.nbytes
 
 
 def decode_row_columns(data: Buffer) -> RowColumns | None:
