@@ -19,9 +19,12 @@ from tidemill.maintenance.scheduler import JobContext, Retention, StepBudget
 from tidemill.maintenance.topics.compaction import TopicCompaction
 from tidemill.maintenance.topics.pipeline_holds import PipelineHolds
 from tidemill.metastore.catalogue import TopicRow
+from tidemill.topics.batch.columns_trailer import read_trailer
+from tidemill.topics.batch_reads import read_batches
 from tidemill.topics.l1.extent_store import ExtentStore
 from tidemill.topics.l1.reconciler import Reconciler
 from tidemill.topics.lifecycle.checkpoint import PartitionsStage
+from tidemill.topics.partition_reader import LogPartitionReader
 
 pytestmark = pytest.mark.postgres
 
@@ -165,6 +168,57 @@ def test_t8_a_new_consumer_of_a_compacted_topic_ends_with_exactly_the_table(
         shop.sql.execute("INSERT INTO items VALUES (5000)")
         shop.caught_up()
     assert json.loads(by_confluent(broker)[-1].key()) == {"id": 5000}
+
+
+def test_clients_see_nothing_of_the_columns_behind_large_batches(broker: RealBroker, database: Any) -> None:
+    """RFC 0015. The same records come from L0, from L1 and after compaction, and a restart finds the tail."""
+    shop: Captured = database(cleanup="compact")
+    shop.sql.execute(TABLE)
+    shop.sql.execute("INSERT INTO items SELECT n, 'copied ' || n, n FROM generate_series(1, 1000) n")
+    with shop.running():
+        shop.caught_up()
+        shop.sql.execute("INSERT INTO items SELECT n, 'written ' || n, n FROM generate_series(1001, 4000) n")
+        shop.sql.execute("UPDATE items SET price = price + 1 WHERE id % 2 = 0")
+        shop.sql.execute("DELETE FROM items WHERE id % 5 = 0")
+        shop.caught_up()
+    with_columns = columns_of(broker)
+    assert len(with_columns) >= 3 and sum(with_columns.values()) > 4_000
+    found = by_confluent(broker)
+    assert [(r.key, r.value) for r in by_kafka_python(broker)] == [(m.key(), m.value()) for m in found]
+    assert [m.offset() for m in found] == list(range(len(found))) and len(found) > 5_000
+    with shop.running():
+        shop.sql.execute("UPDATE items SET name = 'last' WHERE id = 4")
+        shop.caught_up()
+    found = by_confluent(broker)
+    latest = shop.call(shop.remap.latest())
+    assert latest is not None and shop.call(shop.remap.truncate_before(latest.time_ms))
+    compact(broker)
+    cleaned = by_confluent(broker, group=True)
+    assert len(cleaned) < len(found)
+    for messages in (found, cleaned):
+        rows = {m.key(): json.loads(m.value()) if m.value() is not None else None for m in messages}
+        table = {row["id"]: (row["id"], row["name"], row["price"]) for row in rows.values() if row is not None}
+        assert table == shop.table()
+    with shop.running():
+        shop.sql.execute("INSERT INTO items VALUES (5000)")
+        shop.caught_up()
+    assert json.loads(by_confluent(broker)[-1].key()) == {"id": 5000}
+
+
+def columns_of(broker: RealBroker) -> dict[int, int]:
+    """Return the base offset and the number of records of every stored batch with a trailer."""
+
+    async def read() -> dict[int, int]:
+        topic = await broker.catalogue.get(TopicRow, TOPIC)
+        assert topic is not None
+        reader = LogPartitionReader(broker.consensus, broker.objects)
+        refs = await reader.plan(topic.topic_id, 0, 0, await reader.high_watermark(topic.topic_id, 0))
+        (found,) = await read_batches(broker.objects, [refs])
+        assert isinstance(found, list)
+        pairs = zip(refs, found, strict=True)
+        return {r.base_offset: r.record_count for r, data in pairs if read_trailer(data, r.record_count) is not None}
+
+    return broker.portal.call(read())
 
 
 def compact(broker: RealBroker) -> None:
