@@ -1,7 +1,7 @@
 """Batches of a captured table whose trailer has their rows as columns → commands, without reading the records.
 
     batches ─► trailers (topics/batch/row_columns.py) ─► groups of texts ─► casts by columns ─► a command table
-        └─ no trailer └─ another version, other columns     └─ a text that a cast does not decide
+        └─ no trailer └─ another version, other columns     └─ a text that its column does not hold
                           ─► all these batches are read as records, which find stops and dead letters
 
 Invariant (same commands): a group is read as columns only if its records give the same commands, no stop and no dead

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from msgspec.structs import replace
 
+from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column
 from tidemill.shards.nested.pg_arrays import map_elements, split_arrays
 from tidemill.shards.nested.type_names import is_nested
@@ -68,19 +69,25 @@ class CapturedDialect:
 
 
 def text_to_column(column: Column, texts: pa.Array, dialect: CapturedDialect) -> pa.Array | None:
-    """Convert PostgreSQL's texts as the JSON of their records is. None: the records decide, of one row at least."""
+    """Convert PostgreSQL's texts as the JSON of their records is. None: the column cannot hold one of them, or Arrow
+    does not name one that it cannot read: the records decide."""
     odd = np.zeros(len(texts), dtype=bool)
     wide = replace(column, type="float64") if column.type == "float32" else column
     try:
         array = dialect.convert(wide, texts, odd)
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError):
+        if column.type in FLOATS:
+            odd |= non_finite_mask(array)
+        if column.type == "float32":
+            array, beyond = narrow_to_float32(array)
+            odd |= beyond
+        if not odd.any():
+            return array
+        others = values_to_array(texts.filter(pa.array(odd)).to_pylist(), column)
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, ValueError, InvalidError):
         return None
-    if column.type in FLOATS:
-        odd |= non_finite_mask(array)
-    if column.type == "float32":
-        array, beyond = narrow_to_float32(array)
-        odd |= beyond
-    return None if odd.any() else array
+    places = np.arange(len(texts))
+    places[odd] = len(texts) + np.arange(len(others))
+    return pa.concat_arrays([array, others]).take(pa.array(places))
 
 
 def _arrays_of_texts(texts: pa.Array, element: str, odd: Mask) -> pa.Array:
