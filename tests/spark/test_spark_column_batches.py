@@ -8,6 +8,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -93,9 +94,13 @@ def changes(rand: random.Random, count: int, odd: float) -> list[bytes]:
     return [*frames, framed(50, b"C" + struct.pack(">Bqqq", 0, 50, 58, 1_000_000))]
 
 
-def write(frames: Sequence[bytes], relation: Relation = RELATION, partitions: int = 2) -> Log:
-    """Return a topic writer's batches and trailers."""
-    fragments, poisoned = wire.feed(frames, [len(frames)], 1, relations={relation.oid: relation})
+def write(
+    frames: Sequence[bytes], relation: Relation = RELATION, partitions: int = 2, bursts: Sequence[int] = ()
+) -> Log:
+    """Return a topic writer's batches and trailers. Bursts of fewer than 30 rows are decoded one by one, if there are
+    any."""
+    at_once, least = (bursts, 30) if bursts else ([len(frames)], 1)
+    fragments, poisoned = wire.feed(frames, at_once, least, relations={relation.oid: relation})
     assert not poisoned
 
     async def run() -> Log:
@@ -192,11 +197,13 @@ def test_columns_give_what_their_records_give(seed: int, odd: float, batch_bytes
         patch.setattr(batch_builder, "MIN_ROWS", 1)
         patch.setattr(columnar_encoder, "MIN_BLOCK_ROWS", 1)
         patch.setattr(partition_writer, "BATCH_BYTES", batch_bytes)
-        log = write(changes(rand, rand.choice([1, 5, 60, 150]), odd), partitions=partitions)
+        frames = changes(rand, rand.choice([1, 5, 60, 150]), odd)
+        bursts = rand.choice([[], wire.bursts(rand, len(frames))])
+        log = write(frames, partitions=partitions, bursts=bursts)
         descriptors, plain, whole = descriptors_of(log, rand)
         counted = Counted(patch)
         found = told(decode(feed_of(), descriptors, whole))
-        assert counted.groups or not descriptors
+        assert counted.groups or bursts or not descriptors
         assert odd or all(counted.groups), "usual texts need no records"
         del counted.groups[:]
         assert found == told(decode(feed_of(), descriptors, plain))
@@ -334,3 +341,35 @@ def test_groups_are_bounded_by_the_memory_of_their_columns() -> None:
     piece = Slice("t", "t", 0, 0, 14, (14,), (100,))
     found = find_column_batches([(piece, [data] * 7, refs)])
     assert [len(group) for group in group_column_batches(found)] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize(("version", "relation"), [(1, RELATION), (2, msgspec.structs.replace(RELATION, version=2))])
+def test_rows_of_a_batch_that_were_decoded_one_by_one_have_columns_too(version: int, relation: Relation) -> None:
+    """The last rows of a receive are few; they cost their batch its columns otherwise."""
+    rand = random.Random(6)
+    frames = changes(rand, 900, 0.05)
+    log = write(frames, relation, partitions=1, bursts=[400, 20, 400, 20, 20, 60])
+    assert [bool(each) for each in log.trailers["t", 0]] == [True] * len(log.trailers["t", 0])
+    descriptors, plain, whole = descriptors_of(log, random.Random(0))
+    feed = feed_of(known=(SCHEMA.columns,) * version)
+    assert told(decode(feed, descriptors, whole)) == told(decode(feed, descriptors, plain))
+
+
+@pytest.mark.usefixtures("every_batch_has_columns")
+@pytest.mark.parametrize(("kind", "plain_rows"), [("key", True), ("toast", False), ("truncate", False)])
+def test_a_batch_with_a_record_that_is_no_plain_row_has_no_columns(kind: str, plain_rows: bool) -> None:
+    """A changed key is a deletion and an insertion."""
+    rand = random.Random(7)
+    frames = changes(rand, 100, 0)
+    old, new = row(rand, 0), row(rand, 0)
+    other = {
+        "key": message("U", 7, ["1000", *old[1:]], ["1001", *new[1:]]),
+        "toast": message("U", 7, None, [new[0], *([wire.UNCHANGED] * (len(new) - 1))]),
+        "truncate": b"T" + struct.pack(">IBI", 1, 0, 7),
+    }[kind]
+    frames.insert(50, framed(50, other))
+    relation = msgspec.structs.replace(RELATION, old_rows="key") if kind == "toast" else RELATION
+    log = write(frames, relation, partitions=1)
+    assert [bool(each) for each in log.trailers["t", 0]] == [plain_rows]
+    descriptors, plain, whole = descriptors_of(log, random.Random(0))
+    assert told(decode(feed_of(), descriptors, whole)) == told(decode(feed_of(), descriptors, plain))

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -30,7 +31,7 @@ from tidemill.capture.encode.debezium_json import OPS, EventTail
 from tidemill.topics.batch import Record
 from tidemill.topics.batch.columns_trailer import encode_trailer
 from tidemill.topics.batch.encode import encode_record_columns, encode_records, frame_records, join_fields, value_sizes
-from tidemill.topics.batch.row_columns import MIN_ROWS, encode_row_columns
+from tidemill.topics.batch.row_columns import MIN_ROWS, VERSION, build_row_columns, encode_row_columns
 from tidemill.topics.batch.varint import encode_varint, encode_varints
 
 POSITION_HEADER, OP_HEADER, XID_HEADER, VERSION_HEADER = "tm.pos", "tm.op", "tm.xid", "tm.version"
@@ -117,6 +118,10 @@ class RowRange:
         mine = (self.end, self.commit_lsn, self.shift, self.time_ms)
         return after.rows is self.rows and mine == (after.start, after.commit_lsn, after.shift, after.time_ms)
 
+    def columns(self) -> pa.RecordBatch | None:
+        """Return the rows as columns, if they have any."""
+        return None if self.rows.columns is None else self.rows.columns.slice(self.start, len(self))
+
     def records(self) -> list[Record]:
         """Return the records, encoded one by one."""
         xid, rows = b"%d" % self.xid, self.rows
@@ -198,16 +203,60 @@ def encode_entries_batch(
 
 
 def encode_columns_trailer(entries: Sequence[BatchEntry], count: int) -> bytes:
-    """Return the trailer of a batch: its rows as columns, if all its records are such rows; else b""."""
-    if count < MIN_ROWS:
+    """Return the trailer of a batch: its rows as columns; else b"". Rows without columns, such as the last ones of a
+    receive, may be half of a batch at most, since it costs several times more to read them from their records.
+    """
+    ranges = [None if isinstance(entry, Record) else entry.columns() for entry in entries]
+    found = [columns for columns in ranges if columns is not None]
+    if count < MIN_ROWS or 2 * sum(map(len, found)) < count:
         return b""
-    ranges: list[pa.RecordBatch] = []
-    for entry in entries:
-        if isinstance(entry, Record) or entry.rows.columns is None:
+    parts: list[pa.RecordBatch] = []
+    for has_columns, group in groupby(zip(entries, ranges, strict=True), lambda pair: pair[1] is not None):
+        if has_columns:
+            parts += [columns for _, columns in group]
+            continue
+        records = [r for e, _ in group for r in ([e] if isinstance(e, Record) else e.records())]
+        part = _columns_of_records(records, found[0].schema)
+        if part is None:
             return b""
-        ranges.append(entry.rows.columns.slice(entry.start, len(entry)))
-    encoded = encode_row_columns(ranges)
+        parts.append(part)
+    encoded = encode_row_columns(parts)
     return encode_trailer(encoded[0], count, encoded[1]) if encoded is not None else b""
+
+
+def _columns_of_records(records: Sequence[Record], schema: pa.Schema) -> pa.RecordBatch | None:
+    """Return the rows of records that were encoded one by one. None: a record is no plain row of this description."""
+    version = int(schema.metadata[VERSION])
+    names = schema.names[1:]
+    usual = 3 if version == 1 else 4
+    rows: list[dict[str, str | None]] = []
+    for record in records:
+        headers = dict(record.headers)
+        row = record.key if record.value is None else record.value
+        if (
+            len(headers) != usual
+            or int(headers.get(VERSION_HEADER) or b"1") != version
+            or headers.get(OP_HEADER) == b"truncate"
+            or row is None
+        ):
+            return None
+        found = msgspec.json.decode(row, type=dict[str, msgspec.Raw])
+        if record.value is not None and len(found) != len(names):
+            return None
+        rows.append({name: _text_of_json(bytes(value)) for name, value in found.items()})
+    if any(row.keys() - set(names) for row in rows):
+        return None
+    texts = [pa.array([row.get(name) for row in rows], pa.string()) for name in names]
+    return build_row_columns(names, version, [record.value is not None for record in records], texts)
+
+
+def _text_of_json(value: bytes) -> str | None:
+    """Return PostgreSQL's text of a value of a record (row_encoder.py)."""
+    if value == b"null":
+        return None
+    if value in (b"true", b"false"):
+        return chr(value[0])
+    return msgspec.json.decode(value, type=str) if value[:1] == b'"' else value.decode()
 
 
 def _encode_ranges(ranges: list[RowRange], first: int, first_ms: int) -> memoryview:
