@@ -41,6 +41,8 @@ def tidemill(*arguments: str, cwd: Path, environ: dict[str, str] | None = None) 
             out, errors = process.communicate()
             logs = "".join(f"{log}:\n{log.read_text()}" for log in cwd.rglob("*.log"))
             raise AssertionError(f"it does not end:\n{out}\n{errors}\n{logs}") from None
+    if process.returncode < 0:
+        raise AssertionError(f"killed by {signal.Signals(-process.returncode).name}:\n{out}\n{errors}")
     return subprocess.CompletedProcess(command, process.returncode, out, errors)
 
 
