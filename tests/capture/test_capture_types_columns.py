@@ -130,7 +130,7 @@ async def test_a_large_transaction_and_a_copy_have_columns_and_small_transaction
             for each, some in zip(descriptors, batches, strict=True)
             for ref, batch in zip(each.refs, some, strict=True)
         ]
-        assert (1, False) in sizes and sum(count for count, columns in sizes if columns) >= 5_000
+        assert (1, False) in sizes and sum(count for count, columns in sizes if columns) >= 4_000
         feed = await captured_feed(world.catalogue, world.name, "public.t")
         rows = decode(feed, descriptors, batches).commands.rows.sort_by(
             [("_partition", "ascending"), ("_order", "ascending")]

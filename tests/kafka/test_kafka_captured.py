@@ -182,7 +182,7 @@ def test_clients_see_nothing_of_the_columns_behind_large_batches(broker: RealBro
         shop.sql.execute("DELETE FROM items WHERE id % 5 = 0")
         shop.caught_up()
     with_columns = columns_of(broker)
-    assert len(with_columns) >= 3 and sum(with_columns.values()) > 4_000
+    assert sum(with_columns.values()) > 3_000
     found = by_confluent(broker)
     assert [(r.key, r.value) for r in by_kafka_python(broker)] == [(m.key(), m.value()) for m in found]
     assert [m.offset() for m in found] == list(range(len(found))) and len(found) > 5_000
