@@ -188,6 +188,8 @@ def test_clients_see_nothing_of_the_columns_behind_large_batches(broker: RealBro
     assert [m.offset() for m in found] == list(range(len(found))) and len(found) > 5_000
     with shop.running():
         shop.sql.execute("UPDATE items SET name = 'last' WHERE id = 4")
+        for n in range(150):  # each is a binding
+            shop.sql.execute(f"SELECT pg_logical_emit_message(true, 'tidemill', 'n{n}')")
         shop.caught_up()
     found = by_confluent(broker)
     latest = shop.call(shop.remap.latest())
