@@ -100,9 +100,6 @@ async def test_every_type_is_in_the_columns_what_postgres_says_it_is(
         wanted = await selected(world, f"SELECT {', '.join(map(expression, schema))} FROM kinds ORDER BY id")
         check_columns(rows, schema, {row[0]: row for row in wanted})
         alone = [[without_trailer(batch) for batch in some] for some in batches]
-        assert all(
-            len(one) < len(other) for a, b in zip(alone, batches, strict=True) for one, other in zip(a, b, strict=True)
-        )
         again = decode(feed, descriptors, alone).commands.rows
         check_columns(again, schema, {row[0]: row for row in wanted})
 
