@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 import pytest
 from hypothesis import given, settings
@@ -287,13 +288,15 @@ DAMAGES: dict[str, Damage] = {
     "another magic": lambda data, trailer: data + b"TMC9" + trailer[4:],
     "no Arrow": lambda data, _: data + encode_trailer(bytes(40), int.from_bytes(data[57:61], "big"), 40),
     "another table's": lambda data, _: data + other_trailer(int.from_bytes(data[57:61], "big"), "other"),
-    "too few rows": lambda data, _: data + other_trailer(int.from_bytes(data[57:61], "big"), "id", rows=1),
+    "too few rows": lambda data, _: data + other_trailer(int.from_bytes(data[57:61], "big"), *USUAL, rows=1),
+    "no row": lambda data, _: data + other_trailer(int.from_bytes(data[57:61], "big"), *USUAL, rows=0),
 }
 
 
-def other_trailer(count: int, name: str, rows: int | None = None) -> bytes:
+def other_trailer(count: int, *names: str, rows: int | None = None) -> bytes:
     made = rows if rows is not None else count
-    columns = encode_row_columns([build_row_columns([name], 1, [True] * made, [pa.array(["1"] * made)])])
+    texts = [pa.array(["1" if name == "id" else None] * made, pa.string()) for name in names]
+    columns = encode_row_columns([build_row_columns(names, 1, [True] * made, texts)])
     assert columns is not None
     return encode_trailer(columns[0], count, columns[1])
 
@@ -373,3 +376,16 @@ def test_a_batch_with_a_record_that_is_no_plain_row_has_no_columns(kind: str, pl
     assert [bool(each) for each in log.trailers["t", 0]] == [plain_rows]
     descriptors, plain, whole = descriptors_of(log, random.Random(0))
     assert told(decode(feed_of(), descriptors, whole)) == told(decode(feed_of(), descriptors, plain))
+
+
+@pytest.mark.usefixtures("every_batch_has_columns")
+def test_a_version_with_the_same_names_and_narrower_types_is_read_from_its_records(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """0.1 of a real is 0.10000000149011612 as a double precision, not 0.1."""
+    descriptors, plain, whole = descriptors_of(write(changes(random.Random(8), 100, 0)), random.Random(0))
+    wider = tuple(Column(c.name, "float64") if c.name == "real" else c for c in SCHEMA.columns)
+    feed, counted = feed_of(ShardSchema(wider, ("id",)), known=(SCHEMA.columns, wider)), Counted(monkeypatch)
+    found = decode(feed, descriptors, whole)
+    assert told(found) == told(decode(feed, descriptors, plain)) and not any(counted.groups)
+    assert float(np.float32("0.1")) in found.commands.rows.column("real").to_pylist()

@@ -233,16 +233,9 @@ def _columns_of_records(records: Sequence[Record], schema: pa.Schema) -> pa.Reco
     for record in records:
         headers = dict(record.headers)
         row = record.key if record.value is None else record.value
-        if (
-            len(headers) != usual
-            or int(headers.get(VERSION_HEADER) or b"1") != version
-            or headers.get(OP_HEADER) == b"truncate"
-            or row is None
-        ):
+        if len(headers) != usual or int(headers.get(VERSION_HEADER) or b"1") != version or row is None:
             return None
         found = msgspec.json.decode(row, type=dict[str, msgspec.Raw])
-        if record.value is not None and len(found) != len(names):
-            return None
         rows.append({name: _text_of_json(bytes(value)) for name, value in found.items()})
     if any(row.keys() - set(names) for row in rows):
         return None
