@@ -16,6 +16,7 @@ import resource
 import statistics
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,24 @@ class Waiting:
         cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         return table, {"wall_s": wall_s, "cpu_s": cpu_s, "faults": after.ru_minflt - before.ru_minflt}
 
+    def verify(self, rows: pa.Table) -> int:
+        return self.load.verify(rows)
+
+
+def alternate(topics: Mapping[str, Waiting], rounds: int) -> tuple[dict[str, list[dict[str, float]]], int]:
+    """Catch up in every way in turns. Return the figures of each way without the first round, and the number of rows
+    that were verified in the last."""
+    took: dict[str, list[dict[str, float]]] = {way: [] for way in topics}
+    verified = 0
+    for number in range(rounds + 1):
+        for way in list(topics) if number % 2 else list(topics)[::-1]:
+            table, found = topics[way].caught_up(way, number)
+            if number:
+                took[way].append(found)
+            if number == rounds:
+                verified += topics[way].verify(topics[way].portal.call(table.shard.snapshot(table.upper - 1)))
+    return took, verified
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -89,19 +108,10 @@ def main() -> None:
     pa.set_memory_pool(pa.system_memory_pool())
     if not args.give_back:
         retain_freed_memory()
-    took: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    verified = 0
     with tempfile.TemporaryDirectory(prefix="catch-up-") as directory, BlockingPortal("catch-up") as portal:
         root = Path(directory)
         stores = portal.call(open_stores(StoreUrls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")))
-        waiting = Waiting(portal, stores, root, args.rows)
-        for number in range(args.rounds + 1):
-            for way in WAYS if number % 2 else WAYS[::-1]:
-                table, found = waiting.caught_up(way, number)
-                if number:  # the first warms up
-                    took[way].append(found)
-                if number == args.rounds:
-                    verified += waiting.load.verify(portal.call(table.shard.snapshot(table.upper - 1)))
+        took, verified = alternate(dict.fromkeys(WAYS, Waiting(portal, stores, root, args.rows)), args.rounds)
         portal.call(stores.aclose())
     result: dict[str, Any] = {"verified": verified}
     for way, rounds in took.items():

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from catch_up import PARTITIONS, Waiting
+from catch_up import PARTITIONS, Waiting, alternate
 from harbour import machine
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.runtime.blocking_portal import BlockingPortal
@@ -113,7 +113,7 @@ class CapturedWaiting(Waiting):
         await topics.aclose()
 
     def verify(self, rows: pa.Table) -> int:
-        """Return the number of rows; SystemExit if they are not those that were written."""
+        """Return the number of rows. Raises SystemExit if a row differs from its line."""
         numbers = rows.sort_by("id").column("id").to_numpy()
         wanted = [line(n).decode().rstrip("\n").split("\t") for n in numbers.tolist()]
         found = rows.sort_by("id")
@@ -144,19 +144,11 @@ def main() -> None:
     args = parser.parse_args()
     pa.set_memory_pool(pa.system_memory_pool())
     retain_freed_memory()
-    took: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    verified = 0
     with tempfile.TemporaryDirectory(prefix="catch-up-") as directory, BlockingPortal("catch-up") as portal:
         root = Path(directory)
         stores = portal.call(open_stores(StoreUrls(f"file://{root}/objects", f"sqlite://{root}/consensus.db")))
         topics = {way: CapturedWaiting(portal, stores, root, args.rows, way) for way in WAYS}
-        for number in range(args.rounds + 1):
-            for way in WAYS if number % 2 else WAYS[::-1]:
-                table, found = topics[way].caught_up(way, number)
-                if number:  # the first warms up
-                    took[way].append(found)
-                if number == args.rounds:
-                    verified += topics[way].verify(portal.call(table.shard.snapshot(table.upper - 1)))
+        took, verified = alternate(topics, args.rounds)
         sizes = topics["columns"].bytes
         portal.call(stores.aclose())
     middle = {way: statistics.median(one["cpu_s"] for one in rounds) * 1e6 / args.rows for way, rounds in took.items()}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,12 +9,12 @@ import pytest
 from support.capture.column_types import columns, filled, quoted, selected
 from support.capture.types_in_tables import check_columns, expression
 from support.capture.world import World
+from support.spark.column_groups import ColumnGroups
 from tidemill.base.errors import TidemillError
 from tidemill.capture.decode import copy_text, row_blocks
 from tidemill.capture.encode import columnar_encoder
 from tidemill.capture.topics import batch_builder, partition_writer
 from tidemill.spark.decode import column_batches
-from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Slice, SliceDescriptor
 from tidemill.spark.ingest.fetch_decode import decode
 from tidemill.spark.ingest.sources import captured_feed
@@ -44,22 +43,6 @@ async def stored(world: World, table: str) -> tuple[list[SliceDescriptor], list[
         descriptors.append(SliceDescriptor(piece, tuple(refs)))
         batches.append(list(found))
     return descriptors, batches
-
-
-class Groups:
-    """Counts the rows that were decoded from columns, and the groups that were left to their records."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.rows = self.left = 0
-        real = CapturedDecoder.decode_columns
-
-        def counted(decoder: CapturedDecoder, group: Sequence[Any]) -> Any:
-            found = real(decoder, group)
-            self.rows += len(found) if found is not None else 0
-            self.left += found is None
-            return found
-
-        patch.setattr(CapturedDecoder, "decode_columns", counted)
 
 
 async def test_every_type_is_in_the_columns_what_postgres_says_it_is(
@@ -91,11 +74,11 @@ async def test_every_type_is_in_the_columns_what_postgres_says_it_is(
             await world.caught_up()
             descriptors, batches = await stored(world, "kinds")
         feed = await captured_feed(world.catalogue, world.name, "public.kinds")
-        groups = Groups(monkeypatch)
+        groups = ColumnGroups(monkeypatch)
         found = decode(feed, descriptors, batches)
         assert found.stop is None and found.dead.num_rows == 0
         rows = found.commands.rows
-        assert rows.num_rows >= 2 * count and groups.rows >= count and not groups.left, (count, groups.rows)
+        assert rows.num_rows >= 2 * count and groups.rows >= count and all(groups.decoded), (count, groups.rows)
         schema = feed.schema.columns
         wanted = await selected(world, f"SELECT {', '.join(map(expression, schema))} FROM kinds ORDER BY id")
         check_columns(rows, schema, {row[0]: row for row in wanted})

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from support.capture import wire
 from support.capture.wire import Log, Notices, framed, message
+from support.spark.column_groups import ColumnGroups
 from tidemill.base.clock import Rand
 from tidemill.capture.changes import Column as SourceColumn
 from tidemill.capture.changes import Relation
@@ -26,7 +27,6 @@ from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import Column, ShardSchema
-from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.column_batches import find_column_batches, group_column_batches
 from tidemill.spark.decode.records import Slice, SliceDescriptor
 from tidemill.spark.ingest.fetch_decode import Decoded, decode
@@ -171,21 +171,6 @@ def every_batch_has_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(columnar_encoder, "MIN_BLOCK_ROWS", 1)
 
 
-class Counted:
-    """Counts the groups that were decoded from columns, and those that were left to their records."""
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.groups: list[bool] = []
-        real = CapturedDecoder.decode_columns
-
-        def counted(decoder: CapturedDecoder, group: Any) -> Any:
-            found = real(decoder, group)
-            self.groups.append(found is not None)
-            return found
-
-        patch.setattr(CapturedDecoder, "decode_columns", counted)
-
-
 @settings(max_examples=150, deadline=None)
 @given(
     st.integers(0, 1 << 32), st.sampled_from([0.0, 0.0, 0.002, 0.05]), st.sampled_from([2_000, 20_000, 512 << 10]),
@@ -202,13 +187,13 @@ def test_columns_give_what_their_records_give(seed: int, odd: float, batch_bytes
         bursts = rand.choice([[], wire.bursts(rand, len(frames))])
         log = write(frames, partitions=partitions, bursts=bursts)
         descriptors, plain, whole = descriptors_of(log, rand)
-        counted = Counted(patch)
+        counted = ColumnGroups(patch)
         found = told(decode(feed_of(), descriptors, whole))
-        assert counted.groups or bursts or not descriptors
-        assert odd or all(counted.groups), "usual texts need no records"
-        del counted.groups[:]
+        assert counted.decoded or bursts or not descriptors
+        assert odd or all(counted.decoded), "usual texts need no records"
+        del counted.decoded[:]
         assert found == told(decode(feed_of(), descriptors, plain))
-        assert not counted.groups
+        assert not counted.decoded
 
 
 @pytest.mark.usefixtures("every_batch_has_columns")
@@ -222,9 +207,9 @@ def test_the_rows_of_a_group_that_is_left_to_its_records_stay_in_order(monkeypat
     strange[list(USUAL).index("price")] = "99999999999.99"
     frames.insert(100, framed(50, message("I", 7, None, strange)))
     descriptors, plain, whole = descriptors_of(write(frames), random.Random(0))
-    counted = Counted(monkeypatch)
+    counted = ColumnGroups(monkeypatch)
     found = decode(feed_of(), descriptors, whole)
-    assert counted.groups.count(False) == 1 and len(counted.groups) > 10
+    assert counted.decoded.count(False) == 1 and len(counted.decoded) > 10
     assert found.dead.num_rows == 1 and told(found) == told(decode(feed_of(), descriptors, plain))
 
 
@@ -247,10 +232,10 @@ def test_columns_of_another_description_are_left_to_the_records(
     frames = [framed(50, message("I", 7, None, [*row(rand, 0.0), "more"])) for _ in range(120)]
     log = write([*changes(rand, 0, 0)[:1], *frames, *changes(rand, 0, 0)[1:]], NEWER, partitions=1)
     descriptors, plain, whole = descriptors_of(log, random.Random(0))
-    counted = Counted(monkeypatch)
+    counted = ColumnGroups(monkeypatch)
     feed = feed_of(ShardSchema(known[-1], ("id",)), known=known)
     found = decode(feed, descriptors, whole)
-    assert counted.groups == groups and (found.stop is None) == groups[0]
+    assert counted.decoded == groups and (found.stop is None) == groups[0]
     assert told(found) == told(decode(feed, descriptors, plain))
 
 
@@ -258,9 +243,9 @@ def test_columns_of_another_description_are_left_to_the_records(
 def test_an_older_description_is_read_from_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
     descriptors, plain, whole = descriptors_of(write(changes(random.Random(3), 100, 0)), random.Random(0))
     wider = (*SCHEMA.columns, Column("more", "string"))
-    feed, counted = feed_of(ShardSchema(wider, ("id",)), known=(SCHEMA.columns, wider)), Counted(monkeypatch)
+    feed, counted = feed_of(ShardSchema(wider, ("id",)), known=(SCHEMA.columns, wider)), ColumnGroups(monkeypatch)
     assert told(decode(feed, descriptors, whole)) == told(decode(feed, descriptors, plain))
-    assert not any(counted.groups)
+    assert not any(counted.decoded)
 
 
 @pytest.mark.usefixtures("every_batch_has_columns")
@@ -272,10 +257,10 @@ def test_rows_that_violate_an_expectation_are_read_from_their_records(
     descriptors, plain, whole = descriptors_of(write(changes(random.Random(4), 150, 0)), random.Random(0))
     feed, counted = (
         feed_of(expectations=Expectations((Expectation("rule", expression),), on_violation)),
-        Counted(monkeypatch),
+        ColumnGroups(monkeypatch),
     )
     found = decode(feed, descriptors, whole)
-    assert counted.groups, "the columns were tried"
+    assert counted.decoded, "the columns were tried"
     assert bool(found.violations or found.stop) == (expression == "small < 0")
     other = decode(feed, descriptors, plain)
     assert told(found) == told(other) and found.violations == other.violations
@@ -385,7 +370,32 @@ def test_a_version_with_the_same_names_and_narrower_types_is_read_from_its_recor
     """0.1 of a real is 0.10000000149011612 as a double precision, not 0.1."""
     descriptors, plain, whole = descriptors_of(write(changes(random.Random(8), 100, 0)), random.Random(0))
     wider = tuple(Column(c.name, "float64") if c.name == "real" else c for c in SCHEMA.columns)
-    feed, counted = feed_of(ShardSchema(wider, ("id",)), known=(SCHEMA.columns, wider)), Counted(monkeypatch)
+    feed, counted = feed_of(ShardSchema(wider, ("id",)), known=(SCHEMA.columns, wider)), ColumnGroups(monkeypatch)
     found = decode(feed, descriptors, whole)
-    assert told(found) == told(decode(feed, descriptors, plain)) and not any(counted.groups)
+    assert told(found) == told(decode(feed, descriptors, plain)) and not any(counted.decoded)
     assert float(np.float32("0.1")) in found.commands.rows.column("real").to_pylist()
+
+
+@pytest.mark.usefixtures("every_batch_has_columns")
+def test_an_exception_that_nothing_foresees_leaves_a_group_to_its_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    descriptors, plain, whole = descriptors_of(write(changes(random.Random(9), 100, 0)), random.Random(0))
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("unforeseen")
+
+    monkeypatch.setattr("tidemill.spark.decode.captured.text_to_column", fail)
+    assert told(decode(feed_of(), descriptors, whole)) == told(decode(feed_of(), descriptors, plain))
+
+
+@pytest.mark.usefixtures("every_batch_has_columns")
+def test_a_batch_whose_columns_cannot_be_encoded_is_sent_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trailer only repeats its records, so an error of it does not stop the capture."""
+    frames = changes(random.Random(10), 100, 0)
+    records = write(frames).batches
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("unforeseen")
+
+    monkeypatch.setattr(batch_builder, "encode_row_columns", fail)
+    log = write(frames)
+    assert log.batches == records and not any(b"".join(each) for each in log.trailers.values())

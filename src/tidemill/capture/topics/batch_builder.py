@@ -206,9 +206,11 @@ def encode_columns_trailer(entries: Sequence[BatchEntry], count: int) -> bytes:
     """Return the trailer of a batch: its rows as columns; else b"". Rows without columns, such as the last ones of a
     receive, may be half of a batch at most, since it costs several times more to read them from their records.
     """
+    if count < MIN_ROWS:
+        return b""
     ranges = [None if isinstance(entry, Record) else entry.columns() for entry in entries]
     found = [columns for columns in ranges if columns is not None]
-    if count < MIN_ROWS or 2 * sum(map(len, found)) < count:
+    if 2 * sum(map(len, found)) < count:
         return b""
     parts: list[pa.RecordBatch] = []
     for has_columns, group in groupby(zip(entries, ranges, strict=True), lambda pair: pair[1] is not None):
@@ -228,12 +230,12 @@ def _columns_of_records(records: Sequence[Record], schema: pa.Schema) -> pa.Reco
     """Return the rows of records that were encoded one by one. None: a record is no plain row of this description."""
     version = int(schema.metadata[VERSION])
     names = schema.names[1:]
-    usual = 3 if version == 1 else 4
+    header_count = 3 if version == 1 else 4  # more headers name what the row lacks, or an old key
     rows: list[dict[str, str | None]] = []
     for record in records:
         headers = dict(record.headers)
         row = record.key if record.value is None else record.value
-        if len(headers) != usual or int(headers.get(VERSION_HEADER) or b"1") != version or row is None:
+        if len(headers) != header_count or int(headers.get(VERSION_HEADER) or b"1") != version or row is None:
             return None
         found = msgspec.json.decode(row, type=dict[str, msgspec.Raw])
         rows.append({name: _text_of_json(bytes(value)) for name, value in found.items()})

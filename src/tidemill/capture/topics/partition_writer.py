@@ -20,8 +20,11 @@ from __future__ import annotations
 
 from collections import deque
 
+import structlog
+
 from tidemill.base.errors import CorruptError
 from tidemill.base.lsn import ChangePosition
+from tidemill.base.runtime.tasks import error_sentence
 from tidemill.capture.topics.batch_builder import (
     BatchEntry,
     RowRange,
@@ -31,6 +34,8 @@ from tidemill.capture.topics.batch_builder import (
     record_size_bytes,
 )
 from tidemill.topics.batch import Record
+
+log = structlog.get_logger()
 
 SEQUENCE_MODULUS = 1 << 31
 BATCH_BYTES = 512 << 10
@@ -157,11 +162,21 @@ class PartitionWriter:
                 batch, count, producer_id=self.producer_id, base_sequence=sequence, epoch=self.epoch
             )
             self.made_bytes += len(data)
-            batches.append(PartitionBatch(start, start + count, data, encode_columns_trailer(batch, count), round_))
+            batches.append(PartitionBatch(start, start + count, data, self._encode_trailer(batch, count), round_))
             start += count
         self.pending.extend(batches)
         round_.left += len(batches)
         return batches
+
+    def _encode_trailer(self, batch: list[BatchEntry], count: int) -> bytes:
+        try:
+            return encode_columns_trailer(batch, count)
+        except Exception as error:
+            # A trailer only repeats its records, so no error of it may stop them.
+            log.warning(
+                "a batch is sent without columns", topic=self.topic, cause=error_sentence(error), exc_info=error
+            )
+            return b""
 
     def remove_landed(self, high_watermark: int) -> list[PartitionBatch]:
         """Remove and return the batches that the log contains after all. Called after a failure, with nothing in

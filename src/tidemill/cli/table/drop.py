@@ -60,7 +60,7 @@ def drop(
         done = opened.portal.call(
             drop_shard(
                 opened.consensus, opened.objects, opened.metastore, opened.clock, opened.rand, name,
-                shard_id=found.shard_id if found is not None else "",  # not one that was created since
+                shard_id=found.shard_id if found is not None else "",  # never a table that was created later
             )
         )  # fmt: skip
     lines = [f"dropped {done.name}: {done.rows:,} updates, {done.size_bytes:,} bytes, freed within half an hour"]

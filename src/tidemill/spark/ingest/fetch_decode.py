@@ -18,9 +18,11 @@ from typing import TypeVar
 
 import msgspec
 import pyarrow as pa
+import structlog
 
 from tidemill.base.errors import TidemillError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.shards.api import TIME, Remap
 from tidemill.shards.parts.arrow_rows import int64s, to_mask
@@ -59,6 +61,8 @@ from tidemill.spark.predicates.expectations import Violations, expectation_check
 from tidemill.spark.stores import Stores, shared_objects
 from tidemill.spark.violations import check_commands
 from tidemill.topics.batch_reads import read_batches
+
+log = structlog.get_logger()
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -152,8 +156,14 @@ def decode_blocks(
 
 def _decode_columns(feed: TopicFeed, decoder: CapturedDecoder, group: Sequence[ColumnBatch]) -> Decoded | None:
     """Decode a group of batches from their columns. None: their records decide, also if a row violates an
-    expectation."""
-    commands = decoder.decode_columns(group)
+    expectation, or for an exception that nothing foresees."""
+    try:
+        commands = decoder.decode_columns(group)
+    except BaseException as error:
+        if not is_fault(error):
+            raise
+        log.warning("columns are not read", table=feed.table, cause=error_sentence(error), exc_info=error)
+        return None
     check = expectation_check(feed.schema, feed.expectations)
     if commands is None or (
         check is not None and check.violated(commands.rows)[:, to_mask(commands.rows.column(LIVE))].any()

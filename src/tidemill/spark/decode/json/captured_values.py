@@ -1,7 +1,7 @@
 """Values of captured rows → Arrow columns: from PostgreSQL's texts, and from their JSON (captured.py).
 
-Texts that only PostgreSQL writes (NaN, infinity, years of another length, BC) are named, not converted: the slow path
-reads their records one by one.
+Arrow casts ordinary values by columns. Values that only PostgreSQL writes (NaN, infinity, years of another length, BC)
+are marked and read one by one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class CapturedDialect:
         if pa.types.is_string(array.type):
             array, strange = _without_odd_texts(array, column.type)
             odd |= strange
-            return cast_text(array, column.type)
+            array = cast_text(array, "float64" if column.type == "float32" else column.type)
         if column.type in FLOATS:
             odd |= non_finite_mask(array)
         if column.type == "float32":
@@ -69,17 +69,11 @@ class CapturedDialect:
 
 
 def text_to_column(column: Column, texts: pa.Array, dialect: CapturedDialect) -> pa.Array | None:
-    """Convert PostgreSQL's texts as the JSON of their records is. None: the column cannot hold one of them, or Arrow
-    does not name one that it cannot read: the records decide."""
+    """Convert PostgreSQL's texts to the values that the JSON of their records gives. Return None if a value does not
+    fit the column, or if Arrow cannot identify a value that it rejects. The records then decide."""
     odd = np.zeros(len(texts), dtype=bool)
-    wide = replace(column, type="float64") if column.type == "float32" else column
     try:
-        array = dialect.convert(wide, texts, odd)
-        if column.type in FLOATS:
-            odd |= non_finite_mask(array)
-        if column.type == "float32":
-            array, beyond = narrow_to_float32(array)
-            odd |= beyond
+        array = dialect.convert(column, texts, odd)
         if not odd.any():
             return array
         others = values_to_array(texts.filter(pa.array(odd)).to_pylist(), column)
