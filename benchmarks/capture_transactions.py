@@ -1,6 +1,7 @@
 """Cost of a small transaction, from the frames of the stream to its confirmation and to the followers of shapes.
 
-    ./dev bench capture_transactions [--transactions N] [--rate R] [--rows K] [--shapes S] [--json]
+    ./dev bench capture_transactions [--transactions N] [--rate R] [--rows K] [--shapes S] [--linger-ms L]
+                                        [--json]
 
 One process without sockets: a recorded stream, the real reader, collector, topic writer, binder, tap and shapes, on
 topics, consensus and objects in memory. N transactions of K narrow rows arrive at R transactions a second, or without a
@@ -31,6 +32,7 @@ from tidemill.base.runtime.gc_tuning import install_gc_tuning
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.capture.changes import Column, Relation
+from tidemill.capture.config import CaptureConfig
 from tidemill.capture.decode.transaction_builder import TransactionBuilder
 from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.consumers import TapRegistry
@@ -65,6 +67,7 @@ ROWS = Relation(
 WRITER = "topics"
 FIRST_LSN = 1_000_000
 LSN_STEP = 1_000
+LINGER_MS = CaptureConfig("bench", "").linger_ms
 UNITS_AT_ONCE = 20
 UNIT_PAUSE_S = 0.02
 PACE_S = 0.001
@@ -180,7 +183,9 @@ def _show_failure(name: str, error: BaseException) -> None:
     traceback.print_exception(error)
 
 
-async def measure(transactions: int, rate: float, rows: int, shapes: int, at_once: int) -> dict[str, Any]:
+async def measure(
+    transactions: int, rate: float, rows: int, shapes: int, at_once: int, linger_ms: int
+) -> dict[str, Any]:
     clock, rand = SystemClock(), Rand(1)
     consensus, objects = await open_consensus("memory:", clock, rand), await open_objects("memory:", clock, rand)
     catalogue = Catalogue(create_metastore(consensus, objects, clock, rand), clock, rand)
@@ -201,7 +206,7 @@ async def measure(transactions: int, rate: float, rows: int, shapes: int, at_onc
     await binder.open()
     binder.start_at({row.topic_id: [0]}, 0)
     table = CapturedTable("public.rows", row, 1, oid=1)
-    writer = TopicWriter(WRITER, [table], topics, rand, binder.add_durable)
+    writer = TopicWriter(WRITER, [table], topics, rand, binder.add_durable, linger_s=linger_ms / 1000)
     await writer.open_tables({}, 0)
     status = ReplicationStatus(0)
     collector = Collector([writer], status, clock, taps=taps)
@@ -252,17 +257,23 @@ def main() -> int:
     parser.add_argument("--rows", type=int, default=1)
     parser.add_argument("--shapes", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=16, help="transactions in one receive, if the rate is 0")
+    parser.add_argument("--linger-ms", type=int, default=LINGER_MS, help="capture.NAME.linger_ms")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     logging.disable(logging.INFO)
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING))
     install_gc_tuning()  # as `tidemill serve` does
-    found = asyncio.run(measure(options.transactions, options.rate, options.rows, options.shapes, options.at_once))
+    found = asyncio.run(
+        measure(
+            options.transactions, options.rate, options.rows, options.shapes, options.at_once, options.linger_ms
+        )
+    )  # fmt: skip
     result = {
         "machine": machine(),
         "transactions_verified": options.transactions,
         "rows": options.rows,
         "shapes": options.shapes,
+        "linger_ms": options.linger_ms,
         "unit_us": round(found["unit_us"], 1),
         "cpu_us_per_transaction": round(found["cpu_us"], 1),
         "units_per_transaction": round(found["cpu_us"] / found["unit_us"], 2),

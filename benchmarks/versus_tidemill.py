@@ -12,6 +12,7 @@ import pyarrow as pa
 import tidemill
 import versus_processes
 from support.ports import free_port
+from tidemill.base.limits import PIPELINE_FRESHNESS_MS
 from versus_processes import command
 from versus_stack import FILES, HERE, TABLES, Keeper, configuration_lines
 
@@ -27,12 +28,14 @@ class Tidemill:
         first = free_port(2)
         tables = ", ".join(f'"public.{table}"' for table in TABLES)
         self._config = home / "tidemill.toml"
+        # A longer freshness is one for the whole way: the capture gathers for a tenth of it.
+        pace = f"\nlinger_ms = {freshness_s * 100:.0f}" if freshness_s > PIPELINE_FRESHNESS_MS / 1000 else ""
         self._config.write_text(
             (FILES / "tidemill.toml")
             .read_text()
             .format(
                 home=home, http=first, kafka=first + 1, postgres=port, tables=tables, freshness_s=freshness_s,
-                pipeline=FILES / "pipeline.py",
+                pace=pace, pipeline=FILES / "pipeline.py",
             )
         )  # fmt: skip
         self.reader = [sys.executable, str(HERE / "versus_reader.py"), "tidemill", str(self._config)]

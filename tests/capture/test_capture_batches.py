@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from support.capture.fragments import OTHER, T, at, change, fragment
+from support.waiting import until
 from tidemill.base.clock import ManualClock, Rand
 from tidemill.base.lsn import ChangePosition
 from tidemill.capture.changes import Change, Fragment
@@ -139,6 +140,24 @@ async def written(batch: Fragment, *, paused: tuple[int, int] | None = None) -> 
     await writer.wait_drained()
     await writer.aclose()
     return [(b.lsn, {topic: offset for topic, _, offset in b.offsets}) for b in done]
+
+
+async def test_a_server_that_requests_a_reply_ends_the_gap_between_rounds() -> None:
+    table = CapturedTable(T.name, TopicRow(T.table, T.table, 1), 1 << 62, oid=T.oid)
+    done: list[CommitBoundary] = []
+    topics: Any = CountingLog()
+    writer = TopicWriter("topics", [table], topics, Rand(1), done.extend, linger_s=3600.0)
+    table.writers[0].start_at(0, 0, None)
+    notices: Any = None
+    for lsn in (3, 5, 8):
+        await writer.deliver(fragment(lsn, change(lsn)), notices)
+        await asyncio.sleep(0.01)
+    writer.record_keepalive(9)
+    await asyncio.sleep(0.01)
+    assert [b.lsn for b in done] == [3], "after silence; the others wait for an hour"
+    writer.record_keepalive(9, reply_requested=True)
+    await until(lambda: [b.lsn for b in done] == [3, 5, 8, 9])
+    await writer.aclose()
 
 
 def wide(position: ChangePosition) -> Change:

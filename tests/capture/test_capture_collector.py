@@ -115,7 +115,9 @@ async def test_slc4_a_sink_that_dies_while_it_is_served_is_not_registered() -> N
 async def test_a_keepalive_behind_an_undelivered_commit_does_not_confirm_it() -> None:
     """K2: a notice that is read after the commit is handled after the commit."""
     progress: list[int] = []
-    collector = Collector([RecordingSink()], ReplicationStatus(0), ManualClock(), on_keepalive=progress.append)
+    collector = Collector(
+        [RecordingSink()], ReplicationStatus(0), ManualClock(), on_keepalive=lambda lsn, _: progress.append(lsn)
+    )
     await collector.put(fragment(5, change(5)))
     collector.put_keepalive(Keepalive(50, False), inside_txn=False)
     task = asyncio.ensure_future(collector.run())

@@ -13,7 +13,6 @@ from support.waiting import until
 from tidemill.base.clock import Rand
 from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture.topics import batch_sender as rounds_module
 from tidemill.capture.topics.batch_sender import SMALL_ROUND_BYTES, BatchSender
 from tidemill.capture.topics.partition_writer import PartitionWriter
 from tidemill.topics.api import ProduceResult
@@ -47,10 +46,10 @@ def at(ordinal: int) -> ChangePosition:
 
 
 @asynccontextmanager
-async def batch_sender() -> AsyncIterator[tuple[BatchSender, Any, list[ChangePosition]]]:
+async def batch_sender(linger_s: float = 0.0) -> AsyncIterator[tuple[BatchSender, Any, list[ChangePosition]]]:
     durable: list[ChangePosition] = []
     topics: Any = Topics()
-    rounds = BatchSender(topics, Rand(), durable.append)
+    rounds = BatchSender(topics, Rand(), durable.append, linger_s=linger_s)
     try:
         yield rounds, topics, durable
     finally:
@@ -110,11 +109,42 @@ async def test_a_round_that_cannot_be_encoded_ends_the_writer() -> None:
         assert durable == []
 
 
-async def test_small_rounds_keep_a_gap_and_travel_together_and_a_large_one_leaves_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(rounds_module, "MIN_ROUND_GAP_S", 1.0)  # no stall of the machine is as long
-    async with batch_sender() as (rounds, topics, durable):
+async def test_a_record_that_something_waits_for_ends_the_gap() -> None:
+    async with batch_sender(linger_s=3600.0) as (rounds, topics, durable):
+        one = writer()
+        for ordinal in range(3):
+            one.assign_offset(at(ordinal))
+            rounds.add(one, RECORD)
+            rounds.schedule_round(at(ordinal))
+            await turn()
+        assert len(topics.taken) == 1, "after silence; the others wait for an hour"
+        rounds.send_now()
+        await turn()
+        assert len(topics.taken) == 2
+        topics.offsets = [0, 1]
+        topics.answer()
+        await turn()
+        assert durable[-1] == at(2)
+
+
+async def test_waiting_until_all_is_durable_ends_the_gap() -> None:
+    async with batch_sender(linger_s=3600.0) as (rounds, topics, durable):
+        one = writer()
+        for ordinal in range(2):
+            one.assign_offset(at(ordinal))
+            rounds.add(one, RECORD)
+            rounds.schedule_round(at(ordinal))
+            await turn()
+        drained = asyncio.ensure_future(rounds.wait_drained())
+        await until(lambda: len(topics.taken) == 2)
+        topics.offsets = [0, 1]
+        topics.answer()
+        await drained
+        assert durable[-1] == at(1)
+
+
+async def test_small_rounds_keep_a_gap_and_travel_together_and_a_large_one_leaves_at_once() -> None:
+    async with batch_sender(linger_s=1.0) as (rounds, topics, durable):
         one, ordinal = writer(), 0
 
         async def put(record: Record = RECORD) -> int:

@@ -109,6 +109,16 @@ async def test_a_marker_is_bound_exactly_at_its_commit(postgres_dsn: str) -> Non
                 assert (await world.tagged(f"mark-{i}")).offsets[a] == (i + 1,)
 
 
+async def test_a_marker_and_the_transactions_before_it_are_not_gathered(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
+        await world.sql("CREATE TABLE a (id int PRIMARY KEY)")
+        async with world.capture(linger_ms=3_600_000):
+            for i in range(3):
+                await world.sql(f"INSERT INTO a VALUES ({i})")
+            await world.sql("SELECT pg_logical_emit_message(true, 'tidemill', 'mark')")
+            assert (await world.tagged("mark")).offsets[await world.topic_id("a")] == (3,)
+
+
 async def test_time_advances_while_nothing_happens_and_the_slot_follows_the_wal(postgres_dsn: str) -> None:
     async with World(postgres_dsn) as world:
         await world.sql("CREATE TABLE a (id int PRIMARY KEY)", "CREATE TABLE unrelated (id int)")

@@ -26,6 +26,8 @@ class CaptureConfig(msgspec.Struct, frozen=True):
     dsn                  anything that libpq accepts (URI or key=value), TLS and authentication included
     tables               `schema.table`, `table` (schema public), with * and ?; `!pattern` excludes
     partitions           of each new topic
+    linger_ms            time for which small transactions are gathered and written together; the first one after a
+                         longer pause, and one with a marker, are written immediately
     binding_interval_ms  at most one binding per interval while changes arrive (a marker is not delayed)
     idle_binding_ms      while only the idle LSN moves: at most one binding per interval
     heartbeat_s          a message is written to the database if no commit was seen for this long
@@ -52,6 +54,7 @@ class CaptureConfig(msgspec.Struct, frozen=True):
     dsn: str
     tables: tuple[str, ...] = ("public.*",)
     partitions: int = 1
+    linger_ms: int = 100
     binding_interval_ms: int = 50
     idle_binding_ms: int = 5_000
     heartbeat_s: float = 10.0

@@ -59,7 +59,8 @@ class CaptureRunner:
 
         node = self._node
         settings = CaptureConfig(
-            name, section.dsn, tuple(section.tables), binding_interval_ms=section.binding_interval_ms,
+            name, section.dsn, tuple(section.tables), linger_ms=section.linger_ms,
+            binding_interval_ms=section.binding_interval_ms,
             identity=section.identity, manual=section.manual,
             failover=section.failover, envelope=section.envelope, cleanup=section.cleanup,
             copy_again=section.copy_again, copy_again_pause_s=section.copy_again_pause_s,

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
@@ -31,7 +30,6 @@ from sim.world import CURRENT, Actor, Down, NotLive, Violated, World, swapped
 from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.base.runtime.tasks import run_unit
 from tidemill.base.status.status import StatusTracker
-from tidemill.capture.topics import batch_sender
 from tidemill.metastore.catalogue import CaptureRow, Catalogue
 from tidemill.metastore.factory import create_metastore
 from tidemill.shapes.definition.planner import FieldError, ShapeRequest
@@ -396,7 +394,4 @@ def quickened(world: World, *, harsh: bool, patient: bool) -> Iterator[None]:
             (store_module, "ABANDON_AFTER_S", 10.0 if patient else 0.3),
         ):
             stack.enter_context(swapped(module, name, value))
-        # Without the gap, more batches are in flight at the same time.
-        gapless = random.Random(f"gap {world.seed}").random() < 0.5
-        stack.enter_context(swapped(batch_sender, "MIN_ROUND_GAP_S", 0.0 if gapless else batch_sender.MIN_ROUND_GAP_S))
         yield

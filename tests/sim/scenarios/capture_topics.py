@@ -130,6 +130,8 @@ async def _run(world: World, fault: str, db: Database, stack: contextlib.ExitSta
     slow = fault in ASIDE_FAULTS or (not fault and copies.random() < ASIDE_SHARE)
     if slow:
         config = slowly_copied(copies, config, stack, fault)
+    # Without a gap between rounds, more batches are in flight at the same time.
+    config = replace(config, linger_ms=10 if fault else random.Random(f"gap {world.seed}").choice((0, 10, 100)))
     if fault == "seed002":
         config = replace(config, fragment_changes=2)
     oracle = Oracle(world, db, config)

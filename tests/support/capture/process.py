@@ -33,8 +33,9 @@ async def main(dsn: str, name: str, directory: Path, more: Collection[str] = ())
     objects = await open_objects(f"file://{directory}/objects", clock, rand)
     catalogue = Catalogue(create_metastore(consensus, objects, clock, rand), clock, rand)
     config = CaptureConfig(
-        name=name, dsn=dsn, binding_interval_ms=10, idle_binding_ms=100, fragment_changes=5, table_poll_s=0.2,
-        copy_again="again" in more, copy_again_pause_s=0.1, identity="as-is" if "as-is" in more else "full",
+        name=name, dsn=dsn, linger_ms=10, binding_interval_ms=10, idle_binding_ms=100, fragment_changes=5,
+        table_poll_s=0.2, copy_again="again" in more, copy_again_pause_s=0.1,
+        identity="as-is" if "as-is" in more else "full",
         copy_rows_per_s=8000 if "slowly" in more else 0, copy_chunk_blocks=4 if "slowly" in more else 2048,
         copy_aside_after_s=0.3 if "aside" in more else 30.0,
     )  # fmt: skip

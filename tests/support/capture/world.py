@@ -81,6 +81,7 @@ class World:
         return await (await self.connection.execute(statement)).fetchall()
 
     def config(self, **settings: Any) -> CaptureConfig:
+        settings.setdefault("linger_ms", 10)
         settings.setdefault("binding_interval_ms", 10)
         settings.setdefault("idle_binding_ms", 100)
         settings.setdefault("copy_again", False)  # a table that parks stays parked, for most to look at

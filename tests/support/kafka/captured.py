@@ -30,7 +30,7 @@ class Captured:
     def __init__(self, broker: RealBroker, dsn: str, **config: Any) -> None:
         self.broker, self.call = broker, broker.portal.call
         self.sql = psycopg.connect(dsn, autocommit=True)
-        self.config = CaptureConfig("shop", dsn, binding_interval_ms=1, **config)
+        self.config = CaptureConfig("shop", dsn, linger_ms=10, binding_interval_ms=1, **config)
         self.capture: Capture | None = None
 
     @property

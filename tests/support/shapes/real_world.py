@@ -44,8 +44,9 @@ class RealWorld(ShapeWorld):
         self.topics = LocalTopics(self.consensus, self.objects, catalogue, clock=clock, rand=rand)
         name = self.dsn.rpartition("/")[2]
         config = CaptureConfig(
-            name=name, dsn=self.dsn, tables=self.tables, binding_interval_ms=20, fragment_changes=self.fragment_changes,
-            table_poll_s=self.table_poll_s, copy_again=self.copy_again, copy_again_pause_s=self.copy_again_pause_s,
+            name=name, dsn=self.dsn, tables=self.tables, linger_ms=10, binding_interval_ms=20,
+            fragment_changes=self.fragment_changes, table_poll_s=self.table_poll_s, copy_again=self.copy_again,
+            copy_again_pause_s=self.copy_again_pause_s,
             **self.more,
         )  # fmt: skip
         remap = LogRemap(self.consensus, config.remap_name, clock, rand)

@@ -62,9 +62,10 @@ class _KeepaliveItem(msgspec.Struct, frozen=True):
 
 
 class Collector:
-    """Queue and task between stream and consumers; implements consumers.FlushNotices. `on_keepalive(lsn)`: nothing up
-    to the inclusive LSN is still to be delivered. `on_status()`: received or flushed may have moved, or the server
-    requested an answer.
+    """Queue and task between stream and consumers; implements consumers.FlushNotices.
+
+    `on_keepalive(lsn, reply_requested)`: nothing up to the inclusive LSN is still to be delivered. `on_status()`:
+    received or flushed may have moved, or the server requested an answer.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class Collector:
         clock: Clock,
         *,
         taps: TapRegistry | None = None,
-        on_keepalive: Callable[[int], None] = lambda _: None,
+        on_keepalive: Callable[[int, bool], None] = lambda lsn, reply_requested: None,
         on_status: Callable[[], None] = lambda: None,
         queue_changes: int = 20_000,
     ) -> None:
@@ -205,7 +206,7 @@ class Collector:
     def _process_keepalive(self, item: _KeepaliveItem) -> None:
         self.status.record_keepalive(item.keepalive.wal_end, inside_txn=item.inside_txn)
         if not item.inside_txn:
-            self._on_keepalive(item.keepalive.wal_end - 1)
+            self._on_keepalive(item.keepalive.wal_end - 1, item.keepalive.reply_requested)
         self._on_status()
 
     def _confirm_lsn(self, lsn: int | None) -> None:

@@ -332,7 +332,13 @@ class Session:
         copied = [table for table in prepared.captured if table.snapshot is not None]
         self._wal.carried = copied
         writer = self.writer = TopicWriter(
-            self.topic_consumer, copied, self._topics, self._rand, binder.add_durable, self._unfit.handle_row
+            self.topic_consumer,
+            copied,
+            self._topics,
+            self._rand,
+            binder.add_durable,
+            self._unfit.handle_row,
+            linger_s=self._config.linger_ms / 1000,
         )
         await writer.open_tables(
             latest.offsets if latest else {},

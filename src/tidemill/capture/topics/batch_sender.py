@@ -2,8 +2,10 @@
 once.
 
 While few rounds are in flight, a new one is sent at the end of the current turn of the event loop, but a small one not
-before MIN_ROUND_GAP_S after the last; records that arrive in between wait and are sent together. A round is durable
-when it and all rounds before it are.
+before `linger_s` after the last; records that arrive in between wait and are sent together. The cost of a round does
+not depend on its size: a batch for each partition, an object, an append to each log, a binding, and a step of each
+pipeline that reads it. A transaction after a longer pause is sent immediately. `send_now` ends the wait. A round is
+durable when it and all rounds before it are.
 
 If a batch fails, the later ones in its partition fail too. Its partition writer is repaired: wait until nothing of it
 is in flight, check what the log contains after all, and send the rest again with the same sequences
@@ -35,12 +37,8 @@ BACKLOG_BYTES = 16 << 20
 """Limit of queued and in-flight bytes together: above it `wait_for_room` waits, and with it the collector and the
 socket."""
 ROUND_BYTES = 2 << 20
-MIN_ROUND_GAP_S = 0.01
-"""Minimum time between small rounds. The cost of a round does not depend on its size: a batch for each partition, an
-object, an append to each log. Without this gap a transaction costs 1.25 times the CPU at 300 transactions a second, and
-1.15 times at 1,500 (`./dev bench capture_transactions`). A transaction after a longer pause is sent immediately.
-"""
 SMALL_ROUND_BYTES = 64 << 10
+"""Size from which a round does not wait."""
 RECORD_MEMORY_BYTES = 600
 """Memory of a waiting record in addition to its key and value: objects, headers, its transaction's boundary."""
 ROW_MEMORY_BYTES = 250
@@ -53,7 +51,7 @@ _RETRIABLE = (UnavailableError, UnknownOutcomeError, OutOfOrderSequenceError)
 
 class BatchSender:
     """Sender of rounds. `on_durable(position)`: every record added up to this position is in the log.
-    Called in order.
+    Called in order. `linger_s`: minimum time between small rounds.
     """
 
     def __init__(
@@ -62,8 +60,11 @@ class BatchSender:
         rand: Rand,
         on_durable: Callable[[ChangePosition], None],
         backlog_bytes: int = BACKLOG_BYTES,
+        *,
+        linger_s: float = 0.0,
     ) -> None:
         self._topics = topics
+        self._linger_s = linger_s
         self._backlog_bytes = backlog_bytes
         self._rand = rand
         self._on_durable = on_durable
@@ -99,7 +100,7 @@ class BatchSender:
 
     def schedule_round(self, position: ChangePosition | None = None) -> None:
         """Note that everything up to `position` has been added, and send it at the end of this turn of the event loop,
-        or of the gap after the last round, if there is room.
+        or when `linger_s` has passed since the last round, if there is room.
 
         The caller may have waited in between, and rounds may have left with the records without knowing the position.
         In that case the last round gets the position; if all are already durable, `on_durable` is called.
@@ -122,6 +123,12 @@ class BatchSender:
             self._due.cancel()
         self._due = loop.call_soon(self._send_round) if self._due_soon else loop.call_at(self._next_s, self._send_round)
 
+    def send_now(self) -> None:
+        """Let no record that was added so far wait for `linger_s`: something waits for it."""
+        self._next_s = 0.0
+        if self._dirty and not self._due_soon:
+            self._schedule_round()
+
     def facts(self) -> dict[str, object]:
         """Return the size of what waits to become durable, and its limit."""
         return {"backlog_bytes": self._open_bytes + self._flight_bytes, "backlog_bytes_limit": self._backlog_bytes}
@@ -140,6 +147,7 @@ class BatchSender:
 
     async def wait_drained(self) -> None:
         """Wait until everything added is durable."""
+        self.send_now()
         while self._dirty or self._under_way:
             await self._wait_for_change()
 
@@ -162,7 +170,7 @@ class BatchSender:
         self._due, self._due_soon = None, False
         if not self._dirty or self._failure is not None or len(self._under_way) >= ROUNDS_IN_FLIGHT:
             return
-        self._next_s = asyncio.get_running_loop().time() + MIN_ROUND_GAP_S
+        self._next_s = asyncio.get_running_loop().time() + self._linger_s
         round_ = SendRound(self._position)
         self._under_way.append(round_)
         dirty, self._dirty, self._open_bytes = self._dirty, {}, 0

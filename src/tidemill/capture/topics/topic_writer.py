@@ -84,6 +84,7 @@ class TopicWriter:
         on_fault: OnFault = _raise_fault,
         *,
         backlog_bytes: int = BACKLOG_BYTES,
+        linger_s: float = 0.0,
     ) -> None:
         self.name = consumer_name
         self.notices: FlushNotices | None = None
@@ -101,6 +102,7 @@ class TopicWriter:
             rand,
             lambda position: self._pass_on_boundaries(self._consumer.record_flush(position)),
             backlog_bytes,
+            linger_s=linger_s,
         )
         self._records = RecordWriter(self._rounds)
 
@@ -149,6 +151,8 @@ class TopicWriter:
             else:
                 self._consumer.record_fragment(written, fragment.last, commits=False)
         self._rounds.schedule_round(written)
+        if fragment.markers:  # a reader waits for it
+            self._rounds.send_now()
         await self._rounds.wait_for_room()
         return [self.name] if fragment.commits else []
 
@@ -232,8 +236,13 @@ class TopicWriter:
             await self._report_fault(table, stamp.commit_lsn, error)
             return None
 
-    def record_keepalive(self, lsn: int) -> None:
-        """Process a keepalive outside transactions: WAL up to `lsn` (inclusive) has nothing that was not delivered."""
+    def record_keepalive(self, lsn: int, reply_requested: bool = False) -> None:
+        """Process a keepalive outside transactions: WAL up to `lsn` (inclusive) has nothing that was not delivered.
+
+        A server that shuts down requests a reply, and waits until its last commit is confirmed.
+        """
+        if reply_requested:
+            self._rounds.send_now()
         last = ChangePosition(lsn, 0)
         if self._boundaries and not self._boundaries[-1].commit:
             self._boundaries.pop()
@@ -245,6 +254,7 @@ class TopicWriter:
         deleted.
         """
         table = self._tables.pop(oid, None)
+        self._rounds.send_now()
         for writer in table.writers if table is not None else ():
             while not writer.is_quiet:
                 self._rounds.raise_failure()
