@@ -39,6 +39,7 @@ from tidemill.capture.delivery.consumers import TapRegistry
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.capture.postgres.standby_status import ReplicationStatus
 from tidemill.capture.session.stream_reader import StreamHandlers, StreamReader
+from tidemill.capture.topics.batch_sender import SendPace
 from tidemill.capture.topics.binder import Binder
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.topic_writer import TopicWriter
@@ -206,7 +207,7 @@ async def measure(
     await binder.open()
     binder.start_at({row.topic_id: [0]}, 0)
     table = CapturedTable("public.rows", row, 1, oid=1)
-    writer = TopicWriter(WRITER, [table], topics, rand, binder.add_durable, linger_s=linger_ms / 1000)
+    writer = TopicWriter(WRITER, [table], topics, rand, binder.add_durable, pace=SendPace(linger_ms / 1000))
     await writer.open_tables({}, 0)
     status = ReplicationStatus(0)
     collector = Collector([writer], status, clock, taps=taps)

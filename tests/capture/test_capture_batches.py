@@ -17,6 +17,7 @@ from tidemill.capture.delivery.collector import Collector
 from tidemill.capture.delivery.flush_tracker import FlushTracker
 from tidemill.capture.postgres.pgoutput import Begin, Commit, Insert, LogicalMessage
 from tidemill.capture.postgres.standby_status import ReplicationStatus
+from tidemill.capture.topics.batch_sender import SendPace
 from tidemill.capture.topics.binder import CommitBoundary
 from tidemill.capture.topics.captured_table import MAX_ROW_BYTES, CapturedTable
 from tidemill.capture.topics.topic_writer import TopicWriter
@@ -146,7 +147,7 @@ async def test_a_server_that_requests_a_reply_ends_the_gap_between_rounds() -> N
     table = CapturedTable(T.name, TopicRow(T.table, T.table, 1), 1 << 62, oid=T.oid)
     done: list[CommitBoundary] = []
     topics: Any = CountingLog()
-    writer = TopicWriter("topics", [table], topics, Rand(1), done.extend, linger_s=3600.0)
+    writer = TopicWriter("topics", [table], topics, Rand(1), done.extend, pace=SendPace(3600.0))
     table.writers[0].start_at(0, 0, None)
     notices: Any = None
     for lsn in (3, 5, 8):

@@ -13,7 +13,7 @@ from support.waiting import until
 from tidemill.base.clock import Rand
 from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import ChangePosition
-from tidemill.capture.topics.batch_sender import SMALL_ROUND_BYTES, BatchSender
+from tidemill.capture.topics.batch_sender import SMALL_ROUND_BYTES, BatchSender, SendPace
 from tidemill.capture.topics.partition_writer import PartitionWriter
 from tidemill.topics.api import ProduceResult
 from tidemill.topics.batch import Record
@@ -49,7 +49,7 @@ def at(ordinal: int) -> ChangePosition:
 async def batch_sender(linger_s: float = 0.0) -> AsyncIterator[tuple[BatchSender, Any, list[ChangePosition]]]:
     durable: list[ChangePosition] = []
     topics: Any = Topics()
-    rounds = BatchSender(topics, Rand(), durable.append, linger_s=linger_s)
+    rounds = BatchSender(topics, Rand(), durable.append, pace=SendPace(linger_s))
     try:
         yield rounds, topics, durable
     finally:

@@ -65,6 +65,7 @@ from tidemill.capture.tables.context import SideLoopContext
 from tidemill.capture.tables.copy_progress import SnapshotProgress
 from tidemill.capture.tables.publication_repair import PublicationRepair
 from tidemill.capture.tables.table_states import TableStates
+from tidemill.capture.topics.batch_sender import SendPace
 from tidemill.capture.topics.binder import Binder, compute_start
 from tidemill.capture.topics.topic_writer import TopicWriter
 from tidemill.metastore.catalogue import Catalogue
@@ -338,7 +339,7 @@ class Session:
             self._rand,
             binder.add_durable,
             self._unfit.handle_row,
-            linger_s=self._config.linger_ms / 1000,
+            SendPace(self._config.linger_ms / 1000),
         )
         await writer.open_tables(
             latest.offsets if latest else {},

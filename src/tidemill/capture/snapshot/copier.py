@@ -54,6 +54,7 @@ from tidemill.capture.tables.copy_progress import SnapshotProgress
 from tidemill.capture.tables.table_reasons import refusal_for
 from tidemill.capture.tables.table_setup import captured_columns_of, has_whole_rows
 from tidemill.capture.tables.table_states import TableStates
+from tidemill.capture.topics.batch_sender import SendPace
 from tidemill.capture.topics.captured_table import CapturedTable
 from tidemill.capture.topics.partition_writer import PartitionWriter
 from tidemill.capture.topics.topic_writer import TopicWriter
@@ -140,7 +141,7 @@ async def copy_tables(
     """
     writer = TopicWriter(
         f"{context.config.mark}/copy", captured.values(), context.topics, context.rand, lambda boundaries: None,
-        backlog_bytes=BACKLOG_BYTES,
+        pace=SendPace(backlog_bytes=BACKLOG_BYTES),
     )  # fmt: skip
     async with AsyncExitStack() as opened:
         opened.push_async_callback(writer.aclose)

@@ -18,6 +18,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
 import structlog
 
 from tidemill.base.clock import Rand
@@ -49,9 +50,16 @@ REPAIR_PAUSE_MAX_S = 2.0
 _RETRIABLE = (UnavailableError, UnknownOutcomeError, OutOfOrderSequenceError)
 
 
+class SendPace(msgspec.Struct, frozen=True):
+    """`linger_s`: minimum time between small rounds. `backlog_bytes`: limit of queued and in-flight bytes together."""
+
+    linger_s: float = 0.0
+    backlog_bytes: int = BACKLOG_BYTES
+
+
 class BatchSender:
-    """Sender of rounds. `on_durable(position)`: every record added up to this position is in the log.
-    Called in order. `linger_s`: minimum time between small rounds.
+    """Sender of rounds. `on_durable(position)`: every record added up to this position is in the log. Called in
+    order.
     """
 
     def __init__(
@@ -59,13 +67,11 @@ class BatchSender:
         topics: TopicLog,
         rand: Rand,
         on_durable: Callable[[ChangePosition], None],
-        backlog_bytes: int = BACKLOG_BYTES,
-        *,
-        linger_s: float = 0.0,
+        pace: SendPace = SendPace(),
     ) -> None:
         self._topics = topics
-        self._linger_s = linger_s
-        self._backlog_bytes = backlog_bytes
+        self._linger_s = pace.linger_s
+        self._backlog_bytes = pace.backlog_bytes
         self._rand = rand
         self._on_durable = on_durable
         self._under_way: deque[SendRound] = deque()

@@ -37,7 +37,7 @@ from tidemill.capture.decode.batches import last_position, transaction_parts
 from tidemill.capture.decode.row_blocks import ChangePart, RowBlock, SegmentRows, parts_of
 from tidemill.capture.delivery.consumers import FlushNotices
 from tidemill.capture.delivery.flush_alignment import FlushAlignment
-from tidemill.capture.topics.batch_sender import BACKLOG_BYTES, BatchSender
+from tidemill.capture.topics.batch_sender import BatchSender, SendPace
 from tidemill.capture.topics.binder import CommitBoundary
 from tidemill.capture.topics.captured_table import CapturedTable, OnFault
 from tidemill.capture.topics.partition_tails import open_partition
@@ -82,9 +82,7 @@ class TopicWriter:
         rand: Rand,
         on_durable: Callable[[Sequence[CommitBoundary]], None],
         on_fault: OnFault = _raise_fault,
-        *,
-        backlog_bytes: int = BACKLOG_BYTES,
-        linger_s: float = 0.0,
+        pace: SendPace = SendPace(),
     ) -> None:
         self.name = consumer_name
         self.notices: FlushNotices | None = None
@@ -101,8 +99,7 @@ class TopicWriter:
             topics,
             rand,
             lambda position: self._pass_on_boundaries(self._consumer.record_flush(position)),
-            backlog_bytes,
-            linger_s=linger_s,
+            pace,
         )
         self._records = RecordWriter(self._rounds)
 
