@@ -27,7 +27,7 @@ from tidemill.capture.tables.recopy_requests import request_recopy
 from tidemill.capture.tables.table_setup import delete_topics
 from tidemill.capture.tables.table_states import TableStates
 from tidemill.consensus.memory import MemoryConsensus
-from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, PipelineRow, TopicRow
+from tidemill.metastore.catalogue import CaptureRow, CaptureTableRow, Catalogue, PipelineRow, SideTopicState, TopicRow
 from tidemill.metastore.factory import create_metastore
 from tidemill.objects.memory import MemoryObjects
 
@@ -154,6 +154,21 @@ async def test_a_dropped_table_that_is_added_again_while_its_row_is_deleted_keep
         assert catalogue.peer is None
         assert await catalogue.all_tables() == [added] and states.rows == {TABLE.table: added}
         assert await catalogue.list(TopicRow) == topics
+
+
+async def test_of_two_ends_of_a_side_topic_at_one_moment_the_earlier_counts() -> None:
+    """The reader ends it at a row that cannot be read, and another task at the end of the WAL, because it is full. With
+    the later end the changes in between would be in no topic."""
+    async with new_catalogue() as catalogue:
+        copied = replace(TABLE, side_topic=SideTopicState("side"))
+        await catalogue.change_table("shop", TABLE.table, lambda _: copied)
+        for ends in ((214, 260), (260, 214)):
+            await catalogue.change_table("shop", TABLE.table, lambda _: copied)
+            states = TableStates(CONFIG, catalogue, SystemClock(), StatusTracker())
+            states.replace_rows({TABLE.table: copied})
+            await asyncio.gather(*(states.end_side_topic(TABLE.table, lsn, "why") for lsn in ends))
+            (row,) = await catalogue.all_tables()
+            assert row.side_topic == SideTopicState("side", until_lsn=214)
 
 
 async def test_a_dropped_table_that_no_pipeline_reads_is_deleted_with_its_topics() -> None:

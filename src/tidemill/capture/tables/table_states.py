@@ -352,6 +352,9 @@ class TableStates:
         def with_ended_side_topic(found: CaptureTableRow | None) -> CaptureTableRow | None:
             if found is None or found.side_topic is None or found.side_topic.topic_id != topic_id:
                 return found
+            # The reader ends it at a row, and another task at its limit, at the same time: the earlier end counts.
+            if 0 < found.side_topic.until_lsn <= lsn:
+                return found
             return replace(found, side_topic=replace(found.side_topic, until_lsn=lsn))
 
         await self.update_row(name, with_ended_side_topic)

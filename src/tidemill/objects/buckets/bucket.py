@@ -18,6 +18,7 @@ import obstore
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ClosedError, ConflictError, MissingError
 from tidemill.objects.buckets.errors import StoreLocation, translate_obstore_error, translate_rejected_create
+from tidemill.objects.buckets.pending_calls import wait_for_call
 from tidemill.objects.reads import plan_reads, split_response
 from tidemill.objects.store import Buffer, ObjectMeta, as_buffers, check_key, check_prefix, check_range
 
@@ -86,7 +87,8 @@ class BucketObjects:
         path = self._path(key)
         if start == 0 and end is None:
             try:
-                return bytes(await (await obstore.get_async(self._store, path)).bytes_async())
+                found = await wait_for_call(obstore.get_async(self._store, path))
+                return bytes(await wait_for_call(found.bytes_async()))
             except Exception as error:
                 raise translate_obstore_error(error, "get", key, self._place, writes=False) from error
         if end is None or not 0 <= start < end:
@@ -96,7 +98,7 @@ class BucketObjects:
             if start == end:
                 return b""
         try:
-            data = bytes(await obstore.get_range_async(self._store, path, start=start, end=end))
+            data = bytes(await wait_for_call(obstore.get_range_async(self._store, path, start=start, end=end)))
         except Exception as error:
             if "<Code>InvalidRange</Code>" in str(error) or " 416 " in str(error):
                 check_range(key, start, end, await self._size(key))
@@ -121,7 +123,7 @@ class BucketObjects:
     async def head(self, key: str) -> ObjectMeta | None:
         path = self._path(key)
         try:
-            found = await obstore.head_async(self._store, path)
+            found = await wait_for_call(obstore.head_async(self._store, path))
         except FileNotFoundError:
             return None
         except Exception as error:
@@ -136,7 +138,11 @@ class BucketObjects:
         offset = self._prefix + start_after if start_after else None
         try:
             pages = obstore.list(self._store, directory or None, offset=offset, chunk_size=LIST_PAGE)
-            async for page in pages:
+            while True:
+                try:
+                    page = await wait_for_call(pages.__anext__())
+                except StopAsyncIteration:
+                    break
                 for found in page:
                     path = found["path"]
                     if path.startswith(full) and (offset is None or path > offset):
@@ -152,7 +158,7 @@ class BucketObjects:
     async def delete(self, key: str) -> None:
         path = self._path(key)
         try:
-            await obstore.delete_async(self._store, path)
+            await wait_for_call(obstore.delete_async(self._store, path))
         except Exception as error:
             failure = translate_obstore_error(error, "delete", key, self._place, writes=True)
             if not isinstance(failure, MissingError):
@@ -170,7 +176,8 @@ class BucketObjects:
         # Views are passed on without copying; the request body is the only copy.
         body = buffers[0] if len(buffers) == 1 else buffers or b""
         try:
-            await obstore.put_async(self._store, path, body, mode="create", attributes={self._nonce_name: nonce})
+            call = obstore.put_async(self._store, path, body, mode="create", attributes={self._nonce_name: nonce})
+            await wait_for_call(call)
         except Exception as error:
             failure = translate_obstore_error(error, "put", key, self._place, writes=True)
             if isinstance(failure, ConflictError):
@@ -185,7 +192,7 @@ class BucketObjects:
         """Return the nonce of the attempt that created the object ("" if it has none), or None without an object."""
         path = self._path(key)
         try:
-            found = await obstore.get_async(self._store, path, options={"head": True})
+            found = await wait_for_call(obstore.get_async(self._store, path, options={"head": True}))
         except FileNotFoundError:
             return None
         except Exception as error:

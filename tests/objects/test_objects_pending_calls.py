@@ -1,0 +1,49 @@
+"""The end of a process directly after calls to a bucket: the bucket library's threads have left the interpreter."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+from support.waiting import until
+from tidemill.base.clock import Rand
+from tidemill.objects.buckets.pending_calls import count_pending_calls
+from tidemill.objects.buckets.s3 import S3Objects
+
+CONFIG = {"endpoint": "http://127.0.0.1:1", "region": "us-east-1", "access_key_id": "x", "secret_access_key": "y"}
+PROCESSES = 16
+SCRIPT = f"""
+import asyncio
+from tidemill.base.clock import Rand
+from tidemill.objects.buckets.s3 import S3Objects
+
+async def main():
+    store = S3Objects("none", "", {CONFIG}, Rand())
+    found = await asyncio.gather(*(store.get("key") for _ in range(4)), return_exceptions=True)
+    assert all(isinstance(each, Exception) for each in found)
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_that_ends_with_a_call_to_a_bucket_exits_with_its_own_code() -> None:
+    """Without the wait at the end, two of five such processes aborted here."""
+
+    def exit_code(_: int) -> int:
+        return subprocess.run([sys.executable, "-c", SCRIPT], check=False).returncode
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(exit_code, range(PROCESSES))) == [0] * PROCESSES
+
+
+async def test_failed_and_cancelled_calls_are_pending_only_until_the_library_has_finished_with_them() -> None:
+    store = S3Objects("none", "", CONFIG, Rand())
+    calls = [asyncio.ensure_future(store.get("key")) for _ in range(4)]
+    await asyncio.sleep(0)
+    assert count_pending_calls() >= 4
+    calls[0].cancel()
+    failed = await asyncio.gather(*calls, return_exceptions=True)
+    await until(lambda: count_pending_calls() == 0)
+    assert len(failed) == 4, "an error that is still held, with its traceback, is no pending call"
