@@ -29,7 +29,7 @@ asyncio.run(main())
 
 
 def test_a_process_that_ends_with_a_call_to_a_bucket_exits_with_its_own_code() -> None:
-    """Without the wait at the end, two of five such processes aborted here."""
+    """Two of five such processes abort if the interpreter ends without a wait."""
 
     def exit_code(_: int) -> int:
         return subprocess.run([sys.executable, "-c", SCRIPT], check=False).returncode

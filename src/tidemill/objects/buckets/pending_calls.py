@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import time
+import threading
 import weakref
 from collections.abc import Awaitable
 from typing import TypeVar
@@ -27,7 +27,7 @@ from obstore.store import MemoryStore
 T = TypeVar("T")
 
 EXIT_WAIT_S = 1.0
-POLL_S = 0.001
+POLLS_PER_S = 1000
 
 _pending: weakref.WeakSet[asyncio.Future[object]] = weakref.WeakSet()
 
@@ -53,9 +53,11 @@ def _complete_drops() -> None:
 
 
 def _wait_at_exit() -> None:
-    until_s = time.monotonic() + EXIT_WAIT_S
-    while count_pending_calls() and time.monotonic() < until_s:
-        time.sleep(POLL_S)
+    never = threading.Event()
+    for _ in range(round(EXIT_WAIT_S * POLLS_PER_S)):
+        if not count_pending_calls():
+            return
+        never.wait(1 / POLLS_PER_S)
 
 
 atexit.register(_wait_at_exit)
