@@ -8,6 +8,8 @@ from tidemill.capture.postgres.connection import BURST_BYTES
 from tidemill.capture.session.stream_reader import DENSE_FRAMES, GATHER_S, ReadPace
 
 FRAME = b"w" * 60
+DENSE = round(1_500 * GATHER_S)
+"""Commits, with three frames each, in one read of a dense stream."""
 
 
 def gathers_at(commits_per_s: float) -> bool:
@@ -25,9 +27,9 @@ def test_many_small_transactions_a_second_are_gathered_and_few_are_not(commits_p
 
 def test_a_gathered_stream_remains_gathered_until_it_becomes_slow() -> None:
     pace, now_s = ReadPace(), 0.0
-    pace.record_read([FRAME] * 18, 6, now_s := now_s + GATHER_S)
+    pace.record_read([FRAME] * 3 * DENSE, DENSE, now_s := now_s + GATHER_S)
     for _ in range(100):
-        pace.record_read([FRAME] * 15, 5, now_s := now_s + GATHER_S)
+        pace.record_read([FRAME] * 3 * (DENSE - 1), DENSE - 1, now_s := now_s + GATHER_S)
         assert pace.gathers
     pace.record_read([FRAME] * 3, 1, now_s + GATHER_S)
     assert not pace.gathers
@@ -35,7 +37,7 @@ def test_a_gathered_stream_remains_gathered_until_it_becomes_slow() -> None:
 
 def test_the_first_read_after_a_pause_of_the_stream_is_not_gathered() -> None:
     pace = ReadPace()
-    pace.record_read([FRAME] * 18, 6, GATHER_S)
+    pace.record_read([FRAME] * 3 * DENSE, DENSE, GATHER_S)
     pace.record_read([FRAME] * 6, 2, 10.0)
     assert not pace.gathers
 
