@@ -268,6 +268,29 @@ async def test_a_membership_that_keeps_changing_does_not_keep_offsets_waiting(mo
         assert (await synced).error == 0
 
 
+async def test_a_membership_is_durable_after_the_commits_that_were_accepted_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(group_writer, "WRITE_BYTES", 0)  # each write has one part, as those of very large groups
+    async with World() as world:
+        led = await world.node().get("g")
+        synced = await syncing(led)
+        assert (await synced).error == 0
+        commit, written = world.metastore.commit, []
+
+        async def recorded(rows: Any, **more: Any) -> int:
+            written.append("membership" if any(key == GROUPS.key("g") for key, _ in rows) else "offsets")
+            return await commit(rows, **more)
+
+        world.metastore.commit = recorded  # type: ignore[method-assign, assignment]
+        commits = [asyncio.ensure_future(led.write(noted(partition, 1))) for partition in range(3)]
+        await asyncio.sleep(0)
+        led.group.unstored = True  # a rebalance: the next member reads the offset of its partition afterwards
+        assert await asyncio.gather(*commits) == [0, 0, 0]
+        await until(lambda: not led.group.unstored and len(written) == 4)
+        assert written == ["offsets", "offsets", "offsets", "membership"]
+
+
 async def test_a_group_moves_when_nodes_come_and_go_and_members_are_missed_without_being_asked() -> None:
     async with World() as world:
         owns = {"a": True}

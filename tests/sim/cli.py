@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 import structlog
 
+from sim.pace import varied_pace
 from sim.scenarios import FAULTS, ROOMS, scenario
 from sim.world import Outcome, World, log_to_trace
 from tidemill.base.errors import InvalidError
@@ -30,7 +31,8 @@ Failure = tuple[str, int, str]
 
 def run_seed(room: str, seed: int, fault: str = "") -> Outcome:
     """Run one world from its beginning to its end."""
-    return World(seed).run(scenario(room, fault))
+    with varied_pace(seed):
+        return World(seed).run(scenario(room, fault))
 
 
 def prepare() -> None:

@@ -82,6 +82,8 @@ class Consumer:
         self.storage = storage
         self.logic = RawNotices() if fault == "seed002" else FlushAlignment()
         self.buffer: deque[ChangePosition] = deque()
+        self.sent = ChangePosition(0, 0)
+        """The last change that this life of the process delivered."""
         self.open = False
         """True while a part of an uncommitted transaction has arrived."""
 
@@ -103,6 +105,7 @@ class Consumers:
             fresh = [position for position in own if not held or position > held[-1]]
             consumer.open = not fragment.commits and (consumer.open or bool(own))
             if own:
+                consumer.sent = own[-1]
                 touched.append(name)
                 consumer.buffer.extend(fresh)
             notice = consumer.logic.record_fragment(own[-1] if own else None, fragment.last, commits=fragment.commits)
@@ -128,7 +131,8 @@ class Consumers:
             self._report(name, consumer, consumer.storage.durable[-1], notices)
 
     def _report(self, name: str, consumer: Consumer, position: ChangePosition, notices: FlushNotices) -> None:
-        if not consumer.buffer and not consumer.open and self._world.source.random() < 0.3:
+        beyond = not consumer.buffer and not consumer.open and self._world.source.random() < 0.3
+        if beyond and position == consumer.sent:  # an earlier life may have stored a part of what follows
             position = ChangePosition(position.commit_lsn, position.ordinal + 1)
         notice = consumer.logic.record_flush(position)
         if notice is not None:

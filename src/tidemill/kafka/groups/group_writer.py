@@ -1,11 +1,15 @@
 """Writer of one group's rows: one write at a time, in the order of the requests, fenced by the head row's seqno.
 
-    rows of offsets ─► parts ─┐
-                              ├─► one write ─► codes of the parts ─► `written`
-    unstored membership ──────┘
+    rows of offsets ─────┐
+                         ├─► queue of parts ─► one write ─► codes of the parts ─► `written`
+    unstored membership ─┘
 
-Each write holds the membership, if it changed, and as many waiting parts as fit. A write is retried for WRITE_BUDGET_S.
-An error that ends the loop is passed to `failed`, which ends the group here.
+Each write holds as many parts from the front of the queue as fit. A write is retried for WRITE_BUDGET_S. An error that
+ends the loop is passed to `failed`, which ends the group here.
+
+Invariant (order of acceptance): a membership is durable after every commit of offsets that was accepted before it was
+queued. Otherwise a member could receive a partition and read its offset, and an accepted commit of the former member
+would replace that offset afterwards.
 """
 
 from __future__ import annotations
@@ -87,10 +91,7 @@ class GroupWriter:
         self._stored = set(group().members)
         """Members that have rows."""
         self._parts: deque[_WritePart] = deque()
-        self._offsets_wait = False
-        """True if waiting offsets were not part of the last write of the membership: they have priority in the next
-        one, however often the membership changes.
-        """
+        """At most one of them is a membership, so its rows are computed from what is stored."""
         self.is_writing = False
         self._ended = False
 
@@ -170,17 +171,16 @@ class GroupWriter:
 
     def _collect_parts(self, group: AnyGroup) -> list[_WritePart]:
         """Return the parts of the next write: at least one, and at most WRITE_BYTES if there are several."""
+        if group.unstored and all(part.members is None for part in self._parts):
+            self._parts.append(self._membership_part(group))
         parts: list[_WritePart] = []
-        if group.unstored and not (self._offsets_wait and self._parts):
-            parts.append(self._membership_part(group))
-        rows, size_bytes = (len(parts[0].rows), parts[0].size_bytes) if parts else (0, 0)
+        rows = size_bytes = 0
         while self._parts:
             rows += len(self._parts[0].rows)
             size_bytes += self._parts[0].size_bytes
             if parts and (rows > PART_ROWS or size_bytes > WRITE_BYTES):
                 break
             parts.append(self._parts.popleft())
-        self._offsets_wait = bool(self._parts) and len(parts) == 1 and parts[0].members is not None
         return parts
 
     def _membership_part(self, group: AnyGroup) -> _WritePart:
