@@ -16,6 +16,7 @@ from tidemill.base.errors import CorruptError, FencedError, UnavailableError, Un
 from tidemill.base.limits import METASTORE_BATCH_ROWS
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.memory import MemoryConsensus
+from tidemill.maintenance.checkpoint import stages
 from tidemill.metastore.backup import checkpoint
 from tidemill.metastore.backup.checkpoint import Checkpointer, Group, pack_commits, slot_of
 from tidemill.metastore.backup.restore import ATTEMPT_REGISTER, Attempt
@@ -23,7 +24,7 @@ from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS
 from tidemill.shards.bindings.remap import encode_binding
 from tidemill.shards.compaction.compaction import compact_once
-from tidemill.shards.registry import open_shard
+from tidemill.shards.registry import drop_shard, list_created_shards, open_shard
 from tidemill.shards.state.restore import restore_bindings, restore_shard
 from tidemill.topics.lifecycle.checkpoint import PartitionFollower
 from tidemill.topics.lifecycle.restore import restore_partition
@@ -457,6 +458,97 @@ async def test_a_deleted_topic_leaves_no_rows() -> None:
         assert not left.partitions and not left.bindings
         assert not [key for key in rows_of(world.shared[0]) if key.startswith(EXTENTS.prefix())]
         await world.checkpointer("n2").round()
+
+
+class Interrupted:
+    """A domain that accepts some writes and then none, until `end`."""
+
+    def __init__(self, world: World, writes: int) -> None:
+        self._shared = world.shared[0]
+        self._write, self.left = self._shared.write, writes
+        self._shared.write = self._write_some  # type: ignore[method-assign]
+
+    def _write_some(self, rows: Group, expects: dict[bytes, int]) -> int:
+        if not self.left:
+            raise UnavailableError("interrupted.")
+        self.left -= 1
+        return self._write(rows, expects)
+
+    def end(self) -> None:
+        self._shared.write = self._write  # type: ignore[method-assign]
+
+
+async def interrupted_rounds(world: World, checkpointer: Checkpointer, writes: int) -> bool:
+    """Run a round that is interrupted after some writes, then one of a successor. Return whether the first one was."""
+    interrupted = Interrupted(world, writes)
+    try:
+        await checkpointer.round()
+    except UnavailableError:
+        return True
+    finally:
+        interrupted.end()
+        await world.checkpointer("successor").round()
+    return False
+
+
+async def test_an_interrupted_deletion_of_a_topic_leaves_no_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoint, "COMMIT_BYTES", 1)
+    monkeypatch.setattr(checkpoint, "UNIT_BYTES", 1)
+    for writes in itertools.count():
+        async with World() as world:
+            checkpointer, recorder = world.checkpointer(), Recorder(world)
+            for _ in range(3):
+                await world.step()
+                await checkpointer.round()
+            await world.catalogue.delete(type(world.topic), "clicks")
+            more = await interrupted_rounds(world, checkpointer, writes)
+            left = rows_of(world.shared[0])
+            assert not [key for key in left if key[0] in (PARTITIONS.tag, EXTENTS.tag)]
+            for rows in recorder.moments:  # a partition row never counts offsets without extents
+                Restored(rows)
+        if not more:
+            break
+    assert writes >= 3
+
+
+@pytest.mark.parametrize("again", [False, True])
+async def test_an_interrupted_removal_of_a_shard_leaves_no_batches(
+    again: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`again`: the name is used again before the successor's first round."""
+    monkeypatch.setattr(checkpoint, "COMMIT_BYTES", 1)
+    monkeypatch.setattr(checkpoint, "UNIT_BYTES", 1)
+    monkeypatch.setattr(stages, "BATCHES_PER_GROUP", 1)
+    for writes in itertools.count():
+        async with World() as world:
+            checkpointer = world.checkpointer()
+            for _ in range(4):
+                await world.step()
+            await checkpointer.round()
+            created = next(each for each in await list_created_shards(world.consensus) if each.name == "derived")
+            await drop_shard(world.consensus, world.objects, world.clock, world.rand, created)
+            interrupted = Interrupted(world, writes)
+            try:
+                await checkpointer.round()
+                more = False
+            except UnavailableError:
+                more = True
+            interrupted.end()
+            if again:
+                await world.derived.aclose()
+                world.derived = await open_shard(
+                    world.consensus, world.objects, world.clock, world.rand, "derived", SCHEMA
+                )
+                await world.step()
+            await world.checkpointer("successor").round()
+            rows = rows_of(world.shared[0])
+            if again:
+                assert Restored(rows).shards["derived"].batches == world.derived.state.batches
+            else:
+                assert not [key for key in rows if key.startswith(SHARD_BATCHES.prefix("derived"))]
+        if not more:
+            break
+    assert writes >= 3
 
 
 async def test_rows_are_never_overwritten_by_an_empty_consensus() -> None:

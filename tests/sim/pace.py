@@ -66,7 +66,9 @@ CHOICES: dict[str, dict[str, tuple[float, ...]]] = {
     "shards.state.restore": {"BINDINGS_PER_APPEND": (1, 3, 1_000)},
     "topics.batch_reads": {"INLINE_BATCHES": (1, 2_000)},
     "topics.fetch.fetch_planner": {"BATCHES_MAX": (1, 3, 4_096), "COLD_OBJECTS_MAX": (1, 64)},
-    "topics.l0.group_commit": {"GATHER_MIN_S": (0.0, 0.002), "GATHER_MAX_S": (0.002, 0.01, 0.1), "GATHER_LINES": (1, 64)},
+    "topics.l0.group_commit": {
+        "GATHER_MIN_S": (0.0, 0.002), "GATHER_MAX_S": (0.002, 0.01, 0.1), "GATHER_LINES": (1, 64),
+    },
     "topics.l1.extent_cache": {"LOOKUP_EXTENTS_MIN": (1, 8), "EXTENTS_MAX": (2, 8_192)},
     "topics.l1.extent_merge": {"FANOUT": (2, 8), "MERGE_BYTES_MIN": (1, 4_096)},
     "topics.l1.extent_store": {"TRIM_EXTENTS_MAX": (1, 1_000)},

@@ -171,7 +171,8 @@ class ShardsStage:
         self._followers: dict[str, tuple[str, ShardFollower]] = {}
         """Name → (shard id, follower). A name that was dropped and created again is another shard."""
         self._rows: dict[str, str] = {}
-        """Name → id of the shard that the rows under the name belong to, or of the shard that was restored from it."""
+        """Name → id of the shard that the rows under the name belong to, or of the shard that was restored from it; ""
+        if only batches are left, whose removal was interrupted."""
         self._attempt = ""
         self._gone: set[str] = set()
         self._pipelines: list[PipelineRow] = []
@@ -179,8 +180,12 @@ class ShardsStage:
 
     async def load(self) -> None:
         self._followers.clear()
+        self._rows = {}
         self._attempt = await attempt_of(self._consensus)
-        self._rows = {row.name: row.shard_id for row in await self._metastore.rows(SHARDS)}
+        # Under a name that is used again, batches of a dropped shard would be read as those of the new one.
+        async for keys, _ in self._metastore.prefix(SHARD_BATCHES.prefix()):
+            self._rows.update((str(SHARD_BATCHES.decode_key(key)[0]), "") for key in keys)
+        self._rows.update((row.name, row.shard_id) for row in await self._metastore.rows(SHARDS))
 
     async def gather(self) -> dict[str, Unit]:
         """Return the changes by `shard <name>`. Outputs of other shards come first, so that each then finds its

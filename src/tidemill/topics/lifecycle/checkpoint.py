@@ -159,12 +159,21 @@ class PartitionsStage:
         return PartitionFollower(self._consensus, self._objects, topic_id, partition, row, self._pace)
 
     async def _deletions(self, topic_id: str) -> Unit:
-        """Delete partition rows first: extents without one are ignored; a partition row without extents is a loss."""
-        groups: Unit = []
-        for family in (PARTITIONS, EXTENTS, ABORTED):
+        """Return the deletions of a topic's rows. Its partition rows are emptied first, because one that counts offsets
+        without extents is a loss, and deleted last, because `load` finds an interrupted deletion by them alone.
+        """
+        emptied: Group = []
+        ended: Group = []
+        async for keys, values in self._metastore.prefix(PARTITIONS.prefix(topic_id)):
+            for key, value in zip(keys, values, strict=True):
+                row = PARTITIONS.decode(key, value)
+                emptied.append(PARTITIONS.encode(replace(row, log_start=row.next_offset, size_bytes=0)))
+                ended.append((key, b""))
+        groups = _slice_rows(emptied)
+        for family in (EXTENTS, ABORTED):
             async for keys, _ in self._metastore.prefix(family.prefix(topic_id)):
                 groups.append([(key, b"") for key in keys])
-        return groups
+        return groups + _slice_rows(ended)
 
 
 class PartitionFollower:
