@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 import pyarrow as pa
 import structlog
 
-from sim.pace import varied_pace
+from sim.pace import PACED_FROM, varied_pace
 from sim.scenarios import FAULTS, ROOMS, scenario
 from sim.world import Outcome, World, log_to_trace
 from tidemill.base.errors import InvalidError
@@ -46,7 +46,7 @@ def prepare() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="./dev sim", description="Run the rooms in seeded worlds under faults.")
     parser.add_argument("--seeds", type=int, default=200, help="how many seeds to run, from --first on")
-    parser.add_argument("--first", type=int, default=0, help="first seed")
+    parser.add_argument("--first", type=int, default=0, help=f"first seed; from {PACED_FROM} on with varied limits")
     parser.add_argument("--seed", type=int, default=None, help="run this one seed and print its trace's hash")
     parser.add_argument(
         "--room", metavar="ROOM", default="all", choices=(*ROOMS, "all"), help=f"{', '.join(ROOMS)}, all"

@@ -31,6 +31,7 @@ from tidemill.base.errors import (
     ConflictError,
     FencedError,
     InvalidError,
+    StoreRolledBackError,
     UnavailableError,
     UnknownOutcomeError,
 )
@@ -407,11 +408,15 @@ async def late_manifests(shared: Shared, stop: asyncio.Future[None]) -> None:
         old = [r.data for r in records if r.data[0] == COMMAND and is_manifest(r.data[1:])]
         if not old:
             continue
-        head = await world.consensus.log_head(LOG)
         data = source.choice(old)
         try:
+            head = await world.consensus.log_head(LOG)
             await world.consensus.append(LOG, head.term, head.next, [data], rand.nonce())
-        except (ConflictError, FencedError):
+        except (
+            ConflictError,
+            FencedError,
+            StoreRolledBackError,
+        ):  # the last one: consensus failed over during the call
             continue
         world.trace(f"a late manifest stands at {head.next}")
 
