@@ -91,7 +91,7 @@ class GroupWriter:
         self._stored = set(group().members)
         """Members that have rows."""
         self._parts: deque[_WritePart] = deque()
-        """At most one of them is a membership, so its rows are computed from what is stored."""
+        """Queue of parts. It has at most one membership, so the rows of that are computed from what is stored."""
         self.is_writing = False
         self._ended = False
 
