@@ -291,6 +291,23 @@ async def test_a_membership_is_durable_after_the_commits_that_were_accepted_befo
         assert written == ["offsets", "offsets", "offsets", "membership"]
 
 
+async def test_a_member_that_joins_while_the_group_is_deleted_does_not_bring_it_back() -> None:
+    async with World() as world:
+        node = world.node()
+        led = await node.get("g")
+        assert await led.write(committed(5)) == 0
+        joins: list[asyncio.Future[Any]] = []
+
+        async def join_meanwhile() -> None:
+            joins.append(led.join(ask()))
+            await asyncio.sleep(0)
+
+        assert await led.delete(join_meanwhile) == 0
+        assert (await joins[0]).error == error_codes.COORDINATOR_NOT_AVAILABLE
+        assert await world.offsets() == [] and await node.rows.head("g") is None
+        assert not (await node.get("g")).group.members
+
+
 async def test_a_group_moves_when_nodes_come_and_go_and_members_are_missed_without_being_asked() -> None:
     async with World() as world:
         owns = {"a": True}

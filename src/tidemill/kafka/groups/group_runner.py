@@ -77,6 +77,9 @@ class GroupRunner:
         if self.is_closed:
             waiter.set_result(JoinAnswer(error_codes.NOT_COORDINATOR, ask.member_id))
             return waiter
+        if self._deleting:  # a membership after the deletion would bring the group back
+            waiter.set_result(JoinAnswer(error_codes.COORDINATOR_NOT_AVAILABLE, ask.member_id))
+            return waiter
         self._choose_protocol(CLASSIC)
         self.group = protocol_dispatch.join(self.group, self._now(), ask, waiter, seen)
         self._after_change()
