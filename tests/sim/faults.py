@@ -230,7 +230,8 @@ class FaultyConsensus(ConsensusClientBase):
     """Client of one actor on the shared engine. It lives as long as its process, and remembers the answers (`seen`).
 
     When the engine goes back to an earlier state (`Engine.lose_commits`), every connection breaks: an operation in
-    flight did not happen or has an unknown outcome, and no client gets an answer from the lost state.
+    flight did not happen or has an unknown outcome, and no client gets an answer from the lost state. As the client of
+    PostgreSQL does, it proves that a new life continues what it has seen before it asks anything else there.
     """
 
     def __init__(self, inner: Consensus, faults: Faults, who: str, *, blind: bool = False) -> None:
@@ -239,6 +240,8 @@ class FaultyConsensus(ConsensusClientBase):
         self._faults = faults
         self._who = who
         self._closed = False
+        self._proved = self._engine_life()
+        """The last life of the engine that continued what had been seen."""
         self.seen = Blind("sim") if blind else RollbackDetector("sim")
 
     async def _submit(self, op: AnyOp) -> Any:
@@ -247,6 +250,9 @@ class FaultyConsensus(ConsensusClientBase):
         async def effect() -> Any:
             if self._engine_life() != life:
                 raise UnavailableError(f"the simulated engine was replaced: actor={self._who}.")
+            if self._proved != life:
+                await self._prove_life()
+                self._proved = life
             return await self._asked(op)
 
         # A repeated renewal would give a released lease back to its holder; real engines end an attempt first.
@@ -257,6 +263,18 @@ class FaultyConsensus(ConsensusClientBase):
                 raise UnknownOutcomeError(f"the simulated engine went away: actor={self._who}.")
             raise UnavailableError(f"the simulated engine went away: actor={self._who}.")
         return answer
+
+    async def _prove_life(self) -> None:
+        """Compare the state of the engine with what was seen. Raises StoreRolledBackError."""
+        inner, seen = self._inner, self.seen
+        logs: dict[str, tuple[LogHead, str | None]] = {}
+        for log, position in seen.seen_logs:
+            head = await inner.log_head(log)
+            found = await inner.read(log, position, 1) if head.start <= position < head.next else None
+            logs[log] = head, found.records[0].nonce if found is not None else None
+        registers = {key: await inner.head(key) for key in seen.seen_registers}
+        leases = [lease for name in seen.seen_leases for lease in await inner.leases(name) if lease.name == name]
+        seen.check_new_life(logs, {key: found for key, found in registers.items() if found is not None}, leases)
 
     def _engine_life(self) -> int:
         return getattr(self._inner, "lives", 0)
@@ -328,6 +346,10 @@ class Blind(RollbackDetector):
     def check(self, op: AnyOp, floor: Any, answer: Any, *, done: bool) -> None:
         with contextlib.suppress(_Unseen):
             super().check(op, floor, answer, done=done)
+
+    def check_new_life(self, *args: Any) -> None:
+        with contextlib.suppress(_Unseen):
+            super().check_new_life(*args)
 
 
 class _Unseen(Exception):
