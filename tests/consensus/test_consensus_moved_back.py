@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
+import subprocess
+import sys
 from collections.abc import Awaitable, Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -165,7 +167,9 @@ async def test_any_answer_below_one_that_was_heard_ends_the_client(
         await client.wait("log", 0, 5.0)
 
 
-async def test_an_older_copy_of_the_sqlite_file_ends_the_client(tmp_path: Path) -> None:
+@pytest.mark.parametrize("past", [False, True])
+async def test_an_older_copy_of_the_sqlite_file_ends_the_client(tmp_path: Path, past: bool) -> None:
+    """`past`: other processes wrote past all that the client had seen before it met the copy."""
     file = tmp_path / "consensus.db"
     url = f"sqlite:///{file}"
     first = await opened(url)
@@ -180,6 +184,46 @@ async def test_an_older_copy_of_the_sqlite_file_ends_the_client(tmp_path: Path) 
         path.unlink()
     for path, data in copies.items():
         path.write_bytes(data)
+    if past:
+        # In another process: the client of this one has to meet the copy afterwards.
+        script = f"""
+import asyncio
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.consensus.factory import open_consensus
+
+async def main():
+    other = await open_consensus({url!r}, SystemClock(), Rand())
+    await other.append("log", 1, 1, [b"1", b"2", b"3"], "n1")
+    await other.aclose()
+
+asyncio.run(main())
+"""
+        subprocess.run([sys.executable, "-c", script], check=True)
     with pytest.raises(StoreRolledBackError, match=f"consensus=sqlite:{file} log='log'"):
         await insist(lambda: client.log_head("log"))
+    with pytest.raises(StoreRolledBackError):
+        await client.append("log", 1, 4, [b"4"], "n4")
     await client.aclose()
+
+
+async def test_a_sequencer_that_continues_the_database_ends_nobody(tmp_path: Path) -> None:
+    url = f"sqlite:///{tmp_path}/consensus.db"
+    clients = [await opened(url) for _ in range(2)]
+    first, second = clients
+    for log in ("kept", "truncated"):
+        await first.append(log, 1, 0, [b"0", b"1"], f"{log}-0")
+        await second.read(log, 0)
+    await first.truncate("truncated", 2)
+    register = await first.cas("shard/a", 0, b"a", "r0")
+    await second.head("shard/a")
+    await first.drop("shard/a", register.seq)
+    await first.acquire("lease", "holder", 60_000)
+    await second.leases("lease")
+    for _ in range(2):
+        first._seat.stop()  # type: ignore[attr-defined]
+        assert (await insist(lambda: second.log_head("kept"))).next == 2  # type: ignore[attr-defined]
+        assert (await insist(lambda: first.log_head("truncated"))).start == 2  # type: ignore[attr-defined]
+    await first.append("kept", 1, 2, [b"2"], "kept-2")
+    assert [record.data for record in (await second.read("kept", 0)).records] == [b"0", b"1", b"2"]
+    for client in clients:
+        await client.aclose()

@@ -124,10 +124,10 @@ async def test_f502_a_fault_of_one_group_fails_that_group_and_the_client_goes_on
 
 
 class FakeSequencer:
-    """A sequencer that greets as the real one does, then answers every request with `garbage(request id)`."""
+    """A sequencer that greets as the real one of this `life`, then answers every request with `garbage(request id)`."""
 
-    def __init__(self, path: str, garbage: Any) -> None:
-        self.path, self.garbage, self.connections = path, garbage, 0
+    def __init__(self, path: str, garbage: Any, life: str) -> None:
+        self.path, self.garbage, self.life, self.connections = path, garbage, life, 0
         self.writers: list[asyncio.StreamWriter] = []
 
     async def __aenter__(self) -> FakeSequencer:
@@ -147,7 +147,7 @@ class FakeSequencer:
                 size = int.from_bytes(await reader.readexactly(4), "little")
                 for request in protocol.decode_requests(await reader.readexactly(size)):
                     if isinstance(request.op, protocol.Hello):
-                        writer.write(protocol.encode_frames([protocol.result_answer(request.id, None)]))
+                        writer.write(protocol.encode_frames([protocol.result_answer(request.id, self.life)]))
                     else:
                         writer.write(self.garbage(request.id))
         writer.close()
@@ -188,10 +188,11 @@ async def test_f503_a_bad_answer_fails_its_calls_at_once_and_the_client_connects
 ) -> None:
     url = f"sqlite://{tmp_path}/consensus.db"
     one = await open_consensus(url, SystemClock(), Rand())
+    assert isinstance(one, client.SqliteConsensus)
     await one.append("log", 0, 0, [b"x"], "n0")
-    async with FakeSequencer(f"{tmp_path}/fake.sock", garbage) as fake:
+    async with FakeSequencer(f"{tmp_path}/fake.sock", garbage, one._sequencer_life) as fake:
         elsewhere.append(fake.path)
-        assert isinstance(one, client.SqliteConsensus) and one._link is not None
+        assert one._link is not None
         one._link.abort()
         await until(lambda: fake.connections)
         async with asyncio.timeout(DEADLINE_S):
@@ -207,12 +208,30 @@ async def test_f503_a_bad_answer_fails_its_calls_at_once_and_the_client_connects
     await one.aclose()
 
 
+async def test_a_new_life_whose_history_cannot_be_read_is_left_and_tried_again(
+    tmp_path: Path, elsewhere: list[str]
+) -> None:
+    one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
+    assert isinstance(one, client.SqliteConsensus)
+    await one.append("log", 0, 0, [b"x"], "n0")
+    async with FakeSequencer(f"{tmp_path}/fake.sock", lambda request: framed(b"\xc1"), "another") as fake:
+        elsewhere.append(fake.path)
+        assert one._link is not None
+        one._link.abort()
+        waiting = asyncio.ensure_future(one.append("log", 0, 1, [b"y"], "n1"))
+        await until(lambda: fake.connections > 2)
+        assert not waiting.done(), "nothing was sent there"
+    elsewhere.clear()
+    assert (await waiting).next == 2
+    await one.aclose()
+
+
 async def test_f503_a_silent_sequencer_ends_a_read_at_its_deadline_and_says_so_before(
     tmp_path: Path, elsewhere: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
     assert isinstance(one, client.SqliteConsensus)
-    async with FakeSequencer(f"{tmp_path}/fake.sock", lambda request: b"") as fake:
+    async with FakeSequencer(f"{tmp_path}/fake.sock", lambda request: b"", one._sequencer_life) as fake:
         elsewhere.append(fake.path)
         real = one._link
         assert real is not None

@@ -25,6 +25,7 @@ import msgspec
 from tidemill.base.errors import ClosedError, StoreRolledBackError, TidemillError, UnavailableError, UnknownOutcomeError
 from tidemill.consensus.api import Consensus, LogHead
 from tidemill.consensus.client_base import ConsensusClientBase
+from tidemill.consensus.history_check import check_history
 from tidemill.consensus.operations import (
     Acquire,
     AnyOp,
@@ -251,7 +252,7 @@ class FaultyConsensus(ConsensusClientBase):
             if self._engine_life() != life:
                 raise UnavailableError(f"the simulated engine was replaced: actor={self._who}.")
             if self._proved != life:
-                await self._prove_life()
+                await check_history(self.seen, self._ask_all)
                 self._proved = life
             return await self._asked(op)
 
@@ -264,17 +265,8 @@ class FaultyConsensus(ConsensusClientBase):
             raise UnavailableError(f"the simulated engine went away: actor={self._who}.")
         return answer
 
-    async def _prove_life(self) -> None:
-        """Compare the state of the engine with what was seen. Raises StoreRolledBackError."""
-        inner, seen = self._inner, self.seen
-        logs: dict[str, tuple[LogHead, str | None]] = {}
-        for log, position in seen.seen_logs:
-            head = await inner.log_head(log)
-            found = await inner.read(log, position, 1) if head.start <= position < head.next else None
-            logs[log] = head, found.records[0].nonce if found is not None else None
-        registers = {key: await inner.head(key) for key in seen.seen_registers}
-        leases = [lease for name in seen.seen_leases for lease in await inner.leases(name) if lease.name == name]
-        seen.check_new_life(logs, {key: found for key, found in registers.items() if found is not None}, leases)
+    async def _ask_all(self, ops: Sequence[AnyOp]) -> list[Any]:
+        return [await self._asked(op) for op in ops]
 
     def _engine_life(self) -> int:
         return getattr(self._inner, "lives", 0)

@@ -7,7 +7,7 @@
 A failover to an asynchronous standby, or a database restored from a backup, loses the newest commits. A process that
 has seen those commits holds state that no log explains; it must not write any more. A position below one already seen
 reveals the loss, until other processes write past it. From then on only the nonces differ, so a client that meets a new
-life of its server compares nonces before it sends anything else (`postgres.session_checks`).
+life of its server compares nonces before it sends anything else (`history_check`, `postgres.session_checks`).
 
 Invariant (no rollback): state that was acknowledged to this process, or read by it, is not missing from any later
 answer; otherwise every further call raises StoreRolledBackError.

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,8 @@ from tidemill.base.errors import (
     ClosedError,
     CorruptError,
     InvalidError,
+    MissingError,
+    StoreRolledBackError,
     TidemillError,
     UnavailableError,
     UnknownOutcomeError,
@@ -28,6 +31,7 @@ from tidemill.base.errors import (
 )
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.client_base import ConsensusClientBase, run_supervised
+from tidemill.consensus.history_check import check_history
 from tidemill.consensus.operations import AnyOp, HeadOfLog, Wait
 from tidemill.consensus.rollback_detection import RollbackDetector
 from tidemill.consensus.sqlite import host_election, lock_holders, protocol, sockets
@@ -94,6 +98,8 @@ class SqliteConsensus(ConsensusClientBase):
         self._away_s = 0.0  # since when there is no sequencer; only while there is no `_link`
         self._misled_at_s = float("-inf")
         self._served = False
+        self._sequencer_life = ""
+        """The last life that continued what this client had seen."""
         self._reason = ""
         self._refusal = ""
         self._refused_s = 0.0  # start of the first rejected write
@@ -240,7 +246,7 @@ class SqliteConsensus(ConsensusClientBase):
                 self._database, lambda: SequencerConnection(self._handle_answer, self._handle_unreadable_answer)
             )
             self._reason = refused or self._reason
-            if link is not None and await self._greet(link):
+            if link is not None and await self._admit(link):
                 served_s = self._loop.time()
                 self._link, self._reason = link, ""
                 try:
@@ -260,8 +266,57 @@ class SqliteConsensus(ConsensusClientBase):
             await asyncio.sleep(self._rand.uniform(backoff_s / 2, backoff_s))
             backoff_s = min(backoff_s * 1.6, BACKOFF_MOST_S)
 
-    async def _greet(self, link: SequencerConnection) -> bool:
-        """Send Hello and wait for the answer.
+    async def _admit(self, link: SequencerConnection) -> bool:
+        """Greet the sequencer. If it has another life, prove that it continues what this client has seen, before
+        anything else is sent: its database may be an older copy that other processes have written past since.
+        """
+        life = await self._greet(link)
+        if life is None:
+            return False
+        if self._sequencer_life not in ("", life):
+            try:
+                await check_history(self.seen, lambda ops: self._ask_all(link, ops))
+            except StoreRolledBackError as error:
+                self._fail_all(error)  # and every later call raises it
+            except UnavailableError as error:
+                self._reason = error.message
+                return False
+        self._sequencer_life = life
+        return True
+
+    async def _ask_all(self, link: SequencerConnection, ops: Sequence[AnyOp]) -> list[Any]:
+        """Send operations that only read, ahead of all requests that wait, and return their results, or MissingError in
+        the place of one. Raises UnavailableError if the connection breaks or is silent.
+        """
+        if not ops:
+            return []
+        assert link.transport is not None
+        asked = {self._last_id + number: op for number, op in enumerate(ops, 1)}
+        self._last_id += len(asked)
+        mine = {key: _PendingRequest(op, self._loop.create_future(), self._loop.time()) for key, op in asked.items()}
+        self._pending |= mine
+        try:
+            for each in mine.values():
+                each.sent = True
+            link.transport.write(protocol.encode_frames(list(asked.items())))
+            futures = [each.future for each in mine.values()]
+            results: asyncio.Future[Any] = asyncio.gather(*futures, return_exceptions=True)
+            lost: asyncio.Future[Any] = link.lost
+            await asyncio.wait([results, lost], timeout=ANSWER_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
+            if not results.done():
+                raise UnavailableError(f"the sequencer ended during the greeting: database={self._database}.")
+        finally:
+            for key, each in mine.items():
+                self._pending.pop(key, None)
+                each.future.cancel()
+        found: list[Any] = results.result()
+        for result in found:
+            if isinstance(result, BaseException) and not isinstance(result, MissingError):
+                raise to_unavailable(result) if isinstance(result, TidemillError) else result
+        return found
+
+    async def _greet(self, link: SequencerConnection) -> str | None:
+        """Send Hello and wait for the answer; return the sequencer's life, or None without one.
 
         The sequencer answers after it ended our earlier connection and dropped its unread requests. Nothing
         else is sent before, so a stale socket never causes an UnknownOutcomeError.
@@ -280,12 +335,12 @@ class SqliteConsensus(ConsensusClientBase):
         finally:
             self._pending.pop(0, None)
         if not pending.future.done():
-            return False
+            return None
         error = pending.future.exception()
         if isinstance(error, InvalidError):
             self._reason = error.message
             self._fail_all(to_unavailable(error) if self._served else error)
-        return error is None
+        return str(pending.future.result()) if error is None else None
 
     def _try_host(self) -> None:
         assert self._seat is not None

@@ -27,7 +27,7 @@ from tidemill.base.errors import (
 )
 from tidemill.consensus.operations import AnyOp, Op
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 FRAME_BYTES = 96 << 20
 """Frame limit, above the largest append. A longer frame means that the peer does not speak this protocol."""
 
@@ -35,8 +35,9 @@ OK = 0
 GOODBYE_OUTCOME = 99
 
 
-class Hello(Op[None], frozen=True, tag=20):
-    """First request on a connection. Ends the client's earlier connection; requests not yet read from it are void."""
+class Hello(Op[str], frozen=True, tag=20):
+    """First request on a connection. Ends the client's earlier connection; requests not yet read from it are void. The
+    result is the life of the sequencer: another one for each that opens the database."""
 
     version: int
     client: str

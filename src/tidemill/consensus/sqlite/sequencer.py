@@ -10,6 +10,7 @@ so any order between them is linearizable.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import selectors
 import socket
@@ -35,6 +36,8 @@ UNREAD_ANSWER_BYTES = 64 << 20
 
 ACCEPT_PAUSE_S = 0.2
 """Pause in accepting after an accept failed although the reserve of descriptors was released."""
+
+_lives = itertools.count()
 
 log = structlog.get_logger()
 
@@ -62,6 +65,7 @@ class Sequencer:
         self._database = database
         self._clock = clock
         self._on_end = on_end
+        self._life = f"{os.getpid()}-{clock.now_ms()}-{next(_lives)}"
         self.opened = threading.Event()
         self.failure: TidemillError | None = None
         self._stopping = False
@@ -337,7 +341,7 @@ class Sequencer:
             self._close_connection(earlier)
         connection.client = hello.client
         self._clients[hello.client] = connection
-        connection.answers.append(protocol.result_answer(request_id, None))
+        connection.answers.append(protocol.result_answer(request_id, self._life))
 
     def _flush(self, connection: ClientConnection) -> None:
         if connection.closed:
