@@ -214,7 +214,9 @@ async def test_a_new_life_whose_history_cannot_be_read_is_left_and_tried_again(
     one = await open_consensus(f"sqlite://{tmp_path}/consensus.db", SystemClock(), Rand())
     assert isinstance(one, client.SqliteConsensus)
     await one.append("log", 0, 0, [b"x"], "n0")
-    async with FakeSequencer(f"{tmp_path}/fake.sock", lambda request: framed(b"\xc1"), "another") as fake:
+    # It says goodbye, too, and what follows is no answer.
+    ended = protocol.encode_frames([protocol.GOODBYE]) + framed(b"\xc1")
+    async with FakeSequencer(f"{tmp_path}/fake.sock", lambda request: ended, "another") as fake:
         elsewhere.append(fake.path)
         assert one._link is not None
         one._link.abort()
@@ -223,6 +225,7 @@ async def test_a_new_life_whose_history_cannot_be_read_is_left_and_tried_again(
         assert not waiting.done(), "nothing was sent there"
     elsewhere.clear()
     assert (await waiting).next == 2
+    assert not one._goodbye, "a lost write is sent again only after a goodbye on its own connection"
     await one.aclose()
 
 

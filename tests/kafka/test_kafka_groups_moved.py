@@ -291,6 +291,32 @@ async def test_a_membership_is_durable_after_the_commits_that_were_accepted_befo
         assert written == ["offsets", "offsets", "offsets", "membership"]
 
 
+async def test_a_group_that_ends_while_its_membership_waits_stays_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(group_writer, "WRITE_BYTES", 0)
+    async with World() as world:
+        led = await world.node().get("g")
+        answer = await led.join(ask())
+        commit, may_write = world.metastore.commit, asyncio.Semaphore(0)
+
+        async def held_up(rows: Any, **more: Any) -> int:
+            await may_write.acquire()
+            return await commit(rows, **more)
+
+        world.metastore.commit = held_up  # type: ignore[method-assign, assignment]
+        commits = [asyncio.ensure_future(led.write(noted(partition, 1))) for partition in range(2)]
+        await asyncio.sleep(0)
+        assigned = ((answer.member_id, b"a"),)
+        synced = led.sync(SyncRequest(answer.member_id, None, answer.generation, assignments=assigned))
+        may_write.release()
+        await until(lambda: any(part.members is not None for part in led._writer._parts))
+        led.end(error_codes.NOT_COORDINATOR)
+        assert (await synced).error == error_codes.NOT_COORDINATOR
+        for _ in range(3):
+            may_write.release()
+        await asyncio.gather(*commits)
+        assert led.group.phase is Phase.DEAD and led.is_closed
+
+
 async def test_a_member_that_joins_while_the_group_is_deleted_does_not_bring_it_back() -> None:
     async with World() as world:
         node = world.node()

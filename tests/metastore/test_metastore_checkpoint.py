@@ -13,7 +13,7 @@ import pytest
 from support.metastore.checkpoint_world import SCHEMA, Restored, Rows, World, family_rows, rows_of
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import CorruptError, FencedError, UnavailableError, UnknownOutcomeError
-from tidemill.base.limits import METASTORE_BATCH_ROWS
+from tidemill.base.limits import METASTORE_BATCH_BYTES, METASTORE_BATCH_ROWS
 from tidemill.base.runtime.coop import CoopBudget
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.checkpoint import stages
@@ -22,6 +22,7 @@ from tidemill.metastore.backup.checkpoint import Checkpointer, Group, pack_commi
 from tidemill.metastore.backup.restore import ATTEMPT_REGISTER, Attempt
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.rows import CHECKPOINTS, EXTENTS, PARTITIONS, SHARD_BATCHES, SHARDS
+from tidemill.metastore.rows.partitions import PartitionRow
 from tidemill.shards.bindings.remap import encode_binding
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.registry import drop_shard, list_created_shards, open_shard
@@ -509,6 +510,28 @@ async def test_an_interrupted_deletion_of_a_topic_leaves_no_rows(monkeypatch: py
         if not more:
             break
     assert writes >= 3
+
+
+async def test_the_deletion_of_a_topic_with_many_producers_fits_into_commits() -> None:
+    async with World() as world:
+        rows = [PartitionRow("gone", number, 0, 10, producers=b"p" * 30_000) for number in range(300)]
+        for row in rows:
+            await world.metastore.commit([PARTITIONS.encode(row)])
+        write, sizes = world.shared[0].write, []
+
+        def measured(written: Group, expects: dict[bytes, int]) -> int:
+            sizes.append(sum(len(key) + len(value) for key, value in written))
+            return write(written, expects)
+
+        world.shared[0].write = measured  # type: ignore[method-assign]
+        await world.checkpointer().round()
+        assert not [key for key in rows_of(world.shared[0]) if key.startswith(PARTITIONS.prefix("gone"))]
+        assert max(sizes) < METASTORE_BATCH_BYTES
+
+
+def test_a_group_of_rows_beyond_a_batch_is_reported_and_delays_only_its_thing() -> None:
+    large = [(b"%06d" % number, bytes(METASTORE_BATCH_BYTES // 100)) for number in range(101)]
+    assert list(checkpoint.find_too_large({"one": [large], "two": [large[:50], large[50:]]})) == ["one"]
 
 
 @pytest.mark.parametrize("again", [False, True])

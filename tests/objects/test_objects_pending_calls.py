@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from support.waiting import until
 from tidemill.base.clock import Rand
+from tidemill.base.errors import UnavailableError
 from tidemill.objects.buckets.pending_calls import count_pending_calls
 from tidemill.objects.buckets.s3 import S3Objects
 
@@ -47,3 +51,15 @@ async def test_failed_and_cancelled_calls_are_pending_only_until_the_library_has
     failed = await asyncio.gather(*calls, return_exceptions=True)
     await until(lambda: count_pending_calls() == 0)
     assert len(failed) == 4, "an error that is still held, with its traceback, is no pending call"
+
+
+async def test_a_failed_put_is_not_pending_while_its_error_is_held() -> None:
+    store = S3Objects("none", "", CONFIG, Rand())
+    gc.disable()  # a cycle would end only with a collection
+    try:
+        with pytest.raises(UnavailableError) as held:
+            await store.put("key", b"value")
+        await until(lambda: count_pending_calls() == 0)
+        assert held.value.__cause__ is not None
+    finally:
+        gc.enable()

@@ -22,7 +22,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from tidemill.base.errors import ClosedError, StoreRolledBackError, TidemillError, UnavailableError, UnknownOutcomeError
+from tidemill.base.errors import (
+    ClosedError,
+    MissingError,
+    StoreRolledBackError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.consensus.api import Consensus, LogHead
 from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.history_check import check_history
@@ -243,6 +250,7 @@ class FaultyConsensus(ConsensusClientBase):
         self._closed = False
         self._proved = self._engine_life()
         """The last life of the engine that continued what had been seen."""
+        self._proving = asyncio.Lock()
         self.seen = Blind("sim") if blind else RollbackDetector("sim")
 
     async def _submit(self, op: AnyOp) -> Any:
@@ -251,9 +259,10 @@ class FaultyConsensus(ConsensusClientBase):
         async def effect() -> Any:
             if self._engine_life() != life:
                 raise UnavailableError(f"the simulated engine was replaced: actor={self._who}.")
-            if self._proved != life:
-                await check_history(self.seen, self._ask_all)
-                self._proved = life
+            async with self._proving:
+                if self._proved != life:
+                    await check_history(self.seen, self._ask_all)
+                    self._proved = life
             return await self._asked(op)
 
         # A repeated renewal would give a released lease back to its holder; real engines end an attempt first.
@@ -266,7 +275,13 @@ class FaultyConsensus(ConsensusClientBase):
         return answer
 
     async def _ask_all(self, ops: Sequence[AnyOp]) -> list[Any]:
-        return [await self._asked(op) for op in ops]
+        found: list[Any] = []
+        for op in ops:
+            try:
+                found.append(await self._asked(op))
+            except MissingError as missing:
+                found.append(missing)
+        return found
 
     def _engine_life(self) -> int:
         return getattr(self._inner, "lives", 0)

@@ -12,7 +12,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from tidemill.base.errors import MissingError
+from tidemill.base.errors import CorruptError, TidemillError
 from tidemill.consensus.api import Lease, LogHead, LogSlice, Versioned
 from tidemill.consensus.operations import AnyOp, Head, HeadOfLog, Leases, Read
 from tidemill.consensus.rollback_detection import RollbackDetector
@@ -20,26 +20,35 @@ from tidemill.consensus.rollback_detection import RollbackDetector
 READ_BYTES = 1 << 20
 
 Ask = Callable[[Sequence[AnyOp]], Awaitable[list[Any]]]
-"""Send operations to the new life; return their results, or MissingError in the place of one."""
+"""Send operations to the new life; return their results, or MissingError or CorruptError in the place of one."""
 
 
 async def check_history(seen: RollbackDetector, ask: Ask) -> None:
-    """Raise StoreRolledBackError if the new life does not continue what was seen. Raises the errors of `ask`."""
-    positions = dict(seen.seen_logs)
-    heads: list[LogHead] = await ask([HeadOfLog(log) for log in positions])
-    by_log = dict(zip(positions, heads, strict=True))
+    """Raise StoreRolledBackError if the new life does not continue what was seen. Raises the errors of `ask`.
+
+    A damaged record or register is no proof of a rollback: its own readers report it.
+    """
+    positions, keys, names = dict(seen.seen_logs), seen.seen_registers, seen.seen_leases
+    heads: list[LogHead | CorruptError] = await ask([HeadOfLog(log) for log in positions])
+    by_log = {log: head for log, head in zip(positions, heads, strict=True) if isinstance(head, LogHead)}
     stored = [log for log, head in by_log.items() if head.start <= positions[log] < head.next]
-    found: list[LogSlice | MissingError] = await ask([Read(log, positions[log], 1, READ_BYTES) for log in stored])
+    found: list[LogSlice | TidemillError] = await ask([Read(log, positions[log], 1, READ_BYTES) for log in stored])
     nonces: dict[str, str] = {}
     for log, record in zip(stored, found, strict=True):
-        if isinstance(record, MissingError):  # truncated since its head was read, so there is nothing to compare
-            by_log[log] = replace(by_log[log], start=positions[log] + 1)
-        else:
+        if isinstance(record, LogSlice):
             nonces[log] = record.records[0].nonce
-    registers: list[Versioned | None] = await ask([Head(key) for key in seen.seen_registers])
-    leases: list[list[Lease]] = await ask([Leases(name) for name in seen.seen_leases])
+        else:  # damaged, or truncated since the head was read: there is nothing to compare
+            by_log[log] = replace(by_log[log], start=positions[log] + 1)
+    registers: list[Versioned | CorruptError | None] = await ask([Head(key) for key in keys])
+    leases: list[list[Lease] | CorruptError] = await ask([Leases(name) for name in names])
     seen.check_new_life(
         {log: (head, nonces.get(log)) for log, head in by_log.items()},
-        {key: register for key, register in zip(seen.seen_registers, registers, strict=True) if register is not None},
-        [lease for name, held in zip(seen.seen_leases, leases, strict=True) for lease in held if lease.name == name],
+        {key: register for key, register in zip(keys, registers, strict=True) if isinstance(register, Versioned)},
+        [
+            lease
+            for name, held in zip(names, leases, strict=True)
+            if not isinstance(held, CorruptError)
+            for lease in held
+            if lease.name == name
+        ],
     )

@@ -126,7 +126,7 @@ class RegistrySection(Section):
 class CaptureSection(Section):
     dsn: str
     tables: list[str] = ["public.*"]
-    linger_ms: int = Field(100, ge=0, le=10_000)
+    linger_ms: int = Field(100, ge=0, le=2_000)
     binding_interval_ms: int = Field(50, ge=1, le=60_000)
     identity: Literal["full", "as-is"] = "full"
     manual: bool = False

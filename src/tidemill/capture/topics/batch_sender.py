@@ -111,6 +111,8 @@ class BatchSender:
         The caller may have waited in between, and rounds may have left with the records without knowing the position.
         In that case the last round gets the position; if all are already durable, `on_durable` is called.
         """
+        if self._failure is not None:
+            return
         if position is not None and position > self._position:
             self._position = position
             if not self._dirty and self._under_way:

@@ -63,6 +63,9 @@ A rejection that does not recur with a later write is no trouble. A write that w
 (`schema.BUSY_MS`) is trouble immediately.
 """
 
+PROOF_OPS = 256
+"""Operations of one frame while a client compares the history: other clients are served in between."""
+
 SWEEP_S = 1.0
 BACKOFF_FIRST_S = 0.002
 BACKOFF_MOST_S = 0.1
@@ -246,7 +249,7 @@ class SqliteConsensus(ConsensusClientBase):
                 self._database, lambda: SequencerConnection(self._handle_answer, self._handle_unreadable_answer)
             )
             self._reason = refused or self._reason
-            if link is not None and await self._admit(link):
+            if link is not None and await self._is_admitted(link):
                 served_s = self._loop.time()
                 self._link, self._reason = link, ""
                 try:
@@ -260,11 +263,20 @@ class SqliteConsensus(ConsensusClientBase):
                     backoff_s = BACKOFF_FIRST_S
                     continue
             else:
-                if link is not None:
-                    link.abort()
                 self._try_host()
             await asyncio.sleep(self._rand.uniform(backoff_s / 2, backoff_s))
             backoff_s = min(backoff_s * 1.6, BACKOFF_MOST_S)
+
+    async def _is_admitted(self, link: SequencerConnection) -> bool:
+        """Return whether requests may be sent on this connection; else it is aborted."""
+        self._goodbye = False  # one of an earlier connection says nothing about this one
+        admitted = False
+        try:
+            admitted = await self._admit(link)
+        finally:
+            if not admitted:
+                link.abort()
+        return admitted
 
     async def _admit(self, link: SequencerConnection) -> bool:
         """Greet the sequencer. If it has another life, prove that it continues what this client has seen, before
@@ -285,11 +297,15 @@ class SqliteConsensus(ConsensusClientBase):
         return True
 
     async def _ask_all(self, link: SequencerConnection, ops: Sequence[AnyOp]) -> list[Any]:
-        """Send operations that only read, ahead of all requests that wait, and return their results, or MissingError in
-        the place of one. Raises UnavailableError if the connection breaks or is silent.
+        """Send operations that only read, ahead of all requests that wait, and return their results, or MissingError or
+        CorruptError in the place of one. Raises UnavailableError if the connection breaks or is silent.
         """
-        if not ops:
-            return []
+        found: list[Any] = []
+        for at in range(0, len(ops), PROOF_OPS):
+            found += await self._ask(link, ops[at : at + PROOF_OPS])
+        return found
+
+    async def _ask(self, link: SequencerConnection, ops: Sequence[AnyOp]) -> list[Any]:
         assert link.transport is not None
         asked = {self._last_id + number: op for number, op in enumerate(ops, 1)}
         self._last_id += len(asked)
@@ -311,7 +327,7 @@ class SqliteConsensus(ConsensusClientBase):
                 each.future.cancel()
         found: list[Any] = results.result()
         for result in found:
-            if isinstance(result, BaseException) and not isinstance(result, MissingError):
+            if isinstance(result, BaseException) and not isinstance(result, MissingError | CorruptError):
                 raise to_unavailable(result) if isinstance(result, TidemillError) else result
         return found
 

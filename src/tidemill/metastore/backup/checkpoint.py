@@ -29,7 +29,12 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import ClosedError, ConflictError, FencedError, InvalidError, TidemillError
-from tidemill.base.limits import METASTORE_BATCH_ROWS, METASTORE_CHECKPOINT_INTERVAL_S, METASTORE_VALUE_BYTES
+from tidemill.base.limits import (
+    METASTORE_BATCH_BYTES,
+    METASTORE_BATCH_ROWS,
+    METASTORE_CHECKPOINT_INTERVAL_S,
+    METASTORE_VALUE_BYTES,
+)
 from tidemill.base.status.status import StatusTracker
 from tidemill.metastore.cluster import domain_of
 from tidemill.metastore.domain.state import batch_bytes
@@ -284,9 +289,11 @@ def find_too_large(units: Mapping[str, Unit]) -> dict[str, TidemillError]:
     for thing, unit in units.items():
         value_bytes = max((len(value) for group in unit for _, value in group), default=0)
         group_rows = max(map(len, unit), default=0)
-        if value_bytes > METASTORE_VALUE_BYTES or group_rows > COMMIT_ROWS:
+        group_bytes = max(map(_bytes, unit), default=0)
+        if value_bytes > METASTORE_VALUE_BYTES or group_rows > COMMIT_ROWS or group_bytes > METASTORE_BATCH_BYTES:
             found[thing] = InvalidError(
-                f"part of the checkpoint is too large: thing={thing} value_bytes={value_bytes} rows={group_rows}.",
+                f"part of the checkpoint is too large: thing={thing} value_bytes={value_bytes} rows={group_rows}"
+                f" bytes={group_bytes}.",
                 fix="Report this. Until it is fixed, a restore uses this thing's last written rows.",
             )
     return found

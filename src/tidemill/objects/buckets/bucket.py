@@ -176,8 +176,9 @@ class BucketObjects:
         # Views are passed on without copying; the request body is the only copy.
         body = buffers[0] if len(buffers) == 1 else buffers or b""
         try:
-            call = obstore.put_async(self._store, path, body, mode="create", attributes={self._nonce_name: nonce})
-            await wait_for_call(call)
+            await wait_for_call(
+                obstore.put_async(self._store, path, body, mode="create", attributes={self._nonce_name: nonce})
+            )
         except Exception as error:
             failure = translate_obstore_error(error, "put", key, self._place, writes=True)
             if isinstance(failure, ConflictError):

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import os
 import threading
 import weakref
 from collections.abc import Awaitable
@@ -61,3 +62,4 @@ def _wait_at_exit() -> None:
 
 
 atexit.register(_wait_at_exit)
+os.register_at_fork(after_in_child=_pending.clear)  # the library's threads are not in the child

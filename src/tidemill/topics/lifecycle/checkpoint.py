@@ -167,7 +167,10 @@ class PartitionsStage:
         async for keys, values in self._metastore.prefix(PARTITIONS.prefix(topic_id)):
             for key, value in zip(keys, values, strict=True):
                 row = PARTITIONS.decode(key, value)
-                emptied.append(PARTITIONS.encode(replace(row, log_start=row.next_offset, size_bytes=0)))
+                empty = replace(
+                    row, log_start=row.next_offset, size_bytes=0, terms=(), producers=b"", transactions=b""
+                )  # fmt: skip
+                emptied.append(PARTITIONS.encode(empty))
                 ended.append((key, b""))
         groups = _slice_rows(emptied)
         for family in (EXTENTS, ABORTED):

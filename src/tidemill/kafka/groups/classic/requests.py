@@ -308,6 +308,7 @@ def release(group: ClassicGroup, code: int) -> None:
     All waiting requests get `code`, so that their clients look up the coordinator.
     """
     group.phase = Phase.DEAD
+    group.assigning = None  # a write that ends later does not continue a generation here
     for member in group.members.values():
         group.queue_answer(member.joining, JoinAnswer(code, member.member_id))
         group.queue_answer(member.syncing, SyncAnswer(code))
