@@ -95,7 +95,7 @@ def varied_pace(seed: int) -> Iterator[None]:
         for module, constants in CHOICES.items():
             for name, values in constants.items():
                 place = importlib.import_module(f"tidemill.{module}")
-                # A source of its own: a constant that is added or removed leaves the other values of a seed unchanged.
+                # One source for each: a constant that is added or removed leaves the other values of a seed unchanged.
                 value = random.Random(f"pace {seed} {module} {name}").choice(values)
                 stack.enter_context(swapped(place, name, value))
         yield

@@ -249,7 +249,7 @@ class SqliteConsensus(ConsensusClientBase):
                 self._database, lambda: SequencerConnection(self._handle_answer, self._handle_unreadable_answer)
             )
             self._reason = refused or self._reason
-            if link is not None and await self._is_admitted(link):
+            if link is not None and await self._admit(link):
                 served_s = self._loop.time()
                 self._link, self._reason = link, ""
                 try:
@@ -267,34 +267,30 @@ class SqliteConsensus(ConsensusClientBase):
             await asyncio.sleep(self._rand.uniform(backoff_s / 2, backoff_s))
             backoff_s = min(backoff_s * 1.6, BACKOFF_MOST_S)
 
-    async def _is_admitted(self, link: SequencerConnection) -> bool:
-        """Return whether requests may be sent on this connection; else it is aborted."""
+    async def _admit(self, link: SequencerConnection) -> bool:
+        """Return whether requests may be sent on this connection; else it is aborted.
+
+        Greet the sequencer. If it has another life, prove that it continues what this client has seen, before anything
+        else is sent: its database may be an older copy that other processes have written past since.
+        """
         self._goodbye = False  # one of an earlier connection says nothing about this one
         admitted = False
         try:
-            admitted = await self._admit(link)
+            life = await self._greet(link)
+            if life is not None and self._sequencer_life not in ("", life):
+                await check_history(self.seen, lambda ops: self._ask_all(link, ops))
+            admitted = life is not None
+        except StoreRolledBackError as error:
+            self._fail_all(error)  # and every later call raises it
+            admitted = True
+        except UnavailableError as error:
+            self._reason = error.message
         finally:
             if not admitted:
                 link.abort()
+        if admitted and life is not None:
+            self._sequencer_life = life
         return admitted
-
-    async def _admit(self, link: SequencerConnection) -> bool:
-        """Greet the sequencer. If it has another life, prove that it continues what this client has seen, before
-        anything else is sent: its database may be an older copy that other processes have written past since.
-        """
-        life = await self._greet(link)
-        if life is None:
-            return False
-        if self._sequencer_life not in ("", life):
-            try:
-                await check_history(self.seen, lambda ops: self._ask_all(link, ops))
-            except StoreRolledBackError as error:
-                self._fail_all(error)  # and every later call raises it
-            except UnavailableError as error:
-                self._reason = error.message
-                return False
-        self._sequencer_life = life
-        return True
 
     async def _ask_all(self, link: SequencerConnection, ops: Sequence[AnyOp]) -> list[Any]:
         """Send operations that only read, ahead of all requests that wait, and return their results, or MissingError or
