@@ -28,7 +28,7 @@ from tidemill.capture.session.server_watch import StreamWatch
 
 GATHER_S = 0.008
 """Pause before a read of a dense stream, in which more arrives: a read costs more than a small transaction in it. At
-1,500 one-row transactions a second it yields enough frames to be decoded by columns (DENSE_FRAMES)."""
+1,500 transactions a second a read delivers twelve."""
 DENSE_FRAMES = 24
 """N frames in one read indicate a dense stream; many together are decoded by columns."""
 DENSE_COMMITS_PER_S = 750

@@ -159,8 +159,10 @@ class PartitionsStage:
         return PartitionFollower(self._consensus, self._objects, topic_id, partition, row, self._pace)
 
     async def _deletions(self, topic_id: str) -> Unit:
-        """Return the deletions of a topic's rows. Its partition rows are emptied first, because one that counts offsets
-        without extents is a loss, and deleted last, because `load` finds an interrupted deletion by them alone.
+        """Return the deletions of a topic's rows.
+
+        Partition rows are emptied first: a row that counts offsets without extents would be a loss. They are deleted
+        last: `load` finds an interrupted deletion by them alone.
         """
         emptied: Group = []
         ended: Group = []
