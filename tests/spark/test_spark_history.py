@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from time import sleep
@@ -23,8 +24,9 @@ from tidemill.base.errors import InvalidError
 from tidemill.base.status.status import StatusReport
 from tidemill.console.views.pipelines import PipelineView, pipeline_views
 from tidemill.metastore.catalogue import PipelineRow
-from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.api import DIFF, TIME, Column, SchemaEvolvedError, ShardSchema
 from tidemill.shards.parts.schema import update_schema
+from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.shards.registry import open_shard
 from tidemill.spark.definition import HistoryTable, Pipeline
 from tidemill.spark.derived import history, version_changes
@@ -254,6 +256,47 @@ def test_a_history_follows_a_table_of_a_pipeline_and_its_new_columns(harbour: An
     assert [(r["more"], r["is_current"], r["valid_from"].timestamp()) for r in harbour.contents("h")] == [
         (None, False, 1.0), ("x", True, 2.0)
     ]  # fmt: skip
+
+
+def test_versions_of_a_column_with_a_default_are_those_of_the_table(harbour: Any, tmp_path: Path) -> None:
+    world = World(harbour, tmp_path)
+    append_rows(harbour, world.table, 0, 11, {"k": "x", "a": 1, DIFF: 1}, {"k": "y", "a": 1, DIFF: 1})
+    made = world.history()
+    while made.advance():
+        pass
+    harbour.portal.call(world.table.evolve(SchemaChanges(add=(Column("c", "string", "default"),))))
+    x, changed = {"k": "x", "a": 1, "c": "default"}, {"k": "x", "a": 2, "c": "default"}
+    append_rows(harbour, harbour.shard("orders"), 11, 21, {**x, DIFF: -1}, {**changed, DIFF: 1})
+    with pytest.raises(SchemaEvolvedError):
+        made.advance()
+    made.close()
+    made.open()
+    while made.advance():
+        pass
+
+    assert [row["c"] for row in harbour.contents("orders")] == ["default"] * 2
+    assert [(row["k"], row["c"]) for row in harbour.contents("h")] == [(key, "default") for key in ("x", "x", "y")]
+    shard = harbour.shard("h")
+    assert next(column.default for column in shard.schema.columns if column.name == "c") == "default"
+
+    async def updates() -> list[dict[str, Any]]:
+        return [row for b in shard.state.batches for row in (await shard.read_batch(b, b.lower, b.upper)).to_pylist()]
+
+    # Each retraction is of a row that was inserted, in all columns: merges and published tables sum them.
+    summed: Counter[tuple[Any, ...]] = Counter()
+    for row in harbour.portal.call(updates()):
+        summed[row["k"], row["a"], row["c"], row["valid_from"], row["valid_to"]] += row[DIFF]
+    assert sorted(summed.values()) == [0, 1, 1, 1]
+
+
+def append_rows(harbour: Any, table: Any, lower: int, upper: int, *rows: dict[str, Any]) -> None:
+    """Append updates at the last time below `upper`."""
+
+    async def run() -> None:
+        found = pa.Table.from_pylist([{TIME: upper - 1, **row} for row in rows], update_schema(table.schema))
+        await table.compare_and_append(lower, upper, [await table.write_part(found)], f"t{upper}")
+
+    harbour.portal.call(run())
 
 
 def test_declarations_are_checked(tmp_path: Path) -> None:

@@ -40,17 +40,17 @@ async def open_shard(
     *,
     cpu: RunCpuWork = run_inline,
 ) -> LogShard:
-    """Open a shard. With `schema`, create it if absent, and add the columns and wider types that it lacks.
+    """Open a shard. With `schema`, create it if absent, and add the columns, with their defaults, and the wider types
+    that it lacks.
 
     Raises MissingError (absent and no schema given), InvalidError (bad name or schema, or it exists with one that
     cannot become this one: the message has the difference), ClosedError, UnavailableError, UnknownOutcomeError.
     """
     check_shard_name(name)
-    wanted = None if schema is None else check_schema(schema)
-    machine = await _open_or_create(consensus, rand, name, wanted)
-    if wanted is not None:
+    machine = await _open_or_create(consensus, rand, name, None if schema is None else check_schema(schema))
+    if schema is not None:
         try:
-            await _evolve(machine, wanted, clock)
+            await _evolve(machine, check_schema(schema, defaults=True), clock)
         except BaseException:
             await machine.aclose()
             raise

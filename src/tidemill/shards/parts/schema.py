@@ -97,8 +97,11 @@ def _canonical_arrow_type(name: str) -> pa.DataType:
     return pa.decimal128(int(found[1]), int(found[2]))
 
 
-def check_schema(schema: ShardSchema) -> ShardSchema:
-    """Return the schema as version 1, with canonical type strings. Raises InvalidError that names the wrong column."""
+def check_schema(schema: ShardSchema, *, defaults: bool = False) -> ShardSchema:
+    """Return the schema as version 1, with canonical type strings. Raises InvalidError that names the wrong column.
+
+    `defaults`: keep those of the columns, for a shard to which they are added. The columns of a new shard need none.
+    """
     if not schema.columns:
         raise InvalidError("a table needs at least one column.", fix="Name its columns.")
     seen: set[str] = set()
@@ -108,7 +111,7 @@ def check_schema(schema: ShardSchema) -> ShardSchema:
         if column.name in seen:
             raise InvalidError(f"column named twice: column={column.name}.", fix="Name each column once.")
         seen.add(column.name)
-        columns.append(Column(column.name, canonical_type(column.type)))
+        columns.append(Column(column.name, canonical_type(column.type), column.default if defaults else None))
     for name in schema.key:
         if name not in seen:
             raise InvalidError(f"key column is not a column: key={name}.", fix="Name only columns of the table.")

@@ -46,14 +46,15 @@ class _Changes(NamedTuple):
 
 
 def history_schema(table: str, schema: ShardSchema) -> ShardSchema:
-    """Return the schema of the versions of a table. Raises InvalidError (no key, a column of that name)."""
+    """Return the schema of the versions of a table, with the defaults of its columns. Raises InvalidError (no key, a
+    column of that name)."""
     taken = {VALID_FROM, VALID_TO, IS_CURRENT} & {column.name for column in schema.columns}
     if taken or not schema.key:
         why = f"has a column {min(taken)}" if taken else "has no key"
         raise InvalidError(f"a table that {why} can have no history: table={table}.", fix="Derive another table first.")
     own = tuple(Column(column.name, column.type, column.default) for column in schema.columns)
     added = Column(VALID_FROM, "timestamp"), Column(VALID_TO, "timestamp"), Column(IS_CURRENT, "bool")
-    return check_schema(ShardSchema((*own, *added), (*schema.key, VALID_FROM)))
+    return check_schema(ShardSchema((*own, *added), (*schema.key, VALID_FROM)), defaults=True)
 
 
 def current_schema(schema: ShardSchema) -> ShardSchema:
