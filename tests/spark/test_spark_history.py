@@ -17,6 +17,7 @@ import duckdb
 import pyarrow as pa
 import pytest
 
+from support.spark.harbour import Harbour
 from support.spark.running import error_of, mark, pipeline
 from support.spark.sinks import clicks_sink
 from support.waiting import eventually
@@ -27,11 +28,13 @@ from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.api import DIFF, TIME, Column, SchemaEvolvedError, ShardSchema
 from tidemill.shards.parts.schema import update_schema
 from tidemill.shards.parts.schema_evolution import SchemaChanges
-from tidemill.shards.registry import open_shard
+from tidemill.shards.registry import open_shard, read_shards
+from tidemill.shards.state.restore import restore_shard
 from tidemill.spark.definition import HistoryTable, Pipeline
 from tidemill.spark.derived import history, version_changes
 from tidemill.spark.derived.history import History
 from tidemill.spark.pipeline.status_report import StatusReporter
+from tidemill.spark.settings import StoreUrls
 
 SCHEMA = ShardSchema((Column("k", "string"), Column("a", "int64"), Column("b", "float64")), ("k",))
 Version = tuple[str, int | None, float | None, int, int | None, bool]
@@ -208,7 +211,43 @@ def test_a_history_does_not_continue_another_table_of_the_same_name(harbour: Any
         again.history()
 
 
-def test_changes_that_are_gone_stop_the_history_rather_than_omit_a_version(harbour: Any, tmp_path: Path) -> None:
+def test_a_history_continues_after_a_restore_which_gives_its_input_a_new_id(harbour: Any, tmp_path: Path) -> None:
+    world, rand = World(harbour, tmp_path), random.Random(3)
+    world.write(rand, 9)
+    made = world.history()
+    while made.advance():
+        pass
+    made.close()
+    former, expected = harbour, world.versions()
+    for attempt in ("first", "second"):  # the second one follows before any driver has run
+        urls = StoreUrls(harbour.urls.objects, f"sqlite://{tmp_path}/{attempt}.db")
+        restored = Harbour(tmp_path, urls)
+        for state in former.portal.call(read_shards(former.stores.consensus)):
+            restored.portal.call(restore_shard(restored.stores.consensus, restored.stores.rand, state, attempt))
+        if former is not harbour:
+            former.close()
+        former = restored
+    continued = History(restored.portal, restored.stores, HistoryTable("h", "orders"), tmp_path / "restored")
+    continued.open()
+    assert restored.contents("h") == harbour.contents("h")
+    x = {"k": "x", "a": 1, "b": None}
+    append_rows(restored, restored.shard("orders"), world.upper, world.upper + 9, {**x, DIFF: 1})
+    while continued.advance():
+        pass
+    assert len(restored.contents("h")) == len(expected) + 1
+    continued.close()
+    restored.drop_shard("orders")
+    s = restored.stores
+    again = restored.portal.call(open_shard(s.consensus, s.objects, s.clock, s.rand, "orders", SCHEMA))
+    append_rows(restored, again, 0, world.upper + 20, {**x, DIFF: 1})
+    with pytest.raises(InvalidError, match=r"was dropped and created again: table=h input=orders"):
+        continued.open()
+    restored.close()
+
+
+def test_changes_that_are_gone_stop_the_history_rather_than_omit_a_version(
+    harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     world, rand = World(harbour, tmp_path), random.Random(3)
     world.write(rand, 3)
     made = world.history()
@@ -217,6 +256,16 @@ def test_changes_that_are_gone_stop_the_history_rather_than_omit_a_version(harbo
     assert [hold.reader for hold in world.table.state.holds] in ([], ["history/h"])
     harbour.portal.call(world.table.frontiers())
     assert [hold.reader for hold in world.table.state.holds] == ["history/h"], "its input is held from its position on"
+    for renewed in (True, False):  # an idle input, too: by a driver that runs on, and by one that starts
+        harbour.portal.call(world.table.release_hold("history/h"))
+        if renewed:
+            monkeypatch.setattr(history, "HOLD_RENEW_S", 0.0)
+        else:
+            made.close()
+            made = world.history()
+        assert not made.advance()
+        harbour.portal.call(world.table.frontiers())
+        assert [hold.reader for hold in world.table.state.holds] == ["history/h"]
     world.write(rand, 5)
     harbour.portal.call(world.table.release_hold("history/h"))
     harbour.portal.call(world.table.downgrade_since("keeper", 1, world.upper - 1))

@@ -6,7 +6,8 @@
     remap/<source>        the bindings, one record each, from position 0
 
 A restored shard has a new id: a reader that mirrored the old one may have seen lost rows, and starts again. Its parts
-stay under their keys, which the batches contain in full.
+stay under their keys, which the batches contain in full. Tokens that name the input of a shard get the input's new id:
+a restore is no reason to take the input for another table of its name.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tidemill.consensus.state_log import replica
 from tidemill.shards.bindings.remap import remap_log_name
 from tidemill.shards.state.codec import encode_command, encode_state
 from tidemill.shards.state.commands import REGISTER_PREFIX, Create
-from tidemill.shards.state.state import ShardState
+from tidemill.shards.state.state import ShardState, input_of_token
 from tidemill.shards.state.state_machine import shard_log_name
 from tidemill.shards.state.stream_registers import mark_restored
 
@@ -42,7 +43,8 @@ async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, att
     shard_id = restored_shard_id(state.shard_id, attempt)
     # A hold's epoch is the term of a lease in the old consensus; in an empty one it would fence every future owner.
     holds = tuple(replace(hold, epoch=0) for hold in state.holds)
-    state = replace(state, shard_id=shard_id, holds=holds)
+    writers = tuple(replace(writer, token=_restored_token(writer.token, attempt)) for writer in state.writers)
+    state = replace(state, shard_id=shard_id, holds=holds, writers=writers)
     create = encode_command(Create(state.name, shard_id, state.schema))
     log = shard_log_name(shard_id)
     head = await consensus.log_head(log)
@@ -66,6 +68,11 @@ async def restore_shard(consensus: Consensus, rand: Rand, state: ShardState, att
     if found.data != create:
         raise InvalidError(f"a table of this name exists: table={state.name}.", fix="Restore into empty consensus.")
     return shard_id
+
+
+def _restored_token(token: str, attempt: str) -> str:
+    found = input_of_token(token)
+    return token.replace(found, restored_shard_id(found, attempt), 1) if found else token
 
 
 async def restore_bindings(consensus: Consensus, source: str, bindings: Sequence[bytes], attempt: str) -> None:

@@ -85,6 +85,21 @@ class WriterToken(msgspec.Struct, frozen=True):
     upper: int
 
 
+_FROM_INPUT = "history"
+"""First part of the tokens of appends that derive from one input; the second part is the id of the input."""
+
+
+def input_token(input_id: str, nonce: str) -> str:
+    """Return the token of an append whose rows derive from the shard `input_id`."""
+    return f"{_FROM_INPUT}/{input_id}/{nonce}"
+
+
+def input_of_token(token: str) -> str:
+    """Return the id of the shard that the rows of an append derive from; "" if its token names none."""
+    kind, _, rest = token.partition("/")
+    return rest.partition("/")[0] if kind == _FROM_INPUT else ""
+
+
 class ShardState(msgspec.Struct, frozen=True):
     """`shard_id` names the shard's objects and, unlike the name, is never reused. `version` counts applied commands."""
 

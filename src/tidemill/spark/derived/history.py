@@ -31,6 +31,7 @@ from tidemill.shards.api import TIME, Batch, HistoryLostError, Part, SchemaEvolv
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema import update_schema
 from tidemill.shards.read.hash_ranges import cut_ranges, read_range
+from tidemill.shards.state.state import input_of_token, input_token
 from tidemill.spark.definition import HistoryTable
 from tidemill.spark.derived.version_changes import (
     IS_CURRENT,
@@ -50,8 +51,8 @@ HOLD_MS = 7 * 86_400_000
 """Time for which the input's history is kept for a pipeline that does not run."""
 HOLD_STEP_MS = 30_000
 """Least distance by which the hold advances; each move is a write."""
-TOKEN = "history"
-"""First part of the tokens of a history's appends; the second one is the id of its input."""
+HOLD_RENEW_S = HOLD_MS / 1000 / 4
+"""Interval at which the hold is renewed if the position does not move."""
 IDLE_MOVE_S = 1.0
 """Minimum interval at which a history without changes moves its upper."""
 STOP_CHECK_S = 1.0
@@ -85,6 +86,7 @@ class History:
         self._current: Mirror
         self._tracked: list[str] = []
         self._held = -HOLD_STEP_MS
+        self._renewed_s = float("-inf")
         self._moved_s = float("-inf")
 
     @property
@@ -160,10 +162,10 @@ class History:
     def _check_same_input(self, found: LogShard) -> None:
         """Raise InvalidError if the history is of an earlier table of this name, whose rows may have been others."""
         for writer in reversed(self._output.state.writers):
-            kind, _, rest = writer.token.partition("/")
-            if kind != TOKEN:
+            input_id = input_of_token(writer.token)
+            if not input_id:
                 continue
-            if rest.partition("/")[0] != found.shard_id:
+            if input_id != found.shard_id:
                 raise InvalidError(
                     f"the input of the history was dropped and created again: table={self.table.name}"
                     f" input={self.table.of}.",
@@ -201,9 +203,9 @@ class History:
         if not lower:
             self._hold_input(since)
             return self._append_first_versions(since)
+        self._hold_input(lower - 1)  # also of an idle input: the hold must outlast any stop that follows
         if end <= lower:
             return False
-        self._hold_input(lower - 1)
         upper, changes = self._read_changes(lower)
         clock = self._stores.clock
         if not changes.num_rows and clock.monotonic_s() - self._moved_s < IDLE_MOVE_S:
@@ -262,7 +264,7 @@ class History:
     def _append(self, lower: int, upper: int, parts: tuple[Part, ...]) -> bool:
         try:
             assert self._input is not None
-            token = f"{TOKEN}/{self._input.shard_id}/{self._stores.rand.nonce()}"
+            token = input_token(self._input.shard_id, self._stores.rand.nonce())
             self._portal.call(self._output.compare_and_append(lower, upper, parts, token))
         except ConflictError:
             self.lost += 1
@@ -275,11 +277,12 @@ class History:
     def _hold_input(self, since: int) -> None:
         """Keep the input readable from `since` on. Peers share the hold, and one may have moved it further."""
         assert self._input is not None
-        if since - self._held < HOLD_STEP_MS:
+        now_s = self._stores.clock.monotonic_s()
+        if since - self._held < HOLD_STEP_MS and now_s - self._renewed_s < HOLD_RENEW_S:
             return
         with suppress(HistoryLostError, InvalidError):  # reading reports lost changes
             self._portal.call(self._input.set_hold(f"history/{self.table.name}", since, HOLD_MS))
-        self._held = since
+        self._held, self._renewed_s = since, now_s
 
     # mirror -----------------------------------------------------------------------------------------
     def _open_mirror(self, source: LogShard) -> Mirror:
