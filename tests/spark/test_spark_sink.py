@@ -18,9 +18,10 @@ from tidemill.shards.api import DIFF, TIME, ShardSchema
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.parts.schema import update_schema
 from tidemill.shards.registry import open_shard
-from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS, DeadLetter, dead_letter_table
+from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS, DeadLetter, Place, dead_letter_table
 from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.pipeline.streaming_query import planned_ends
+from tidemill.spark.replay.stored_letters import StoredLetters
 
 
 def test_a_table_that_gets_nothing_moves_its_upper_at_its_pace_and_one_that_does_at_once(
@@ -465,6 +466,23 @@ def test_a_dead_letter_shard_that_is_dropped_while_its_pipeline_runs_is_created_
     mine.put(letters("t", 4, 5))
     mine.put(letters("t", 4, 6))
     assert [row["offset"] for row in harbour.contents("p.dead_letters")] == [4, 5, 6]
+
+
+def test_a_letter_that_a_replay_removed_is_stored_again_if_its_record_fails_again(harbour: Any) -> None:
+    """For example in a table that is added to the pipeline with a stricter expectation."""
+    mine, peer = dead_letters(harbour), dead_letters(harbour)
+    mine.put(letters("t", 4, 5))
+    peer.put(letters("t", 4))
+    assert (
+        StoredLetters(harbour.portal, harbour.shard("p.dead_letters"), harbour.stores.rand).remove({Place("t", 0, 4)})
+        == 1
+    )
+    assert [row["offset"] for row in harbour.contents("p.dead_letters")] == [5]
+    for writer, total in ((mine, 1), (mine, 0), (peer, 0), (dead_letters(harbour), 0)):
+        before = writer.total
+        writer.put(letters("t", 4, 5))
+        assert writer.total - before == total
+        assert [row["offset"] for row in harbour.contents("p.dead_letters")] == [4, 5]
 
 
 def test_the_ends_of_a_batch_are_read_from_sparks_offset_log(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ import structlog
 from tidemill.base.clock import Rand
 from tidemill.base.errors import ConflictError, MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.shards.api import TIME, Batch, HistoryLostError, SchemaEvolvedError
+from tidemill.shards.api import DIFF, TIME, Batch, HistoryLostError, SchemaEvolvedError
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.arrow_rows import int64s
 from tidemill.shards.parts.schema import update_schema
@@ -148,7 +148,7 @@ class DeadLetterWriter:
         except ConflictError:
             return False  # a peer added letters: read them before the next attempt
         self._upper = at + 1
-        self._add_known(rows)
+        self._add_known(updates)
         return True
 
     def _follow(self, shard: LogShard) -> None:
@@ -163,20 +163,27 @@ class DeadLetterWriter:
             except HistoryLostError:
                 batches = None
         if batches is None:
+            self._known = {}
             batches = self._portal.call(shard.batches_until(upper - 1))
         for batch in batches:
             self._add_known(self._portal.call(shard.read_batch(batch, 0, batch.upper)))
         self._upper = max(batch.upper for batch in batches)
 
-    def _add_known(self, rows: pa.Table) -> None:
-        record_times = _record_times(rows)
-        for partition, offsets, at in _by_partition(rows):
-            times, known = record_times[at], self._known.get(partition)
+    def _add_known(self, updates: pa.Table) -> None:
+        """Apply updates of the shard. A letter that a replay removed is unknown: its record may fail again."""
+        record_times, diffs = _record_times(updates), int64s(updates, DIFF)
+        for partition, offsets, at in _by_partition(updates):
+            times, counts, known = record_times[at], diffs[at], self._known.pop(partition, None)
             if known is not None:
                 offsets, times = np.append(known.offsets, offsets), np.append(known.times, times)
+                counts = np.append(np.ones(len(known.offsets), dtype=np.int64), counts)
             order = np.lexsort((times, offsets))
-            newest = np.append(np.diff(offsets[order]) != 0, True)
-            self._known[partition] = _Letters(offsets[order][newest], times[order][newest])
+            offsets, times = offsets[order], times[order]
+            starts = np.flatnonzero(np.append(True, (np.diff(offsets) != 0) | (np.diff(times) != 0)))
+            live = starts[np.add.reduceat(counts[order], starts) > 0]
+            if len(live):
+                newest = live[np.append(np.diff(offsets[live]) != 0, True)]
+                self._known[partition] = _Letters(offsets[newest], times[newest])
 
     def _compare_to_known(self, letters: pa.Table) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
         """Return masks of the new letters, and of those among them at whose places there may be an older one. Two
