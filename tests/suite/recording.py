@@ -1,8 +1,9 @@
 """Writes what became of each test into a file as the run proceeds, so that an interrupted run loses nothing.
 
 `--record FILE` appends one JSON object a line; `--continue-record` leaves out the tests whose outcome is in it already.
+`seconds` includes the fixtures that were set up for the test.
 
-    {"test": ID, "outcome": "passed" | "failed" | "skipped" | "crashed", "output": TEXT}
+    {"test": ID, "outcome": "passed" | "failed" | "skipped" | "crashed", "seconds": NUMBER, "output": TEXT}
     {"test": "", "outcome": "broken", "output": TEXT}        a file that cannot be collected
     {"test": "", "outcome": "ended", "status": EXIT_STATUS}  the last line of a run that came to its end
 """
@@ -70,6 +71,7 @@ class Recorder:
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path = path
         self._written: set[str] = set()
+        self._seconds: dict[str, float] = {}
 
     def _write(self, **line: Any) -> None:
         with self._path.open("a") as file:
@@ -81,18 +83,22 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Write one line per test: the first phase that failed, else the outcome of its call."""
+        seconds = self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
         if report.when == CRASHED_PHASE:
-            self._write(test=report.nodeid, outcome="crashed", output=report.longreprtext)
+            self._write_test(report, "crashed", seconds, report.longreprtext)
         elif report.failed and report.nodeid not in self._written:
-            self._write(test=report.nodeid, outcome="failed", output=_output(report))
-            self._written.add(report.nodeid)
+            self._write_test(report, "failed", seconds, _output(report))
         elif report.skipped and report.nodeid not in self._written:
-            self._write(test=report.nodeid, outcome="skipped", output=report.longreprtext)
-            self._written.add(report.nodeid)
+            self._write_test(report, "skipped", seconds, report.longreprtext)
         if report.when == "teardown":
             if report.nodeid not in self._written:
-                self._write(test=report.nodeid, outcome="passed", output="")
+                self._write_test(report, "passed", seconds, "")
             self._written.discard(report.nodeid)
+            del self._seconds[report.nodeid]
+
+    def _write_test(self, report: pytest.TestReport, outcome: str, seconds: float, output: str) -> None:
+        self._write(test=report.nodeid, outcome=outcome, seconds=round(seconds, 2), output=output)
+        self._written.add(report.nodeid)
 
     def pytest_sessionfinish(self, exitstatus: int) -> None:
         self._write(test="", outcome="ended", status=int(exitstatus))
