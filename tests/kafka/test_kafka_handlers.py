@@ -145,7 +145,7 @@ def test_f209_a_fault_of_any_type_ends_its_request_and_not_the_connection(
             planted.setattr(request_module, "encode_answer", broken)
             planted.setattr(k01_fetch, "_fetch_full", broken)
             answer = client.ask(key, version, body)
-        assert code(answer) == (error_codes.REQUEST_TIMED_OUT if key == 1 else error_codes.UNKNOWN_SERVER_ERROR)
+        assert code(answer) == (error_codes.KAFKA_STORAGE_ERROR if key == 1 else error_codes.UNKNOWN_SERVER_ERROR)
         assert code(client.ask(18, 0, b"")) == 0, "the same connection"
 
 

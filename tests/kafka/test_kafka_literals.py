@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import KafkaException, Producer, TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource, NewTopic, ResourceType
 from kio.index import load_request_schema, load_response_schema
 from kio.serial import entity_reader
@@ -144,6 +144,37 @@ def test_a_throttle_that_is_not_set_is_deleted_and_another_config_of_a_broker_is
     alter("no.such", None, AlterConfigOpType.DELETE)
     with pytest.raises(KafkaException, match="unknown broker config"):
         alter("no.such", "1", AlterConfigOpType.SET)
+
+
+def test_an_empty_list_of_configs_means_all_of_them(shared: RealBroker, raw: RawClient) -> None:
+    shared.create_topic("configured", 1)
+    resource = nested(load_request_schema(32, 4), "resources")
+
+    def described(keys: tuple[str, ...] | None) -> list[str]:
+        asked = fields(resource, resource_type=2, resource_name="configured", configuration_keys=keys)
+        body = fields(
+            load_request_schema(32, 4), resources=(asked,), include_synonyms=False, include_documentation=False
+        )
+        return [each.name for each in raw.ask(32, 4, encode(body)).results[0].configs]
+
+    assert described(()) == described(None) != []
+    assert described(("retention.ms",)) == ["retention.ms"]
+
+
+def test_records_of_a_topic_that_is_only_compacted_are_not_deleted(shared: RealBroker) -> None:
+    """`Partition.deleteRecordsOnLeader` refuses it: the newest record of a key would be gone."""
+    admin = AdminClient({"bootstrap.servers": shared.address})
+    producer = Producer({"bootstrap.servers": shared.address})
+    for name, policy in (("only-compacted", "compact"), ("compacted-and-deleted", "compact,delete")):
+        admin.create_topics([NewTopic(name, 1, config={"cleanup.policy": policy})])[name].result(30)
+        producer.produce(name, b"v", b"k", partition=0)
+        assert producer.flush(30) == 0
+    place = TopicPartition("only-compacted", 0, -1)
+    with pytest.raises(KafkaException) as refused:
+        admin.delete_records([place])[place].result(30)
+    assert refused.value.args[0].code() == error_codes.POLICY_VIOLATION
+    place = TopicPartition("compacted-and-deleted", 0, -1)
+    assert admin.delete_records([place])[place].result(30).low_watermark == 1
 
 
 def test_a_quota_of_kafkas_that_is_not_set_is_removed(raw: RawClient) -> None:

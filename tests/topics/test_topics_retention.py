@@ -44,6 +44,18 @@ def test_by_time_whole_batches_go_oldest_first_and_a_younger_one_holds_back_what
     assert retained_start(state, TopicConfig(), 10**15) == 0
 
 
+def test_records_without_a_time_are_as_old_as_the_newest_append() -> None:
+    state = placed((1, 10, -1, "a"), (1, 10, -1, "b"))
+    state.last_at_ms = 1_000
+    config = TopicConfig(retention_ms=100)
+    for now_ms, start in ((1_000, 0), (1_100, 0), (1_101, 2)):
+        assert retained_start(state, config, now_ms) == start, now_ms
+    followed = placed((1, 10, -1, "a"), (1, 10, 500, "b"), (1, 10, 990, "c"))
+    followed.last_at_ms = 1_000
+    for now_ms, start in ((600, 0), (601, 2), (1_090, 2), (1_091, 3)):
+        assert retained_start(followed, config, now_ms) == start, now_ms
+
+
 def test_by_size_what_is_left_never_falls_below_the_limit() -> None:
     state = placed((1, 10, 0, "a"), (1, 20, 0, "b"), (1, 30, 0, "c"))
     for limit, start in ((60, 0), (51, 0), (50, 1), (31, 1), (30, 2), (1, 2), (0, 3)):

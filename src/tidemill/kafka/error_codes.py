@@ -149,7 +149,7 @@ _CODES: Final[tuple[tuple[type[BaseException], int], ...]] = (
 
 
 def code_of(error: BaseException) -> int:
-    """Return the Kafka error code of a failed Produce, Fetch or ListOffsets partition.
+    """Return the Kafka error code of a failed Produce or ListOffsets partition.
 
     An error outside the table is an internal fault with an unknown outcome: it becomes REQUEST_TIMED_OUT, so that the
     client retries with the same sequence. Callers log it.
@@ -158,6 +158,13 @@ def code_of(error: BaseException) -> int:
         if isinstance(error, kind):
             return code
     return REQUEST_TIMED_OUT
+
+
+def fetch_code_of(error: BaseException) -> int:
+    """Return `code_of` for Fetch: the Java client raises IllegalStateException at REQUEST_TIMED_OUT there, and asks
+    again after KAFKA_STORAGE_ERROR (`FetchCollector.handleInitializeErrors`)."""
+    code = code_of(error)
+    return KAFKA_STORAGE_ERROR if code == REQUEST_TIMED_OUT else code
 
 
 def is_expected(error: BaseException) -> bool:

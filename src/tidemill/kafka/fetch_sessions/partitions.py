@@ -192,7 +192,7 @@ class FetchedPartitions:
         if not error_codes.is_expected(got.error):
             log.error("kafka.fetch_failed", topic=key[0], partition=key[1], error=repr(got.error))
         offsets = (got.high_watermark, got.log_start_offset)
-        return PartitionRecords(key[1], error_codes.code_of(got.error), *offsets, last_stable=got.last_stable)
+        return PartitionRecords(key[1], error_codes.fetch_code_of(got.error), *offsets, last_stable=got.last_stable)
 
     def _drop_stale_row(self, key: Key) -> None:
         read = self._following.read(key)

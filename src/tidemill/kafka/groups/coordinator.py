@@ -106,8 +106,11 @@ class GroupCoordinator:
         """Return the group if it is in memory here."""
         return self._led.get(group)
 
-    async def get(self, group: str, *, growing: bool = False) -> GroupRunner:
-        """Return the group, taken over if necessary. `growing` marks a join. Raises GroupUnavailableError."""
+    async def get(self, group: str, *, growing: bool = False, creates: bool = True) -> GroupRunner:
+        """Return the group, taken over if necessary. `growing` marks a join; `creates` False a request of a member,
+        which only an existing group can have. Raises GroupUnavailableError, with UNKNOWN_MEMBER_ID if there is no such
+        group.
+        """
         if not is_group_name(group):
             raise GroupUnavailableError(error_codes.INVALID_GROUP_ID)
         if self._closed or not self._is_own(group):
@@ -118,6 +121,10 @@ class GroupCoordinator:
         led = self._led.get(group)
         if led is not None:
             return led
+        if not creates and group not in self._opening and not await self._exists(group):
+            raise GroupUnavailableError(error_codes.UNKNOWN_MEMBER_ID)
+        if group in self._led:
+            return self._led[group]
         if group not in self._opening:
             if len(self._led) + len(self._opening) >= self._limits.groups_max:
                 log.warning(
@@ -138,6 +145,12 @@ class GroupCoordinator:
         if led.is_closed:
             raise GroupUnavailableError(error_codes.NOT_COORDINATOR)
         return led
+
+    async def _exists(self, group: str) -> bool:
+        try:
+            return await self.rows.head(group) is not None
+        except TidemillError as error:
+            raise GroupUnavailableError(error_codes.COORDINATOR_NOT_AVAILABLE) from error
 
     def _is_full(self) -> bool:
         """Return whether the byte limit is exceeded, at most a second ago: counting every member for each join would

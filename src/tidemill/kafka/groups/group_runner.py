@@ -18,7 +18,6 @@ from tidemill.base.runtime.tasks import Tasks
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import protocol_dispatch
 from tidemill.kafka.groups.classic.state import (
-    ClassicGroup,
     GroupLimits,
     HeartbeatAnswer,
     JoinAnswer,
@@ -170,7 +169,7 @@ class GroupRunner:
         `release_offsets` removes the group's offsets from transactions, once the group writes nothing more. Raises its
         errors.
         """
-        if self.group.members or (isinstance(self.group, ClassicGroup) and self.group.expected):
+        if self.group.members:
             return error_codes.NON_EMPTY_GROUP
         if self._deleting:
             return error_codes.COORDINATOR_NOT_AVAILABLE

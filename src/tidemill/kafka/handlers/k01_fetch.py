@@ -57,7 +57,7 @@ async def begin_fetch(context: Context, request: Request) -> Reply:
             raise
         fault = error
     _log_fault(request, fault)
-    code = error_codes.code_of(fault)
+    code = error_codes.fetch_code_of(fault)
     failed = [(t.topic, [PartitionRecords(p.partition, code) for p in t.partitions]) for t in fetch.topics]
     return encode(failed, request.version)
 

@@ -70,11 +70,11 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
 async def _commit(context: Context, version: int, group: str, body: Body, rows: dict[bytes, bytes]) -> int:
     if not rows:
         return 0
+    member_id, generation = body.get("member_id") or "", body.get("generation_id_or_member_epoch", -1)
     try:
-        led = await context.groups.get(group)
+        led = await context.groups.get(group, creates=generation < 0)
     except GroupUnavailableError as refused:
         return refused.code
-    member_id, generation = body.get("member_id") or "", body.get("generation_id_or_member_epoch", -1)
     code = led.commit_error(member_id, body.get("group_instance_id"), generation)
     found = led.group
     if not code and version < MEMBER_EPOCHS and isinstance(found, ConsumerGroup) and found.members:

@@ -43,10 +43,11 @@ async def _checked_group(context: Context, asked: Body, *, by_id: bool, stable: 
     group, member_id, epoch = asked["group_id"] or "", asked.get("member_id") or "", asked.get("member_epoch", -1)
     if member_id and epoch >= 0:
         try:
-            led = await context.groups.get(group)
+            led = await context.groups.get(group, creates=False)
+            code = led.commit_error(member_id, None, epoch) if isinstance(led.group, ConsumerGroup) else 0
         except GroupUnavailableError as refused:
-            return {"group_id": group, "error_code": refused.code, "topics": []}
-        code = led.commit_error(member_id, None, epoch) if isinstance(led.group, ConsumerGroup) else 0
+            # A group that does not exist has no offsets, which is no error.
+            code = 0 if refused.code == error_codes.UNKNOWN_MEMBER_ID else refused.code
         if code:
             return {"group_id": group, "error_code": code, "topics": []}
     return await _group(context, group, asked["topics"], by_id=by_id, stable=stable)

@@ -3,7 +3,8 @@
 
 The source of a config is the topic or group itself, or the default; a group need not exist. Synonyms (on request)
 include the broker's config from which the default comes, as in Kafka. Documentation (v3, on request) describes the
-meaning of the config here. The configs of another broker, and all other resource types, are INVALID_REQUEST.
+meaning of the config here. An empty list of keys means all of them, as in Kafka. The configs of another broker, and all
+other resource types, are INVALID_REQUEST.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ async def _describe_resource(context: Context, body: Body, asked: Body) -> Body:
         entries = _group_entries(context, name, own)
     else:
         return _answer(asked, error_codes.INVALID_REQUEST, "Only topics, groups and brokers have configs; name one.")
-    configs = [entry for entry in entries if wanted is None or entry["name"] in wanted]
+    configs = [entry for entry in entries if not wanted or entry["name"] in wanted]
     for entry in configs:
         if not body.get("include_synonyms", False):
             entry["synonyms"] = []

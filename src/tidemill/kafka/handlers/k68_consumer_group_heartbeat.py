@@ -2,7 +2,7 @@
 
 The answer comes once the state that it reports is durable. Named topics that are missing in the cache are looked for in
 the catalogue. A pattern matches only topics that the member may describe. The server generates the member ids of
-version 0.
+version 0. A heartbeat is processed also if its client closes the connection first: it may be the member's departure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ CLIENT_CHARS: Final = 255
 async def handle(context: Context, request: Request, body: Body) -> Body:
     ask = _heartbeat_request(context, request, body)
     try:
-        led = await context.groups.get(body["group_id"] or "", growing=ask.epoch == 0)
+        joins = ask.epoch == 0
+        led = await context.groups.get(body["group_id"] or "", growing=joins, creates=joins)
         seen = await topics_view(context, request, led, _required_topics(led.group, ask), ask.pattern)
     except InvalidError as error:
         return _body(HeartbeatAnswer(error_codes.INVALID_REGULAR_EXPRESSION, str(error)))
@@ -127,4 +128,4 @@ def error_answer(body: Body, code: int) -> Body:
     }
 
 
-API = Api(68, "consumer_group_heartbeat", 0, 1, begin_decoded(handle, error_answer), abandon=True)
+API = Api(68, "consumer_group_heartbeat", 0, 1, begin_decoded(handle, error_answer))

@@ -53,7 +53,7 @@ async def store_offsets(
     Raises InvalidError if the transaction becomes too large. After UnavailableError and UnknownOutcomeError call again.
     """
     try:
-        led = await groups.get(group)
+        led = await groups.get(group, creates=member[2] < 0)
     except GroupUnavailableError as refused:
         return refused.code
     code = led.commit_error(*member, in_transaction=True)

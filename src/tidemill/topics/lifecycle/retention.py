@@ -6,7 +6,9 @@
     holds             records that a pipeline has not read yet are retained, regardless of the topic's config
 
 Kafka's rules: whole batches are deleted, oldest first, while the newest record of a batch is older than retention.ms,
-or while the rest without the batch is at least retention.bytes. Times are those of the records.
+or while the rest without the batch is at least retention.bytes. Times are those of the records. Records without a time
+(−1) are as old as the newest append, or as their extent: Kafka takes the time of the segment's file
+(`LogSegment.largestTimestamp`).
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from tidemill.metastore.catalogue import TopicRow
 from tidemill.topics.api import RecordsStillNeededError
 from tidemill.topics.config.configs import TopicConfig, parse_stored_config
 from tidemill.topics.l1.extent_store import ExtentStore
+from tidemill.topics.l1.format import created_ms
 from tidemill.topics.membership import Assignment
 from tidemill.topics.partition.leader import LeaderDeps, PartitionLeader
 from tidemill.topics.partition.recovery import LOG_PREFIX, catch_up, parse_log_name, partition_log
@@ -53,7 +56,10 @@ def retained_start(state: PartitionState, config: TopicConfig, now_ms: int) -> i
     """Return where the log may start: not before its current start, and not within an open transaction. Pure."""
     gone = 0
     if config.retention_ms >= 0:
-        gone = bisect_right(state.highest_timestamps, now_ms - config.retention_ms - 1)
+        newest_ms = now_ms - config.retention_ms - 1
+        gone = bisect_right(state.highest_timestamps, newest_ms)
+        if gone and state.highest_timestamps[gone - 1] < 0 and state.last_at_ms > newest_ms:
+            gone = 0
     if config.retention_bytes >= 0:
         left = state.size_bytes - sum(state.sizes[:gone])
         while gone < len(state) and left - state.sizes[gone] >= config.retention_bytes:
@@ -165,13 +171,19 @@ class RetentionRunner:
         self._logs.done(written)
 
     async def check_unread(self, row: TopicRow, partition: int, offset: int) -> None:
-        """Raise RecordsStillNeededError if a reader still needs a record below `offset`.
+        """Raise RecordsStillNeededError if a reader still needs a record below `offset`, or if the topic is only
+        compacted.
 
         Also raises the errors of `holds`.
         """
         if row.kind == "capture":
             raise RecordsStillNeededError(
                 f"a captured table's topic is never truncated, because later pipelines need it: topic={row.name}."
+            )
+        if is_compacted(row) and "delete" not in parse_stored_config(row.config).cleanup:
+            raise RecordsStillNeededError(
+                f"the cleanup policy of the topic retains the newest record of each key: topic={row.name}.",
+                fix="Set cleanup.policy=compact,delete first.",
             )
         holds = await self.holds(row)
         held = 0 if holds is None else holds.get(partition, offset)
@@ -221,7 +233,9 @@ class RetentionRunner:
         """Return (where the log may start, newest time of what is deleted next): extents, oldest first, then the hot
         state."""
         now_ms, start, hot_start, left = self._clock.now_ms(), state.log_start, state.hot_start, state.size_bytes
-        hot, hot_ms = retained_start(state, config, now_ms), state.highest_timestamps[0] if len(state) else None
+        hot, hot_ms = retained_start(state, config, now_ms), None
+        if len(state):
+            hot_ms = state.highest_timestamps[0] if state.highest_timestamps[0] >= 0 else state.last_at_ms
         if start == hot_start:
             return hot, hot_ms
         row = await self._l1.partition(*key, fresh=False) if self._l1 is not None else None
@@ -231,10 +245,11 @@ class RetentionRunner:
         extents = [extent async for extent in self._l1.extents(*key, start, fresh=False)]
         left += sum(extent.size_bytes for extent in extents if extent.base_offset < hot_start)
         for extent in extents:
-            old = config.retention_ms >= 0 and extent.max_timestamp_ms < now_ms - config.retention_ms
+            at_ms = extent.max_timestamp_ms if extent.max_timestamp_ms >= 0 else created_ms(extent.object_id)
+            old = config.retention_ms >= 0 and at_ms < now_ms - config.retention_ms
             left -= extent.size_bytes
             if extent.base_offset >= hot_start:
                 break
             if not (old or 0 <= config.retention_bytes <= left):
-                return max(start, extent.base_offset), extent.max_timestamp_ms
+                return max(start, extent.base_offset), at_ms
         return max(hot, hot_start), hot_ms

@@ -192,8 +192,11 @@ class ClassicGroup:
 
     @property
     def is_vacant(self) -> bool:
-        """True if the group has no members and no answer waits for a write: it may change to the other protocol."""
-        return not (self.members or self.expected or self.later)
+        """True if the group has no members and no answer waits for a write: it may change to the other protocol.
+
+        Expected members do not count, as in Kafka: a client may never join with the id that it got.
+        """
+        return not (self.members or self.later)
 
     @property
     def is_idle(self) -> bool:
