@@ -262,11 +262,43 @@ def test_a_check_of_the_file_names_the_line_of_a_wrong_expectation(tmp_path: Pat
     assert found.line == 3 and "division is not supported at character 7" in found.message
 
 
+def test_whitespace_in_literals_and_quoted_names_is_kept_and_shown_on_one_line() -> None:
+    schema = ShardSchema((Column("name", "string"), Column("sep", "string"), Column("a  b", "int64")), ("name",))
+    declared = declared_expectations(
+        "t",
+        {
+            "single spaces": "NOT name\n        LIKE '%  %'",
+            "no tab": "sep <>\t'\t'",
+            "column": '"a  b"  >= 0',
+            "quote": "name <> 'it''s  \n'",
+        },
+        "dead_letter",
+    )
+    assert declared is not None
+    rows = {"name": ["a b", "a  b", "it's  \n"], "sep": ["\t", " ", "x"], "a  b": [0, -1, 0]}
+    violated = ExpectationCheck(schema, declared).violated(pa.table(rows))
+    assert violated.tolist() == [[False, True, True], [True, False, False], [False, True, False], [False, False, True]]
+    assert declared.reason(range(4)) == (
+        "violates single spaces: NOT name LIKE '%  %'; violates no tab: sep <> '\\t'; "
+        "violates column: \"a  b\" >= 0; violates quote: name <> 'it''s  \\n'"
+    )
+
+
+def test_an_error_shows_an_expression_of_several_lines_on_one_and_counts_characters_as_they_were_written() -> None:
+    p = Pipeline("p")
+    clicks = p.topic("clicks", key="id", schema="id string, total long")
+    with pytest.raises(InvalidError) as caught:
+        p.table("t", clicks, expect={"x": "total > 1\n  AND total / 2 > 1"})
+    assert "expression=[total > 1   AND total / 2 > 1]" in caught.value.message
+    assert "division is not supported at character 23" in caught.value.message
+
+
 def test_declarations_are_checked() -> None:
     p = Pipeline("p")
     clicks = p.topic("clicks", key="id", schema="id string, total long")
     p.table("good", clicks, expect={"positive": " total\n >= 0 "}, on_violation="fail")
-    assert p.expectations == {"good": Expectations((Expectation("positive", "total >= 0"),), "fail")}
+    assert p.expectations == {"good": Expectations((Expectation("positive", " total\n >= 0 "),), "fail")}
+    assert p.expectations["good"].rules[0].line == "total >= 0"
     p.table("other", p.capture("shop").table("orders"), expect={"any": "unknown > 0"})  # its columns are not known yet
     for wrong in (
         {"expect": {"positive": "totals >= 0"}},

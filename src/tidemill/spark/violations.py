@@ -91,7 +91,7 @@ def violation_stop(
     """Return the stop at (time, partition, offset)."""
     time_ms, partition, offset = place
     said = "; ".join(
-        f"expectation={expectations.rules[n].name} expression=[{expectations.rules[n].expression}]" for n in violated
+        f"expectation={expectations.rules[n].name} expression=[{expectations.rules[n].line}]" for n in violated
     )
     return Stop(
         time_ms,

@@ -6,8 +6,10 @@ exclude nulls.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
+from re import Match
 
 import msgspec
 import numpy as np
@@ -24,9 +26,26 @@ NAME_CHARS_MAX = 100
 EXPECTATIONS_MAX = 100
 
 
+_QUOTED_OR_SPACE = re.compile(r"""'[^']*'|"[^"]*"|\s+""")
+
+
 class Expectation(msgspec.Struct, frozen=True):
+    """`expression`: as it was declared, since whitespace is significant in literals and quoted names."""
+
     name: str
     expression: str
+
+    @property
+    def line(self) -> str:
+        """The expression on one line: what is quoted has escapes for control characters."""
+        return _QUOTED_OR_SPACE.sub(_on_one_line, self.expression).strip()
+
+
+def _on_one_line(found: Match[str]) -> str:
+    text = found[0]
+    if text[0] not in "'\"":
+        return " "
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
 class Expectations(msgspec.Struct, frozen=True):
@@ -38,7 +57,7 @@ class Expectations(msgspec.Struct, frozen=True):
     def reason(self, violated: Iterable[int]) -> str:
         """Return the reason of a dead letter for the numbers of the violated expectations."""
         rules = (self.rules[number] for number in violated)
-        return "; ".join(f"violates {rule.name}: {rule.expression}" for rule in rules)
+        return "; ".join(f"violates {rule.name}: {rule.line}" for rule in rules)
 
 
 class Violations(msgspec.Struct, frozen=True, array_like=True):
@@ -93,7 +112,7 @@ def declared_expectations(table: str, expect: Mapping[str, str], on_violation: s
             raise InvalidError(f"expectation is no SQL text: table={table} expectation={name}.")
     if not expect:
         return None
-    return Expectations(tuple(Expectation(name, " ".join(text.split())) for name, text in expect.items()), on_violation)
+    return Expectations(tuple(Expectation(name, text) for name, text in expect.items()), on_violation)
 
 
 def count_violations(times: npt.NDArray[np.int64], violated: npt.NDArray[np.bool_]) -> tuple[Violations, ...]:

@@ -55,6 +55,7 @@ def compile_predicate(text: str, columns: Sequence[Column]) -> Predicate:
     supported.
     """
     exact = {column.name: column for column in columns}
+    shown = "".join(char if char.isprintable() else " " for char in text)  # one line, and no character moves
     used: set[str] = set()
 
     def find(name: str, quoted: bool) -> Operand:
@@ -66,7 +67,7 @@ def compile_predicate(text: str, columns: Sequence[Column]) -> Predicate:
             column = alike[0] if alike else None
         if column is None:
             fix = unknown_name_fix(name, sorted(exact))
-            raise InvalidError(f"the table has no such column: column={name} expression=[{text}].", fix=fix)
+            raise InvalidError(f"the table has no such column: column={name} expression=[{shown}].", fix=fix)
         used.add(column.name)
         return column_operand(column.name, column.type, arrow_type(column.type))
 
@@ -74,10 +75,10 @@ def compile_predicate(text: str, columns: Sequence[Column]) -> Predicate:
         condition = parse_predicate(text, find)
         condition.evaluate({name: pa.array([], arrow_type(exact[name].type)) for name in used})
     except PredicateError as error:
-        raise InvalidError(f"invalid expression: expression=[{text}] error=[{error}].", fix=SUBSET) from error
+        raise InvalidError(f"invalid expression: expression=[{shown}] error=[{error}].", fix=SUBSET) from error
     except pa.ArrowException as error:
         raise InvalidError(
-            f"expression cannot be evaluated: expression=[{text}] error=[{error}].", fix=SUBSET
+            f"expression cannot be evaluated: expression=[{shown}] error=[{error}].", fix=SUBSET
         ) from error
     return Predicate(text, frozenset(used), condition)
 
