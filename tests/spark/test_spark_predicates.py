@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import math
 import random
+import re
 from decimal import Decimal
 from typing import Any
 
@@ -39,7 +40,7 @@ VALUES: dict[str, list[Any]] = {
     "l": [-3, 0, 1, 7, 2**53 + 1],
     "d": [Decimal("-3.00"), Decimal("0.10"), Decimal("1.00"), Decimal("7.25")],
     "f": [-3.0, 0.1, 1.0, math.nan, math.inf, -0.0],
-    "s": ["", "a", "A", "abc", "a\nc", "é", "7"],
+    "s": ["", "a", "A", "abc", "a\nc", "é", "7", "\\", "a\\", "a\\c", "%a", "a%c", "a_c", "A.\\b", "a\\\\c"],
     "b": [True, False],
     "day": [datetime.date(2026, 1, 2), datetime.date(2026, 1, 3)],
     "wall": [datetime.datetime(2026, 1, 2, 3, 4, 5), datetime.datetime(2026, 1, 3)],
@@ -62,6 +63,18 @@ def evaluate(text: str, **values: list[Any]) -> list[bool | None]:
     return list(compile_predicate(text, mine).evaluate(arrays, rows).to_pylist())
 
 
+def random_pattern(rand: random.Random) -> str:
+    """Return a pattern of LIKE in which a backslash is the escape character."""
+    pieces = ["%", "_", "a", "A", "c", ".", "é", r"\\", r"\%", r"\_", r"\c"]
+    found = "".join(rand.choices(pieces, k=rand.randint(0, 3)))
+    return rand.choice(["a_c", found, f"%{found}", f"{found}%", f"%{found}%"])
+
+
+def with_escape(text: str) -> str:
+    """Return the expression for DuckDB, in which LIKE has no escape character unless one is named."""
+    return re.sub(r"(LIKE '[^']*')", r"\1 ESCAPE '\\'", text)
+
+
 def random_test(rand: random.Random) -> str:
     kind = rand.choice(["number", "number", "s", "b", "day", "wall", "null", "in", "between", "like", "sum"])
     operator = rand.choice(["=", "<>", "!=", "<", "<=", ">", ">="])
@@ -70,7 +83,7 @@ def random_test(rand: random.Random) -> str:
     if kind == "b":
         return rand.choice(["b", "b = true", "b IS TRUE", "b IS NOT FALSE", "(b IS UNKNOWN)", "NOT b"])
     if kind == "like":
-        return f"s {rand.choice(['', 'NOT '])}LIKE {rand.choice(['%a%', 'a_c', '', 'A%'])!r}"
+        return f"s {rand.choice(['', 'NOT '])}{rand.choice(['LIKE', 'ILIKE'])} '{random_pattern(rand)}'"
     if kind == "sum":
         a, b = rand.choice(["i", "d"]), rand.choice(["i", "d", "2", "0.5"])
         return f"{a} {rand.choice('+-*')} {b} {operator} {rand.choice(['0', 'i', 'd', '1.10'])}"
@@ -101,7 +114,7 @@ def test_a_random_expression_has_the_value_that_a_sql_engine_gives_it(seed: int)
     table = pa.Table.from_pylist(rows, pa.schema([(c.name, arrow_type(c.type)) for c in mine]))
     with duckdb.connect() as db:
         db.register("rows", table)
-        wanted = db.execute(f"SELECT {', '.join(f'({text})' for text in texts)} FROM rows").fetchall()
+        wanted = db.execute(f"SELECT {', '.join(f'({with_escape(text)})' for text in texts)} FROM rows").fetchall()
     arrays = {name: table.column(name).chunk(0) for name in table.column_names}
     for number, text in enumerate(texts):
         found = compile_predicate(text, mine).evaluate(arrays, len(rows)).to_pylist()
@@ -156,6 +169,34 @@ def test_names_match_in_any_case_unless_they_are_quoted() -> None:
     assert evaluate("TRUE", s=["a", "b"]) == [True, True]
 
 
+@pytest.mark.parametrize("operator", ["LIKE", "ILIKE"])
+@pytest.mark.parametrize(
+    ("value", "pattern", "wanted"),
+    [
+        (r"C:\temp\x", r"%\\temp%", True),
+        (r"C:\temp\x", r"C:\\temp%", True),
+        (r"C:\temp", r"%\\temp", True),
+        (r"C:\\temp", r"%:\\temp", False),
+        (r"C:\temp", r"C:\\temp", True),
+        ("ab", r"%a\b", True),
+        (r"a\b", r"%a\b", False),
+        ("50%", r"%\%", True),
+        ("505", r"%\%", False),
+        ("a\n.b", r"a_.\b", True),
+        ("a.b\n", r"\a.b", False),
+        ("a_b", r"a\_%", True),
+        ("axb", r"a\_%", False),
+        ("\\", r"\\", True),
+        ("(é)+", r"\(\é)+", True),
+    ],
+)
+def test_a_backslash_in_a_pattern_of_like_escapes_the_next_character(
+    operator: str, value: str, pattern: str, wanted: bool
+) -> None:
+    """PostgreSQL's results."""
+    assert evaluate(f"s {operator} '{pattern}'", s=[value, None]) == [wanted, None]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -177,6 +218,7 @@ def test_names_match_in_any_case_unless_they_are_quoted() -> None:
         ("l = (SELECT 1)", "not supported at character 6: SELECT"),
         ("upper(s) = 'A'", "function upper is not supported"),
         ("s LIKE s", "the pattern of LIKE is no text literal"),
+        (r"s LIKE 'a%\'", "the pattern of LIKE ends with a backslash"),
         ("0 < l < 2", "a comparison of a comparison"),
         ("(" * 60 + "b" + ")" * 60, "nested deeper"),
         ("NOT " * 60 + "b", "nested deeper"),

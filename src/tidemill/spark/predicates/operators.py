@@ -304,9 +304,28 @@ def like(operand: Operand, pattern: Operand, *, ignore_case: bool) -> Operand:
     if found.type != TEXT:
         raise PredicateError(f"{operand.name} is no text: LIKE needs text")
     before = found.evaluate
+    # Arrow compares the text of `%x`, `x%` and `%x%` as it is: a backslash in it would escape nothing.
+    match, wanted = (pc.match_substring_regex, _like_regex(text)) if "\\" in text else (pc.match_like, text)
     return Operand(
-        BOOL, lambda columns: pc.match_like(before(columns), text, ignore_case=ignore_case), f"{operand.name} LIKE"
+        BOOL, lambda columns: match(before(columns), wanted, ignore_case=ignore_case), f"{operand.name} LIKE"
     )
+
+
+def _like_regex(pattern: str) -> str:
+    """Return the regular expression (RE2) of a pattern of LIKE, in which a backslash escapes any character, as in
+    PostgreSQL. Raises PredicateError if it escapes none."""
+    out, chars = [], iter(pattern)
+    for char in chars:
+        if char == "%":
+            out.append(".*")
+        elif char == "_":
+            out.append(".")
+        else:
+            literal = next(chars, "") if char == "\\" else char
+            if not literal:
+                raise PredicateError("the pattern of LIKE ends with a backslash, which escapes nothing")
+            out.append(f"\\{literal}" if literal in r"\.+*?()|[]{}^$" else literal)
+    return rf"(?s)\A{''.join(out)}\z"
 
 
 def call(function: str, arguments: Sequence[Operand]) -> Operand:
