@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ import pytest
 
 from support.lake.world import START_MS, LakeWorld
 from support.shards.world import SCHEMA, append
+from support.waiting import DEADLINE_S, until
 from tidemill.base.clock import Clock
-from tidemill.base.errors import UnavailableError
+from tidemill.base.errors import MissingError, UnavailableError
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Versioned
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
@@ -24,6 +26,7 @@ from tidemill.lake.published import LakeTables
 from tidemill.lake.publisher import LakePublisher
 from tidemill.lake.settings import PREFIX
 from tidemill.metastore.rows.catalogue import PipelineRow
+from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import Binding, Column
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema_evolution import SchemaChanges
@@ -228,6 +231,88 @@ async def test_readers_of_a_table_that_was_never_published_cause_one_publication
     assert len({each.metadata_location for each in found}) == 1
     keys = [meta.key async for meta in lake.objects.list("lake/")]
     assert len([key for key in keys if key.endswith(".metadata.json")]) == 1
+
+
+class GatedObjects:
+    """`objects`, of which the reads of some objects wait for `gate`. `reads` counts those of each object."""
+
+    def __init__(self, objects: ObjectStore, names: dict[str, str]) -> None:
+        self._objects = objects
+        self._names = names
+        self.reads: Counter[str] = Counter()
+        self.gate = asyncio.Event()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._objects, name)
+
+    async def get(self, key: str, *place: int) -> bytes:
+        if key in self._names:
+            self.reads[self._names[key]] += 1
+            await self.gate.wait()
+        return await self._objects.get(key, *place)
+
+
+async def gated(lake: Lake, *names: str) -> GatedObjects:
+    """Let reads of the parts of new tables wait."""
+    shards = {name: await lake.filled(name) for name in names}
+    found = {part.object_key: name for name, shard in shards.items() for part in shard.state.batches[0].parts}
+    assert len(found) == len(names) and all(found)
+    objects = GatedObjects(lake.objects, found)
+    lake.objects = objects  # type: ignore[assignment]
+    return objects
+
+
+async def test_a_table_without_a_change_is_loaded_while_another_is_evaluated_and_one_is_evaluated_at_a_time(
+    tmp_path: Path,
+) -> None:
+    lake = Lake(tmp_path)
+    await lake.filled("idle")
+    objects = await gated(lake, "b", "c")
+    tables = LakeTables(lake.stores(), lake.pipelines)
+    await tables.load("idle")
+    lake.clock.advance(2 * hold_period_ms(lake.settings))
+    loads = [asyncio.create_task(tables.load(name)) for name in ("b", "c", "b", "c")]
+    await until(lambda: bool(objects.reads), "the evaluation of a table")
+    async with asyncio.timeout(DEADLINE_S):
+        await tables.load("idle")
+    assert objects.reads.total() == 1 and not any(load.done() for load in loads)
+    objects.gate.set()
+    found = await asyncio.gather(*loads)
+    assert objects.reads == {"b": 1, "c": 1} and [found[0], found[1]] == found[2:]
+    assert not tables._turns, "a table that no request waits for has no lock"
+
+
+async def test_a_publication_that_failed_is_repeated_after_an_interval(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    objects = await gated(lake, "b")
+    objects.gate.set()
+    (key,) = objects._names
+    data = await lake.objects.get(key)
+    await lake.objects.delete(key)
+    objects.reads.clear()
+    tables = LakeTables(lake.stores(), lake.pipelines)
+    with pytest.raises(MissingError, match=key) as first:
+        await tables.load("b")
+    reads = objects.reads["b"]
+    await lake.objects.put(key, data)
+    for found in await asyncio.gather(*(tables.load("b") for _ in range(5)), return_exceptions=True):
+        assert type(found) is MissingError and str(found) == str(first.value)
+    assert objects.reads["b"] == reads > 0
+    lake.clock.advance(int(lake.settings.interval_s * 1000) + 1)
+    assert json.loads((await tables.load("b")).metadata)["current-snapshot-id"]
+
+
+async def test_a_request_that_is_cancelled_leaves_the_publication_to_the_next(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    objects = await gated(lake, "b")
+    tables = LakeTables(lake.stores(), lake.pipelines)
+    first = asyncio.create_task(tables.load("b"))
+    await until(lambda: bool(objects.reads), "the evaluation of the table")
+    first.cancel()
+    objects.gate.set()
+    with pytest.raises(asyncio.CancelledError):
+        await first
+    assert json.loads((await tables.load("b")).metadata)["current-snapshot-id"]
 
 
 async def test_an_idle_table_is_checked_once_an_interval_however_often_it_is_loaded(tmp_path: Path) -> None:

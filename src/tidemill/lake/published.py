@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from weakref import WeakValueDictionary
+
+import msgspec
 
 from tidemill.base.errors import MissingError
 from tidemill.lake.catalogue import PublishedTable
@@ -20,19 +23,29 @@ from tidemill.lake.publisher import ReadPipelines, publish_now
 from tidemill.shards.registry import list_created_shards, shard_exists, table_of_tombstones
 
 
+class _Outcome(msgspec.Struct, frozen=True):
+    """What a publication on request ended with. `error`: None if it succeeded."""
+
+    at_s: float
+    error: Exception | None
+
+
 class LakeTables:
     """Implementation of `catalogue.routes.PublishedTables`.
 
-    Requests publish one table at a time, and one table once per `lake.interval_s`: many readers of a large table that
-    was never published evaluate it once, in the memory of one evaluation.
+    Requests publish one table once per `lake.interval_s`, also if that fails: many readers of a large table that was
+    never published evaluate it once. Requests for several tables evaluate one at a time, in the memory of one
+    evaluation. A table without a change is not evaluated, and so waits for none.
     """
 
     def __init__(self, stores: LakeStores, read_pipelines: ReadPipelines) -> None:
         self._stores = stores
         self._read_pipelines = read_pipelines
-        self._publishing = asyncio.Lock()
-        self._published_s: dict[str, float] = {}
-        """Tables that a request published in the last interval, with the time."""
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        """Lock by table, as long as a request holds it or waits for it."""
+        self._evaluating = asyncio.Lock()
+        self._outcomes: dict[str, _Outcome] = {}
+        """Publications on request in the last interval, by table."""
 
     async def list_names(self) -> Sequence[str]:
         created = await list_created_shards(self._stores.consensus)
@@ -47,14 +60,32 @@ class LakeTables:
                 raise
             found = None
         if found is None or stores.clock.now_ms() - found.pointer.published_ms > hold_period_ms(stores.settings):
-            async with self._publishing:
+            async with self._turns.setdefault(table, asyncio.Lock()):
                 await self._publish_unless_recent(table)
             found = await load_table(stores.consensus, stores.objects, table)
         return PublishedTable(found.location, found.metadata)
 
     async def _publish_unless_recent(self, table: str) -> None:
-        oldest_s = self._stores.clock.monotonic_s() - self._stores.settings.interval_s
-        self._published_s = {name: at_s for name, at_s in self._published_s.items() if at_s > oldest_s}
-        if table not in self._published_s:
-            await publish_now(self._stores, table, common_sources(await self._read_pipelines()))
-            self._published_s[table] = self._stores.clock.monotonic_s()
+        """Publish the table, or repeat the error of the last interval."""
+        clock = self._stores.clock
+        oldest_s = clock.monotonic_s() - self._stores.settings.interval_s
+        self._outcomes = {name: found for name, found in self._outcomes.items() if found.at_s > oldest_s}
+        recent = self._outcomes.get(table)
+        if recent is not None:
+            if recent.error is not None:
+                raise _copy_error(recent.error)
+            return
+        try:
+            sources = common_sources(await self._read_pipelines())
+            await publish_now(self._stores, table, sources, evaluation=lambda: self._evaluating)
+        except Exception as error:
+            self._outcomes[table] = _Outcome(clock.monotonic_s(), _copy_error(error))
+            raise
+        self._outcomes[table] = _Outcome(clock.monotonic_s(), None)
+
+
+def _copy_error(error: Exception) -> Exception:
+    """Return an equal error without a traceback, whose frames would keep the memory of an evaluation."""
+    found = type(error).__new__(type(error), *error.args)
+    found.__dict__.update(error.__dict__)
+    return found

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 import msgspec
 
@@ -287,20 +288,40 @@ async def binding_summary(stores: LakeStores, source: str, time_ms: int) -> Mapp
     return {key: value for key, value in found.items() if value}
 
 
-async def publish_now(stores: LakeStores, name: str, sources: Mapping[str, str]) -> Stored:
-    """Publish the newest contents of one table. Raises MissingError (no such table), InvalidError (it cannot be
-    published, or has no contents yet), and as `publication.publish`."""
+async def publish_now(
+    stores: LakeStores,
+    name: str,
+    sources: Mapping[str, str],
+    *,
+    evaluation: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
+) -> Stored:
+    """Publish the newest contents of one table. `evaluation` is entered only if they differ from the published ones,
+    so that the table has to be evaluated.
+
+    Raises MissingError (no such table), InvalidError (it cannot be published, or has no contents yet), and as
+    `publication.publish`.
+    """
     shard = await open_shard(stores.consensus, stores.objects, stores.clock, stores.rand, name)
     try:
         publisher = TablePublisher(stores, PartColumns(stores.objects, cpu=stores.cpu), shard)
-        return await _publish_newest(stores, publisher, sources.get(name, ""))
+        return await _publish_newest(stores, publisher, sources.get(name, ""), evaluation)
     except ConflictError:
         # The other publication may be of an earlier time.
-        return await _publish_newest(stores, publisher, sources.get(name, ""))
+        return await _publish_newest(stores, publisher, sources.get(name, ""), evaluation)
     finally:
         await shard.aclose()
 
 
-async def _publish_newest(stores: LakeStores, publisher: TablePublisher, source: str) -> Stored:
+async def _publish_newest(
+    stores: LakeStores,
+    publisher: TablePublisher,
+    source: str,
+    evaluation: Callable[[], AbstractAsyncContextManager[object]],
+) -> Stored:
     _, upper = await publisher.shard.frontiers()
-    return await publisher.publish(upper - 1, await binding_summary(stores, source, upper - 1))
+    if not await publisher.differs(upper - 1):
+        return await publisher.publish(upper - 1, await binding_summary(stores, source, upper - 1))
+    async with evaluation():
+        publisher.stored = None  # it may have waited: another process may have written or published the table
+        _, upper = await publisher.shard.frontiers()
+        return await publisher.publish(upper - 1, await binding_summary(stores, source, upper - 1))
