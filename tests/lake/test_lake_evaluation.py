@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from typing import Any
 
+import msgspec
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -19,7 +21,7 @@ from tidemill.base.errors import CorruptError, MissingError
 from tidemill.lake.vectors.evaluation import Evaluation, View, evaluate, views_at
 from tidemill.lake.vectors.part_columns import PartColumns
 from tidemill.objects.memory import MemoryObjects
-from tidemill.shards.api import HASH, Batch, Part, ShardSchema
+from tidemill.shards.api import DIFF, HASH, TIME, Batch, Part, ShardSchema
 from tidemill.shards.parts.consolidate import merge_updates
 from tidemill.shards.parts.parts import PartTarget, decode_part, store_part
 
@@ -158,6 +160,62 @@ async def test_only_what_changed_is_read_again() -> None:
     found = await evaluate(shelf.columns, SCHEMA, views_at(shelf.batches, SCHEMA, 5), found)
     assert found.rows == 59_999
     assert shelf.columns.fetched_bytes - base <= shelf.batches[2].parts[0].size_bytes, "hashes stay in memory"
+
+
+def held_bytes(found: Any, seen: set[int]) -> int:
+    """Return the bytes of all texts and arrays that an object holds, each once."""
+    if id(found) in seen:
+        return 0
+    seen.add(id(found))
+    if isinstance(found, bytes):
+        return len(found)
+    if isinstance(found, np.ndarray):
+        return int(found.nbytes)
+    if isinstance(found, dict):
+        inner = [*found.keys(), *found.values()]
+    elif isinstance(found, msgspec.Struct):
+        inner = [getattr(found, name) for name in found.__struct_fields__]
+    else:
+        inner = [*found] if isinstance(found, tuple) else [*getattr(found, "__dict__", {}).values()]
+    return sum(held_bytes(each, seen) for each in inner)
+
+
+async def test_all_that_is_cached_of_parts_is_counted_and_stays_below_the_limit() -> None:
+    limit = 4 << 20
+    shelf = Shelf(SCHEMA)
+    columns = PartColumns(shelf.objects, cache_bytes=limit)
+    rand = random.Random(1)
+    most = 0
+    for time in range(1, 241):
+        count = 5 if time % 10 == 0 else 200
+        rows: list[Row] = [(key, rand.randbytes(100).hex(), time, 1) for key in range(count)]
+        part = await shelf.store(updates(rows), inline=count == 5)
+        assert bool(part.inline) == (count == 5)
+        await columns.summary(part)
+        await columns.columns(part, [0], [HASH, TIME, DIFF])
+        (found,) = await columns.rows(part, [0], SCHEMA)
+        assert found.num_rows == count
+        held = held_bytes(columns, {id(shelf.objects)})
+        assert held <= columns.memory_bytes <= limit
+        most = max(most, held)
+    assert most > limit // 8, "the newest parts stay"
+    columns.clear()
+    assert columns.memory_bytes == 0 == held_bytes(columns, {id(shelf.objects)})
+
+
+@pytest.mark.parametrize("cache_bytes", [0, 30_000])
+async def test_what_was_dropped_is_read_again(cache_bytes: int) -> None:
+    shelf = Shelf(SCHEMA)
+    for time in range(2, 20, 2):
+        rows: list[Row] = [(key, f"{time}{key}", time - 1, 1) for key in range(time * 10)]
+        gone: list[Row] = [(key, f"{time - 2}{key}", time - 1, -1) for key in range((time - 2) * 10)]
+        await shelf.append(time - 2, time, [rows, gone], inline=time == 10)
+    views = views_at(shelf.batches, SCHEMA, 17)
+    want = await evaluate(shelf.columns, SCHEMA, views)
+    columns = PartColumns(shelf.objects, cache_bytes=cache_bytes)
+    found = await evaluate(columns, SCHEMA, views)
+    assert await shelf.contents(found) == await shelf.contents(want) and found.rows == 180
+    assert columns.memory_bytes <= cache_bytes and columns.fetched_bytes > shelf.columns.fetched_bytes
 
 
 async def test_earlier_parts_that_are_deleted_are_not_needed() -> None:

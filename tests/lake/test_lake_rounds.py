@@ -143,6 +143,20 @@ async def test_f705_an_error_of_one_table_is_reported_and_the_others_are_publish
     assert status is not None and status.position == status.target == T + 9
 
 
+async def test_a_publisher_that_loses_its_lease_drops_what_it_read(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    shard = await lake.filled("c")
+    await append(shard, T + 10, T + 20, [(k, f"c{k}", T + 19, -1) for k in range(1000)])
+    publisher = lake.publisher_of_all
+    running = asyncio.create_task(publisher.run())
+    await until(lambda: publisher.counters.rounds, "a round")
+    assert publisher.counters.publications == 1 and publisher.memory_bytes > 1000 * 8
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert publisher.memory_bytes == 0
+
+
 async def test_what_a_dropped_table_published_is_deleted(tmp_path: Path) -> None:
     lake = Lake(tmp_path)
     await lake.filled("c")
@@ -280,6 +294,7 @@ async def test_a_table_without_a_change_is_loaded_while_another_is_evaluated_and
     found = await asyncio.gather(*loads)
     assert objects.reads == {"b": 1, "c": 1} and [found[0], found[1]] == found[2:]
     assert not tables._turns, "a table that no request waits for has no lock"
+    assert tables.memory_bytes == 0, "what an evaluation read is dropped"
 
 
 async def test_a_publication_that_failed_is_repeated_after_an_interval(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ without a change writes nothing.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from weakref import WeakValueDictionary
 
 import msgspec
@@ -20,6 +21,7 @@ from tidemill.lake.pointer import load_table
 from tidemill.lake.publish.stored import LakeStores
 from tidemill.lake.publish.table_publisher import hold_period_ms
 from tidemill.lake.publisher import ReadPipelines, publish_now
+from tidemill.lake.vectors.part_columns import PartColumns
 from tidemill.shards.registry import list_created_shards, shard_exists, table_of_tombstones
 
 
@@ -44,8 +46,14 @@ class LakeTables:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         """Lock by table, as long as a request holds it or waits for it."""
         self._evaluating = asyncio.Lock()
+        self._columns = PartColumns(stores.objects, cpu=stores.cpu)
         self._outcomes: dict[str, _Outcome] = {}
         """Publications on request in the last interval, by table."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of what is cached of parts during an evaluation; at most `part_columns.CACHE_BYTES`."""
+        return self._columns.memory_bytes
 
     async def list_names(self) -> Sequence[str]:
         created = await list_created_shards(self._stores.consensus)
@@ -65,6 +73,14 @@ class LakeTables:
             found = await load_table(stores.consensus, stores.objects, table)
         return PublishedTable(found.location, found.metadata)
 
+    @asynccontextmanager
+    async def _evaluation(self) -> AsyncIterator[None]:
+        async with self._evaluating:
+            try:
+                yield
+            finally:
+                self._columns.clear()
+
     async def _publish_unless_recent(self, table: str) -> None:
         """Publish the table, or repeat the error of the last interval."""
         clock = self._stores.clock
@@ -77,7 +93,7 @@ class LakeTables:
             return
         try:
             sources = common_sources(await self._read_pipelines())
-            await publish_now(self._stores, table, sources, evaluation=lambda: self._evaluating)
+            await publish_now(self._stores, table, sources, columns=self._columns, evaluation=self._evaluation)
         except Exception as error:
             self._outcomes[table] = _Outcome(clock.monotonic_s(), _copy_error(error))
             raise

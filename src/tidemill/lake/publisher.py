@@ -91,7 +91,7 @@ class LakePublisher:
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of cached columns; at most `part_columns.CACHE_BYTES`."""
+        """Bytes of what is cached of parts; at most `part_columns.CACHE_BYTES`."""
         return self._columns.memory_bytes
 
     def facts(self) -> dict[str, object]:
@@ -112,10 +112,11 @@ class LakePublisher:
         await run_while_leading(self._stores.consensus, LeaseRequest(LEASE, self._holder), led)
 
     async def _forget(self) -> None:
-        """Close the handles: another node continues, and reports from now on."""
+        """Close the handles and drop what is cached: another node continues, and reports from now on."""
         for table in self._tables.values():
             await table.publisher.shard.aclose()
         self._tables, self._token, self._dropped_checked, self._failing = {}, "", None, set()
+        self._columns.clear()
         self._tracker.clear("lake:")
 
     # one round --------------------------------------------------------------------------------------
@@ -293,17 +294,18 @@ async def publish_now(
     name: str,
     sources: Mapping[str, str],
     *,
+    columns: PartColumns | None = None,
     evaluation: Callable[[], AbstractAsyncContextManager[object]] = nullcontext,
 ) -> Stored:
-    """Publish the newest contents of one table. `evaluation` is entered only if they differ from the published ones,
-    so that the table has to be evaluated.
+    """Publish the newest contents of one table, through `columns` if given. `evaluation` is entered only if they differ
+    from the published ones, so that the table has to be evaluated.
 
     Raises MissingError (no such table), InvalidError (it cannot be published, or has no contents yet), and as
     `publication.publish`.
     """
     shard = await open_shard(stores.consensus, stores.objects, stores.clock, stores.rand, name)
     try:
-        publisher = TablePublisher(stores, PartColumns(stores.objects, cpu=stores.cpu), shard)
+        publisher = TablePublisher(stores, columns or PartColumns(stores.objects, cpu=stores.cpu), shard)
         return await _publish_newest(stores, publisher, sources.get(name, ""), evaluation)
     except ConflictError:
         # The other publication may be of an earlier time.

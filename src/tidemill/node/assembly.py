@@ -426,8 +426,9 @@ def _build_lake(node: NodeContext, storage: Storage) -> Lake | None:
         return await storage.catalogue.list(PipelineRow)
 
     publisher = LakePublisher(stores, pipelines, node.tracker, holder=node.instance)
-    node.budget.register_share("lake", CACHE_BYTES, lambda: publisher.memory_bytes)
-    return Lake(LakeTables(stores, pipelines), access, publisher)
+    tables = LakeTables(stores, pipelines)
+    node.budget.register_share("lake", 2 * CACHE_BYTES, lambda: publisher.memory_bytes + tables.memory_bytes)
+    return Lake(tables, access, publisher)
 
 
 def _start_lake(node: NodeContext, lake: Lake | None) -> None:

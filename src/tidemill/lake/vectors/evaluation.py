@@ -23,7 +23,8 @@ import pyarrow as pa
 
 from tidemill.base.errors import CorruptError, MissingError
 from tidemill.lake.format.deletion_vectors import decode_vector, encode_vector
-from tidemill.lake.vectors.part_columns import Array, PartColumns, PartSummary
+from tidemill.lake.vectors.part_columns import PartColumns
+from tidemill.lake.vectors.part_files import Array, PartSummary
 from tidemill.lake.vectors.row_states import Updates, classify, sum_rows
 from tidemill.shards.api import DIFF, HASH, TIME, Batch, Part, ShardSchema
 from tidemill.shards.parts.arrow_rows import Index, Mask, rows_at

@@ -1,89 +1,84 @@
-"""Columns of parts by row group: only the requested bytes are fetched, and hashes stay in memory.
+"""Columns of parts by row group: only the requested bytes are fetched, and the columns last used stay in memory.
 
     a small part   one request for all bytes, verified by the part's checksum
     a large part   its footer, then the chunks of the requested columns and row groups, verified by their pages
 
-Parts never change and keys are never reused, so nothing that is cached is ever stale.
+Parts never change and keys are never reused, so nothing that is cached is ever stale. Invariant (bounded): all that is
+cached, footers and small parts included, is counted, and what was not used for longest is dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import io
-from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
+from typing import Generic, TypeVar
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tidemill.base.errors import CorruptError
 from tidemill.base.limits import MIB, OBJECT_CONCURRENCY
 from tidemill.lake.format.bounds import Bounds, bounds_of
+from tidemill.lake.vectors.part_files import (
+    Array,
+    PartFile,
+    PartSummary,
+    Pieces,
+    byte_ranges,
+    decode_groups,
+    open_file,
+    places_of,
+)
 from tidemill.objects.reads import read_verified
-from tidemill.objects.store import ObjectStore
-from tidemill.shards.api import DIFF, HASH, TIME, Part, RunCpuWork, ShardSchema, run_inline
+from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.shards.api import HASH, Part, RunCpuWork, ShardSchema, run_inline
 from tidemill.shards.parts.checksums import TAIL_BYTES, footer_bytes, open_part, read_footer
-from tidemill.shards.parts.parquet_pages import chunk_range
 from tidemill.shards.parts.schema import contents_schema
 from tidemill.shards.parts.schema_evolution import convert_to_schema
-from tidemill.shards.parts.stored_types import bounds_of_hashes, chunk_places, hashes_of
+from tidemill.shards.parts.stored_types import hashes_of
 from tidemill.shards.read.part_reader import WHOLE_FETCH_BYTES, read_part_bytes
 
 CACHE_BYTES = 128 * MIB
-"""Limit for cached columns, 8 bytes a row and column: the hashes of 16 million rows."""
-ALL_HASHES = (0, (1 << 64) - 1)
-FILES_MAX = 1024
-"""Limit for cached footers, and for small parts whose bytes are cached with them."""
+"""Limit for all that one reader caches. Columns have three quarters, 8 bytes a row and column: the hashes of 12 million
+rows. Footers have an eighth, and so have the bytes of small parts."""
+ENTRY_BYTES = 512
+"""Memory of a cached value beyond its bytes: keys and objects."""
 
-Array = npt.NDArray[Any]
-
-
-class PartSummary(msgspec.Struct, frozen=True):
-    """Footer of a part. `starts` are the positions of its row groups, and its number of rows.
-
-    `low` and `high` bound the hashes of each group; `times` and `diffs` bound all rows, None without statistics.
-    """
-
-    starts: Array
-    low: Array
-    high: Array
-    times: tuple[int, int] | None
-    diffs: tuple[int, int] | None
-
-    @property
-    def rows(self) -> int:
-        return int(self.starts[-1])
-
-    @property
-    def only_inserts(self) -> bool:
-        """True if every row is the insertion of a single row."""
-        return self.diffs == (1, 1)
-
-    def groups_with(self, hashes: Array) -> list[int]:
-        """Return the row groups that may have one of these hashes, which are sorted."""
-        first = np.searchsorted(hashes, self.low, side="left")
-        after = np.searchsorted(hashes, self.high, side="right")
-        found: list[int] = np.flatnonzero(first < after).tolist()
-        return found
-
-    @property
-    def all_groups(self) -> list[int]:
-        return list(range(len(self.low)))
+Key = str | bytes
+"""A part: the key of its object, or its inline bytes."""
+K = TypeVar("K")
+V = TypeVar("V")
 
 
-class _File(msgspec.Struct, frozen=True):
-    """Footer of a part, and its bytes if it is small."""
+class _Cache(Generic[K, V]):
+    """Values up to a number of bytes; that which was not used for longest is dropped first."""
 
-    summary: PartSummary
-    places: dict[str, range]
-    """Chunks of a row group by column."""
-    metadata: Any  # pq.FileMetaData
-    data: Any  # bytes, or None
+    def __init__(self, limit_bytes: int) -> None:
+        self._found: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self._limit_bytes = limit_bytes
+        self.used_bytes = 0
+
+    def get(self, key: K) -> V | None:
+        found = self._found.get(key)
+        if found is None:
+            return None
+        self._found.move_to_end(key)
+        return found[0]
+
+    def put(self, key: K, value: V, size_bytes: int) -> None:
+        """Cache the value, unless it is there or would take more than a quarter of the limit."""
+        if key in self._found or size_bytes * 4 > self._limit_bytes:
+            return
+        self._found[key] = value, size_bytes + ENTRY_BYTES
+        self.used_bytes += size_bytes + ENTRY_BYTES
+        while self.used_bytes > self._limit_bytes:
+            self.used_bytes -= self._found.popitem(last=False)[1][1]
+
+    def clear(self) -> None:
+        self._found.clear()
+        self.used_bytes = 0
 
 
 class PartColumns:
@@ -93,17 +88,22 @@ class PartColumns:
         self._objects = objects
         self._cpu = cpu
         self._slots = asyncio.Semaphore(OBJECT_CONCURRENCY)
-        self._files: OrderedDict[str | bytes, _File] = OrderedDict()
-        self._cache: OrderedDict[tuple[str | bytes, int, str], Array] = OrderedDict()
-        self._cached_bytes = 0
-        self._limit_bytes = cache_bytes
+        self._files: _Cache[Key, PartFile] = _Cache(cache_bytes // 8)
+        self._small: _Cache[str, Buffer] = _Cache(cache_bytes // 8)
+        """Bytes of small parts, by the keys of their objects."""
+        self._cache: _Cache[tuple[Key, int, str], Array] = _Cache(cache_bytes * 3 // 4)
         self.fetched_bytes = 0
         """Bytes read from the store since the start."""
 
     @property
     def memory_bytes(self) -> int:
-        """Bytes of cached columns."""
-        return self._cached_bytes
+        """Bytes of all that is cached."""
+        return self._files.used_bytes + self._small.used_bytes + self._cache.used_bytes
+
+    def clear(self) -> None:
+        """Drop all that is cached."""
+        for cache in (self._files, self._small, self._cache):
+            cache.clear()
 
     async def summary(self, part: Part) -> PartSummary:
         """Return the footer's facts. Raises MissingError, CorruptError, UnavailableError."""
@@ -111,11 +111,11 @@ class PartColumns:
 
     async def bounds(self, part: Part, schema: ShardSchema) -> Bounds:
         """Return the bounds of its columns under `schema`. Raises as `summary`."""
-        return bounds_of(schema, (await self._file(part)).metadata)
+        return bounds_of(schema, (await self._file(part)).metadata())
 
     async def columns(self, part: Part, groups: Sequence[int], names: Sequence[str]) -> list[dict[str, Array]]:
         """Return columns of these row groups, which are among `_hash`, `_time` and `_diff`. Raises as `summary`."""
-        key = part.object_key or part.inline
+        key = _key(part)
         out: list[dict[str, Array]] = [{} for _ in groups]
         missing: dict[str, list[int]] = {}
         for at, group in enumerate(groups):
@@ -124,56 +124,68 @@ class PartColumns:
                 if found is None:
                     missing.setdefault(name, []).append(at)
                 else:
-                    self._cache.move_to_end((key, group, name))
                     out[at][name] = found
         for name, places in missing.items():
             tables = await self._read(part, [groups[at] for at in places], [name])
             for at, table in zip(places, tables, strict=True):
                 column = table.column(name)
                 out[at][name] = values = hashes_of(column) if name == HASH else np.asarray(column.to_numpy())
-                self._store((key, groups[at], name), values)
+                self._cache.put((key, groups[at], name), values, values.nbytes + _inline_bytes(key))
         return out
 
     async def rows(self, part: Part, groups: Sequence[int], schema: ShardSchema) -> list[pa.Table]:
         """Return the shard's columns of these row groups, under `schema`. Raises as `summary`."""
-        file = await self._file(part)
-        names = [column.name for column in schema.columns if column.name in file.places]
+        places = places_of((await self._file(part)).metadata())
+        names = [column.name for column in schema.columns if column.name in places]
         tables = await self._read(part, groups, names)
         return [convert_to_schema(schema, table, contents_schema(schema)) for table in tables]
 
     async def _read(self, part: Part, groups: Sequence[int], names: Sequence[str]) -> list[pa.Table]:
-        file = await self._file(part)
+        file = None if _is_small(part) else await self._file(part)
 
         async def read() -> list[pa.Table]:
-            source = file.data
-            if source is None:
-                ranges = [each for group in groups for each in _chunks(file, group, names)]
-                pieces = await self._objects.get_ranges(part.object_key, ranges)
-                self.fetched_bytes += sum(map(len, pieces))
-                source = _Pieces({start: data for (start, _), data in zip(ranges, pieces, strict=True)})
-            return await self._cpu(lambda: _decode(part, file, source, groups, names))
+            if file is None:
+                whole = await self._whole(part)
+                return await self._cpu(lambda: decode_groups(part, lambda: open_part(part, whole), groups, names))
+            metadata = file.metadata()
+            ranges = byte_ranges(metadata, groups, names)
+            pieces = await self._objects.get_ranges(part.object_key, ranges)
+            self.fetched_bytes += sum(map(len, pieces))
+            source = Pieces({start: data for (start, _), data in zip(ranges, pieces, strict=True)})
+
+            def opened() -> pq.ParquetFile:
+                return pq.ParquetFile(source, metadata=metadata, page_checksum_verification=True)
+
+            return await self._cpu(lambda: decode_groups(part, opened, groups, names))
 
         async with self._slots:
             return await read_verified(self._objects, part.object_key, read)
 
-    async def _file(self, part: Part) -> _File:
-        key = part.object_key or part.inline
+    async def _file(self, part: Part) -> PartFile:
+        key = _key(part)
         found = self._files.get(key)
         if found is not None:
-            self._files.move_to_end(key)
             return found
         async with self._slots:
-            if part.size_bytes <= WHOLE_FETCH_BYTES:
-                data = await read_part_bytes(self._objects, part)
-                self.fetched_bytes += len(data)
-                found = await self._cpu(lambda: _open(part, data, data))
+            if _is_small(part):
+                data = await self._whole(part)
+                footer = bytes(memoryview(data)[-footer_bytes(data) :])
             else:
                 footer = await read_verified(self._objects, part.object_key, lambda: self._footer(part))
-                found = await self._cpu(lambda: _open(part, footer, None))
-        self._files[key] = found
-        while len(self._files) > FILES_MAX:
-            self._files.popitem(last=False)
+            found = await self._cpu(lambda: open_file(part, footer))
+        self._files.put(key, found, found.memory_bytes + _inline_bytes(key))
         return found
+
+    async def _whole(self, part: Part) -> Buffer:
+        """Return the bytes of a small part, verified; again from the store if they were dropped."""
+        found = self._small.get(part.object_key)
+        if found is not None:
+            return found
+        data = await read_part_bytes(self._objects, part)
+        self.fetched_bytes += len(data)
+        if part.object_key:
+            self._small.put(part.object_key, data, len(data))
+        return data
 
     async def _footer(self, part: Part) -> bytes:
         size = part.size_bytes
@@ -183,87 +195,14 @@ class PartColumns:
         self.fetched_bytes += len(tail)
         return read_footer(part, io.BytesIO(tail))
 
-    def _store(self, key: tuple[str | bytes, int, str], values: Array) -> None:
-        if key in self._cache or values.nbytes * 4 > self._limit_bytes:
-            return
-        self._cache[key] = values
-        self._cached_bytes += values.nbytes
-        while self._cached_bytes > self._limit_bytes:
-            self._cached_bytes -= self._cache.popitem(last=False)[1].nbytes
+
+def _key(part: Part) -> Key:
+    return part.object_key or part.inline
 
 
-def _open(part: Part, footer: Any, data: Any) -> _File:
-    try:
-        metadata = pq.read_metadata(pa.BufferReader(footer))
-        columns = metadata.schema.to_arrow_schema()
-        return _File(_summarize(metadata, columns), chunk_places(columns), metadata, data)
-    except (pa.ArrowException, OSError) as error:
-        raise CorruptError(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
+def _inline_bytes(key: Key) -> int:
+    return len(key) if isinstance(key, bytes) else 0
 
 
-def _summarize(metadata: Any, columns: pa.Schema) -> PartSummary:
-    groups = [metadata.row_group(group) for group in range(metadata.num_row_groups)]
-    places = {name: chunks.start for name, chunks in chunk_places(columns).items()}
-
-    def overall(name: str) -> tuple[int, int] | None:
-        found = [group.column(places[name]).statistics for group in groups]
-        if not found or any(each is None or not each.has_min_max for each in found):
-            return None
-        return min(each.min for each in found), max(each.max for each in found)
-
-    kind = columns.field(HASH).type
-    hashes = [bounds_of_hashes(group.column(places[HASH]).statistics, kind) or ALL_HASHES for group in groups]
-    starts = np.cumsum([0, *(group.num_rows for group in groups)])
-    low, high = (np.array(each, dtype=np.uint64) for each in zip(*hashes, strict=True))
-    return PartSummary(starts, low, high, overall(TIME), overall(DIFF))
-
-
-def _chunks(file: _File, group: int, names: Sequence[str]) -> list[tuple[int, int]]:
-    """Return the byte ranges of columns of a row group."""
-    columns = file.metadata.row_group(group)
-    return [chunk_range(columns.column(place)) for name in names for place in file.places[name]]
-
-
-def _decode(part: Part, file: _File, source: Any, groups: Sequence[int], names: Sequence[str]) -> list[pa.Table]:
-    try:
-        if file.data is not None:
-            opened = open_part(part, source)
-        else:
-            opened = pq.ParquetFile(source, metadata=file.metadata, page_checksum_verification=True)
-        read = [opened.read_row_group(group, columns=list(names), use_threads=False) for group in groups]
-    except (pa.ArrowException, OSError) as error:
-        raise CorruptError(f"part is unreadable: object={part.object_key or 'inline'} ({error}).") from error
-    return [table.select(list(names)).combine_chunks() for table in read]
-
-
-class _Pieces(io.RawIOBase):
-    """File of which only these pieces are present, by their start."""
-
-    def __init__(self, pieces: dict[int, bytes]) -> None:
-        self._starts = sorted(pieces)
-        self._pieces = pieces
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        if whence == io.SEEK_END:
-            offset += self._starts[-1] + len(self._pieces[self._starts[-1]])
-        self._at = offset + (self._at if whence == io.SEEK_CUR else 0)
-        return self._at
-
-    def read(self, size: int | None = -1) -> bytes:
-        place = bisect_right(self._starts, self._at) - 1
-        start = self._starts[max(place, 0)]
-        offset = self._at - start
-        end = None if size is None or size < 0 else offset + size
-        found = self._pieces[start][offset:end] if offset >= 0 else b""
-        self._at += len(found)
-        return found
+def _is_small(part: Part) -> bool:
+    return part.size_bytes <= WHOLE_FETCH_BYTES

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.base.errors import CorruptError
-from tidemill.lake.vectors.part_columns import Array
+from tidemill.lake.vectors.part_files import Array
 from tidemill.shards.api import DIFF
 from tidemill.shards.parts.arrow_rows import Index, Mask, with_numbered_values
 
