@@ -26,7 +26,7 @@ from tidemill.shards.registry import list_created_shards, shard_exists, table_of
 
 
 class _Outcome(msgspec.Struct, frozen=True):
-    """What a publication on request ended with. `error`: None if it succeeded."""
+    """Outcome of a publication on request. `error`: None after a success."""
 
     at_s: float
     error: Exception | None

@@ -30,7 +30,7 @@ _QUOTED_OR_SPACE = re.compile(r"""'[^']*'|"[^"]*"|\s+""")
 
 
 class Expectation(msgspec.Struct, frozen=True):
-    """`expression`: as it was declared, since whitespace is significant in literals and quoted names."""
+    """`expression`: the declared text. Whitespace is significant in its literals and quoted names."""
 
     name: str
     expression: str

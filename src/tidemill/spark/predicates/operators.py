@@ -304,7 +304,7 @@ def like(operand: Operand, pattern: Operand, *, ignore_case: bool) -> Operand:
     if found.type != TEXT:
         raise PredicateError(f"{operand.name} is no text: LIKE needs text")
     before = found.evaluate
-    # Arrow compares the text of `%x`, `x%` and `%x%` as it is: a backslash in it would escape nothing.
+    # Arrow does not unescape the text of `%x`, `x%` and `%x%`: it compares a backslash as a character.
     match, wanted = (pc.match_substring_regex, _like_regex(text)) if "\\" in text else (pc.match_like, text)
     return Operand(
         BOOL, lambda columns: match(before(columns), wanted, ignore_case=ignore_case), f"{operand.name} LIKE"
@@ -312,7 +312,7 @@ def like(operand: Operand, pattern: Operand, *, ignore_case: bool) -> Operand:
 
 
 def _like_regex(pattern: str) -> str:
-    """Return the regular expression (RE2) of a pattern of LIKE, in which a backslash escapes any character, as in
+    """Return the regular expression of a pattern of LIKE, in which a backslash escapes any character, as in
     PostgreSQL. Raises PredicateError if it escapes none."""
     out, chars = [], iter(pattern)
     for char in chars:
