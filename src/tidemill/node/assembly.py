@@ -148,6 +148,7 @@ async def assemble(node: NodeContext, app: SwitchableApp) -> None:
     routing = ShapeRouting(
         build_application(routes), storage.catalogue, storage.consensus, node.instance, node.clock, node.grants
     )
+    shapes.set_leaders(routing.is_led_elsewhere)
     app.app = routing
     await _start_authentication(node, security, routing)
     binder.start()

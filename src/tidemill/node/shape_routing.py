@@ -2,16 +2,26 @@
 
 A table's changes pass through the process that holds the replication slot, so its shapes live there. Any other node
 answers 307 with that node's address; browsers and the published client follow it.
+
+- Invariant (one answer): every node gives a table without its capture's name the same meaning, from rows and leases
+  that all nodes read: the only capture that carries it. Of several on different nodes, all nodes answer as one node
+  with all of these captures does.
+- Invariant (every capture is asked): a table that no row names may have been created a moment ago, and only its capture
+  knows. So a request for it visits the nodes of all captures, in the order of their names, until one has the table. The
+  redirect lists the captures that do not have it (`ASKED_PARAM`).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+from urllib.parse import quote, unquote
 
 import structlog
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse, RedirectResponse
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import InvalidError, TidemillError
@@ -21,6 +31,8 @@ from tidemill.metastore.catalogue import Catalogue
 from tidemill.node.captures.balancer import node_of
 from tidemill.shapes.definition.planner import SHARD_PREFIXES, parse_shard_name, parse_table_name
 from tidemill.shapes.http.authorization import NAME_PARAM, ShapeAuthorizer
+from tidemill.shapes.http.error_status import NOT_CAPTURED_KEY, ROUTING_ERROR_KEY
+from tidemill.shapes.tables.table_search import several_databases_error
 
 CACHE_S = 1.0
 RETRY_AFTER_S = 1
@@ -29,7 +41,61 @@ ROUTED_METHODS = ("GET", "HEAD", "POST")
 
 NO_STORE = {"cache-control": "no-store"}
 
+ASKED_PARAM = "tidemill_asked"
+"""Last parameter of a redirect for a table that no row names: captures that do not have it, comma-separated. It is
+removed before the request is served."""
+
+NOWHERE = "?"
+"""Instead of a URL: the node that leads the capture cannot be named at present."""
+
 log = structlog.get_logger()
+
+
+def _rank(state: str, *, led: bool) -> int:
+    """Return the rank of a captured table among those of its name; the lowest one is meant. `led`: a node leads its
+    capture.
+
+    The search of one node prefers states in this order, too. A table that changes reach comes first, then one that will
+    have them again. A skipped table comes after one whose capture moves to another node, so that clients of the latter
+    are not told to start over.
+    """
+    if state in ("captured", "parked"):
+        return (0 if state == "captured" else 1) if led else 2
+    return 3 if led else 4
+
+
+class _Route(NamedTuple):
+    """Where a request is served: `url` of a node, "" = here, None = no node at present. `rivals`: captures on several
+    nodes that have the table. `missing`: captures that do not have it. `next_url`: where to send the request if the
+    captures of this node, `own`, do not have it either."""
+
+    url: str | None = ""
+    rivals: Sequence[str] = ()
+    missing: tuple[str, ...] = ()
+    own: tuple[str, ...] = ()
+    next_url: str | None = ""
+
+
+def _split_asked(query: str) -> tuple[str, tuple[str, ...]]:
+    """Return the query as its client sent it, and the captures that do not have its table."""
+    before, mark, after = query.rpartition(f"&{ASKED_PARAM}=")
+    return (before, tuple(unquote(after).split(","))) if mark and "&" not in after else (query, ())
+
+
+class _UnlessNotCaptured:
+    """Sends a response on, unless it states that no capture of this node has the table."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+
+    async def send(self, message: Message) -> None:
+        if not self.suppressed:
+            await self._send(message)
+
+    @property
+    def suppressed(self) -> bool:
+        return NOT_CAPTURED_KEY in self._scope
 
 
 class ShapeRouting:
@@ -50,11 +116,11 @@ class ShapeRouting:
         self._consensus = consensus
         self._holder = holder
         self._clock = clock
-        self._owners: dict[tuple[str, str], str] = {}
-        """Owners: (capture, schema.table) → URL of the node that captures it; "" for this node, "?" for none at
-        present."""
-        self._captures: frozenset[str] = frozenset()
-        """Known captures, including those without a table."""
+        self._states: dict[tuple[str, str], str] = {}
+        """(capture, schema.table) → state of the table."""
+        self._leaders: Mapping[str, str | None] = {}
+        """Known captures, including those without a table → URL of the node that captures; "" for this node, NOWHERE,
+        or None if no node leads it."""
         self._looked_s = -CACHE_S
         self._known = False
         self._looking = asyncio.Lock()
@@ -63,43 +129,78 @@ class ShapeRouting:
         if scope["type"] != "http" or scope["path"] != "/v1/shape" or scope["method"] not in ROUTED_METHODS:
             await self._app(scope, receive, send)
             return
-        query = scope["query_string"].decode("latin-1")
+        query, asked_before = _split_asked(scope["query_string"].decode("latin-1"))
+        scope["query_string"] = query.encode("latin-1")
         asked = QueryParams(query)
         table = self._grants.requested_table(asked)
-        owner = await self._owner_url(table) if table and not table.startswith(SHARD_PREFIXES) else ""
-        if owner is None:
+        route = _Route()
+        if table and not table.startswith(SHARD_PREFIXES):
+            route = await self._find_route(table, asked_before)
+        if route.rivals:
+            scope[ROUTING_ERROR_KEY] = several_databases_error(
+                (capture, *parse_table_name(table)) for capture in route.rivals
+            )
+        url, missing = route.url, route.missing
+        if url == "":
+            if not route.own:
+                await self._app(scope, receive, send)
+                return
+            sender = _UnlessNotCaptured(scope, send)
+            await self._app(scope, receive, sender.send)
+            if not sender.suppressed:
+                return
+            url, missing = route.next_url, (*missing, *route.own)
+        if url is None:
             name = f"shape={asked[NAME_PARAM]}" if NAME_PARAM in asked else f"table={table}"
             message = {"message": f"no node captures this table at present: {name}"}
             response = JSONResponse(message, 503, headers={**NO_STORE, "retry-after": str(RETRY_AFTER_S)})
             await response(scope, receive, send)
-        elif owner:
-            await RedirectResponse(f"{owner}/v1/shape?{query}", 307, headers=NO_STORE)(scope, receive, send)
         else:
-            await self._app(scope, receive, send)
+            mark = f"&{ASKED_PARAM}={quote(','.join(missing), safe=',')}" if missing else ""
+            await RedirectResponse(f"{url}/v1/shape?{query}{mark}", 307, headers=NO_STORE)(scope, receive, send)
 
-    async def _owner_url(self, table: str) -> str | None:
-        """Return the URL of the node to redirect to; "" to serve here, None if no node leads the table at present.
-
-        An unknown table may have been created a moment ago. If one other node runs all captures that may have it, that
-        node is asked; otherwise the shape room here answers with its error.
-        """
+    async def _find_route(self, table: str, asked_before: Sequence[str]) -> _Route:
         await self._refresh_owners()
         if not self._known:
-            return None
+            return _Route(None)
         prefix, _, rest = table.partition(":")
-        named = prefix in self._captures
+        named = prefix in self._leaders
         try:
             name = table_name(*parse_table_name(rest if named else table))
         except InvalidError:
-            return ""
-        found = {
-            owner
-            for (capture, captured), owner in self._owners.items()
-            if captured == name and (not named or capture == prefix)
+            return _Route()
+        captures = [prefix] if named else sorted(self._leaders)
+        ranks = {
+            capture: _rank(self._states[capture, name], led=self._leaders[capture] is not None)
+            for capture in captures
+            if self._states.get((capture, name), "dropped") != "dropped"
         }
-        found = found or {owner for (capture, _), owner in self._owners.items() if not named or capture == prefix}
-        owner = found.pop() if len(found) == 1 else ""
-        return None if owner == "?" else owner
+        if not ranks:
+            return self._route_unknown(captures, asked_before)
+        best = [capture for capture, rank in ranks.items() if rank == min(ranks.values())]
+        urls = {self._leaders[capture] for capture in best}
+        if len(urls) > 1 and ranks[best[0]] == 0:
+            return _Route(rivals=best)
+        return _Route(_reachable(self._leaders[best[0]]))
+
+    def _route_unknown(self, captures: Sequence[str], asked_before: Sequence[str]) -> _Route:
+        """Return the route of a table that no row names: to the nodes of `captures`, one after the other.
+
+        Captures that no node leads are not waited for: they may have been removed from the configuration.
+        """
+        led = [capture for capture in captures if self._leaders[capture] is not None]
+        if not led:
+            return _Route(None if captures else "")
+        own = tuple(capture for capture in led if self._leaders[capture] == "")
+        missing = tuple(capture for capture in asked_before if capture in led)
+        others = [self._leaders[capture] for capture in led if capture not in (*own, *missing)]
+        if not others or not set(own) <= set(missing):
+            return _Route("", missing=missing, own=own if others else (), next_url=_reachable(next(iter(others), "")))
+        return _Route(_reachable(others[0]), missing=missing)
+
+    def is_led_elsewhere(self, capture: str) -> bool:
+        """Return whether another node led the capture when the leaders were last read."""
+        return self._leaders.get(capture) not in (None, "", NOWHERE)
 
     async def topics_of(self, table: str) -> list[str]:
         """Return the topics whose records a shape of `table` shows: `shard.NAME` for a shard, however the request
@@ -110,7 +211,7 @@ class ShapeRouting:
             return [f"shard.{shard}"]
         await self._refresh_owners()
         prefix, _, rest = table.partition(":")
-        named = prefix in self._captures
+        named = prefix in self._leaders
         try:
             wanted = parse_table_name(rest if named else table)
         except InvalidError:
@@ -118,10 +219,10 @@ class ShapeRouting:
         name = table_name(*wanted)
         found = [
             topic_name(capture, *wanted)
-            for capture, captured in sorted(self._owners)
+            for capture, captured in sorted(self._states)
             if captured == name and (not named or capture == prefix)
         ]
-        may = sorted(self._captures)
+        may = sorted(self._leaders)
         return found or [topic_name(each, *wanted) for each in may if not named or each == prefix] or [table]
 
     async def _refresh_owners(self) -> None:
@@ -133,7 +234,7 @@ class ShapeRouting:
             if self._clock.monotonic_s() - self._looked_s <= CACHE_S:
                 return
             try:
-                self._owners, self._captures = await self._read_owners()
+                self._states, self._leaders = await self._read_owners()
                 self._known = True
             except TidemillError as error:
                 log.warning("captures could not be read", error=str(error))
@@ -144,14 +245,16 @@ class ShapeRouting:
         node's address: a redirect there would come back here in a loop."""
         if lease.holder == self._holder:
             return ""
-        return "?" if node_of(lease.holder) == node_of(self._holder) else lease.info.decode()
+        return NOWHERE if node_of(lease.holder) == node_of(self._holder) else lease.info.decode()
 
-    async def _read_owners(self) -> tuple[dict[tuple[str, str], str], frozenset[str]]:
-        leases = {lease.name.removeprefix("capture/"): lease for lease in await self._consensus.leases("capture/")}
-        owners: dict[tuple[str, str], str] = {}
-        for table in await self._catalogue.all_tables():
-            lease = leases.get(table.capture)
-            owners[table.capture, table.table] = (
-                self._redirect_target(lease) if lease is not None and lease.live else "?"
-            )
-        return owners, frozenset(leases) | {capture for capture, _ in owners}
+    async def _read_owners(self) -> tuple[dict[tuple[str, str], str], Mapping[str, str | None]]:
+        leases = await self._consensus.leases("capture/")
+        states = {(table.capture, table.table): table.state for table in await self._catalogue.all_tables()}
+        leaders: dict[str, str | None] = {capture: None for capture, _ in states}
+        for lease in leases:
+            leaders[lease.name.removeprefix("capture/")] = self._redirect_target(lease) if lease.live else None
+        return states, leaders
+
+
+def _reachable(url: str | None) -> str | None:
+    return None if url == NOWHERE else url

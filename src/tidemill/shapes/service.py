@@ -94,6 +94,11 @@ class ShapeService:
         """End the shapes of a database like `release_database`, without flushing anything to disk."""
         self._sources.suspend_database(name, reason)
 
+    def set_leaders(self, led_elsewhere: Callable[[str], bool]) -> None:
+        """`led_elsewhere(name)` returns whether another node captures the database, so that its tables are not awaited
+        here after it left this node."""
+        self._tables.search.led_elsewhere = led_elsewhere
+
     def add_shards(self, opener: ShardOpener, cluster: Callable[[], Awaitable[str]] | None = None) -> None:
         """Serve shards: `opener(name)` returns a handle or raises MissingError. `cluster()` returns the id of the
         cluster that they belong to; without it their shapes are in memory only."""

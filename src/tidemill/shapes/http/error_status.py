@@ -36,6 +36,12 @@ _log = structlog.get_logger()
 _GRANT_KEY = "tidemill.shapes.right"
 _HELD_HANDLE_KEY = "tidemill.shapes.held_handle"
 
+ROUTING_ERROR_KEY = "tidemill.shapes.routing_error"
+"""In the scope of a request: an error that was found before the request came here. It is raised once the request is
+authorized."""
+NOT_CAPTURED_KEY = "tidemill.shapes.not_captured"
+"""In the scope of a request that ended because no capture of this node has its table."""
+
 
 def store_grant(request: Request, right: Grant) -> None:
     request.scope[_GRANT_KEY] = right
@@ -66,6 +72,8 @@ class ErrorResponder:
         """Return the response to an error. Raises the error if it is not an error of a request."""
         right = stored_grant(request) or Grant()
         held = request.scope.get(_HELD_HANDLE_KEY, "")
+        if isinstance(error, NotCapturedError):
+            request.scope[NOT_CAPTURED_KEY] = True
         match error:
             case AccessDeniedError():
                 return error_response(error.status, str(error))

@@ -25,7 +25,7 @@ from tidemill.shapes.definition.permissions import AccessDeniedError, Grant
 from tidemill.shapes.http import subsets
 from tidemill.shapes.http.authorization import NAME_PARAM, ShapeAuthorizer, client_host, is_signed, requester_of
 from tidemill.shapes.http.connections import AdmissionControl, AdmissionSlot
-from tidemill.shapes.http.error_status import ErrorResponder, store_grant, stored_grant
+from tidemill.shapes.http.error_status import ROUTING_ERROR_KEY, ErrorResponder, store_grant, stored_grant
 from tidemill.shapes.http.params import ShapeParams, check_utf8, parse_params
 from tidemill.shapes.http.responses import (
     BASE_HEADERS,
@@ -133,13 +133,15 @@ class _ShapeEndpoint:
 
     def _authorize(self, request: Request) -> Grant:
         """Return what a request for a shape may read; a signature replaces the secret. Raises AccessDeniedError,
-        BadRequestError."""
+        BadRequestError, and the error of routing."""
         query = request.query_params
         if not is_signed(query):
             self._check_secret(request)
         check_utf8(request.scope["query_string"])
         right = self._grants.authorize(query, requester_of(request.scope), client_host(request.scope))
         store_grant(request, right)
+        if ROUTING_ERROR_KEY in request.scope:
+            raise request.scope[ROUTING_ERROR_KEY]
         return right
 
     def _limit_cache_age(self, request: Request, response: Response) -> Response:

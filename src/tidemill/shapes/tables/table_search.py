@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import structlog
 
@@ -56,11 +56,19 @@ class NotCapturedError(FieldError):
         )
 
 
+def several_databases_error(found: Iterable[tuple[str, str, str]]) -> FieldError:
+    """Return the error for a table of several databases, each with the schema and the name."""
+    names = ", ".join(f"{database}:{schema}.{name}" for database, schema, name in found)
+    return FieldError("table", f"the table is in several databases: tables={names}.", fix="Use one of these.")
+
+
 class TableSearch:
     """Searches `databases`, by name."""
 
     def __init__(self, databases: Mapping[str, CapturedDatabase]) -> None:
         self._databases = databases
+        self.led_elsewhere: Callable[[str], bool] = lambda database: False
+        """Whether another node captures a database that is suspended here: then its tables are not awaited here."""
         self._seeking = 0
         """Number of requests that wait."""
 
@@ -136,11 +144,15 @@ class TableSearch:
                 standing = self._databases[database].unavailability(schema, name)
                 if standing is not None and not standing.passing:
                     raise TablePausedError(standing.reason, standing.retry_after_s)
-            starting = [database for database in asked if self._databases[database].is_starting]
+            starting = [database for database in asked if self._is_awaited(database)]
             if starting:
                 raise CaptureStartingError(f"the capture is starting: database={starting[0]}.")
             raise NotCapturedError(schema, name, [each for named in known.values() for each in named])
         if len(found) > 1:
-            names = ", ".join(f"{database}:{schema}.{name}" for database, _ in found)
-            raise FieldError("table", f"the table is in several databases: tables={names}.", fix="Use one of these.")
+            raise several_databases_error((database, schema, name) for database, _ in found)
         return found[0]
+
+    def _is_awaited(self, name: str) -> bool:
+        """Return whether the capture of a database is starting, or will be, on this node."""
+        database = self._databases[name]
+        return database.is_starting and not (database.suspended and self.led_elsewhere(name))
