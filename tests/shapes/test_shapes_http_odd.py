@@ -93,3 +93,19 @@ async def test_a_body_that_breaks_off_is_400_and_one_that_never_says_how_long_it
         large = chunked + b"".join(b"10000\r\n" + b" " * 65536 + b"\r\n" for _ in range(17)) + b"0\r\n\r\n"
         assert (await raw(world, large))[9:12] == b"413"
         assert (await raw(world, chunked + b"2\r\n{}\r\n0\r\n\r\n"))[9:12] == b"200"
+
+
+async def test_names_without_quotes_are_folded_as_the_database_folds_them(postgres_dsn: str) -> None:
+    """A to Z only: other capitals remain, as do blanks that are not ASCII."""
+    ddl = "CREATE TABLE ÄrgER (ID int PRIMARY KEY, ÜBER int, x\u00a0 int); INSERT INTO ÄRGER VALUES (1, 2, 3)"
+    async with ShapeWorld(postgres_dsn, ddl) as world:
+        for table in ("ÄRGER", "Ärger", "public.ÄrgeR", '"Ärger"', 'PUBLIC."Ärger"'):
+            for columns in ("ID,ÜBER,X\u00a0", ' id , Über ,"x\u00a0"'):
+                answer = await world.get(table=table, offset="-1", columns=columns, where="ÜBER = 2 AND X\u00a0 = 3")
+                assert answer.status == 200, answer.body
+                [row] = [item["value"] for item in answer.items if "value" in item]
+                assert row == {"id": "1", "Über": "2", "x\u00a0": "3"}
+        for columns in ("id,über", "id,x"):
+            assert (await world.get(table="ÄRGER", offset="-1", columns=columns)).status == 400
+        refused = await world.get(table="ärger", offset="-1")
+        assert refused.status == 400 and 'Did you mean "public"."Ärger"' in refused.json["errors"]["table"][0]

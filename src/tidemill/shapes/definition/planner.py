@@ -1,6 +1,6 @@
 """Checks the parameters of a request against the table: its name, columns, and the where clause. Pure.
 
-orders, public.orders, "Odd Name"   a captured table; unquoted parts fold to lower case, schema public
+orders, public.orders, "Odd Name"   a captured table; A to Z fold to lower case in unquoted parts, schema public
 <database>:<table>                  the same, if several databases are captured
 tidemill.<name>                     a table that pipelines maintain, name taken literally
 shard.<name>, shard:<name>          its earlier spellings; every spelling is the same shape
@@ -124,7 +124,7 @@ def parse_table_name(text: str) -> tuple[str, str]:
             at = end + 1
         else:
             end = next((i for i in range(at, len(text)) if text[i] in '."'), len(text))
-            parts.append(text[at:end].lower())
+            parts.append(fold_identifier(text[at:end]))
             at = end
         if at == len(text):
             break
@@ -134,6 +134,15 @@ def parse_table_name(text: str) -> tuple[str, str]:
     if len(parts) > 2 or not all(parts):
         raise FieldError("table", f"invalid table name: table={text!r}.", fix="Write table or schema.table.")
     return (parts[0], parts[1]) if len(parts) == 2 else ("public", parts[0])
+
+
+_FOLDED = {code: code + 32 for code in range(ord("A"), ord("Z") + 1)}
+
+
+def fold_identifier(name: str) -> str:
+    """Return a name without quotes as PostgreSQL stores it: only A to Z are folded, except in databases with an
+    encoding of one byte per character, which also fold by their locale."""
+    return name.lower() if name.isascii() else name.translate(_FOLDED)
 
 
 def find_closing_quote(text: str, opening: int) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 import orjson
 
-from tidemill.shapes.definition.planner import MAX_PARAMS, find_closing_quote
+from tidemill.base.pgtypes.text import BLANKS
+from tidemill.shapes.definition.planner import MAX_PARAMS, find_closing_quote, fold_identifier
 from tidemill.shapes.log.log_offset import parse_number
 
 Errors = dict[str, list[str]]
@@ -32,7 +33,7 @@ def parse_column_names(text: str | None, field: str, errors: Errors) -> tuple[st
         else:
             end = text.find(",", at)
             end = len(text) if end < 0 else end
-            names.append(text[at:end].strip().lower())
+            names.append(fold_identifier(text[at:end].strip(BLANKS)))
             at = end + 1
     if not all(names):
         errors[field] = ["Invalid zero-length delimited identifier"]
