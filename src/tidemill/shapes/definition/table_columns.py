@@ -1,7 +1,7 @@
 """Columns of a captured table, as clients and the where evaluator need them, read from the catalog.
 
 The columns are those of capture's relation (what the stream will carry). The catalog adds type names, modifiers, array
-dimensions and whether the collation orders by code points.
+dimensions, the encoding, and whether the collation orders by code points.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tidemill.base.errors import MissingError
 from tidemill.capture.changes import Relation
 from tidemill.capture.postgres.connection import from_clause_name
 from tidemill.shapes.where import Type
-from tidemill.shapes.where.types import Folding
+from tidemill.shapes.where.types import UTF8, Folding
 
 DESCRIBE_SQL = """
 WITH d AS (SELECT to_jsonb(p) AS j FROM pg_database p WHERE datname = current_database())
@@ -24,10 +24,11 @@ SELECT a.attname::text,
        CASE WHEN et.oid IS NULL THEN 0 ELSE greatest(a.attndims, 1) END AS dimensions,
        CASE WHEN t.typtype = 'd' THEN t.typtypmod ELSE a.atttypmod END AS type_mod,
        a.attnotnull,
-       CASE WHEN c.collname = 'default'
+       CASE WHEN c.collname IS NULL THEN true
+            WHEN getdatabaseencoding() NOT IN ('UTF8', 'SQL_ASCII', 'LATIN1') THEN false
+            WHEN c.collname = 'default'
             THEN coalesce(d.j->>'datlocprovider', 'c') = 'c' AND d.j->>'datcollate' ~* '^(C|POSIX|C.UTF-?8)$'
                  OR d.j->>'datlocprovider' = 'b'
-            WHEN c.collname IS NULL THEN true
             ELSE c.collname IN ('C', 'POSIX', 'ucs_basic', 'pg_c_utf8') END AS ordered,
        coalesce((to_jsonb(c)->>'collisdeterministic')::boolean, true) AS deterministic,
        CASE WHEN f.provider = 'i' OR (f.provider = 'b' AND f.locale = 'PG_UNICODE_FAST') THEN 'full'
@@ -36,7 +37,8 @@ SELECT a.attname::text,
        (SELECT relkind = 'p' FROM pg_class WHERE oid = a.attrelid) AS partitioned,
        (SELECT array_agg(enumlabel::text ORDER BY enumsortorder)
         FROM pg_enum WHERE enumtypid = coalesce(et.oid, bt.oid)) AS labels,
-       CASE WHEN c.collname <> 'default' THEN a.attcollation::regcollation::text ELSE '' END AS collation
+       CASE WHEN c.collname <> 'default' THEN a.attcollation::regcollation::text ELSE '' END AS collation,
+       getdatabaseencoding()::text AS encoding
 FROM pg_attribute a
 JOIN pg_type t ON t.oid = a.atttypid
 JOIN pg_type bt ON bt.oid = CASE WHEN t.typtype = 'd' THEN t.typbasetype ELSE t.oid END
@@ -57,8 +59,8 @@ _INTERVAL_FIELDS = (("YEAR", 2), ("MONTH", 1), ("DAY", 3), ("HOUR", 10), ("MINUT
 
 
 class ColumnInfo(msgspec.Struct, frozen=True):
-    """One row of DESCRIBE_SQL. `partitioned`: whether its table is. `labels`: those of an enum, in order. `collation`:
-    as in Type."""
+    """One row of DESCRIBE_SQL. `partitioned`: whether its table is. `labels`: those of an enum, in order. `collation`,
+    `encoding`: as in Type."""
 
     name: str
     type_name: str
@@ -72,14 +74,19 @@ class ColumnInfo(msgspec.Struct, frozen=True):
     partitioned: bool = False
     labels: list[str] | None = None
     collation: str = ""
+    encoding: str = UTF8
 
     @property
     def where_type(self) -> Type:
         if not self.deterministic:
-            return Type(f"{self.type_name} with a nondeterministic collation", self.dimensions > 0)
+            name = f"{self.type_name} with a nondeterministic collation"
+            return Type(name, self.dimensions > 0, encoding=self.encoding)
         name = "enum" if self.type_kind == "e" else self.type_name
         labels = tuple(self.labels or ())
-        return Type(name, self.dimensions > 0, self.ordered, self.folding, labels, collation=self.collation)
+        return Type(
+            name, self.dimensions > 0, self.ordered, self.folding, labels,
+            collation=self.collation, encoding=self.encoding,
+        )  # fmt: skip
 
 
 class TableColumns(msgspec.Struct, frozen=True):

@@ -16,6 +16,8 @@ from tidemill.shapes.where.expressions import Expression
 from tidemill.shapes.where.types import Folding, Type, WhereError
 
 _COLLATABLE = ("text", "bpchar")
+BYTE_ORDERS = frozenset({'"C"', '"POSIX"'})
+"""Names of the collations that order by the bytes of the text."""
 UNDECIDED = "?"
 """Name of the collation of operands with different implicit ones."""
 

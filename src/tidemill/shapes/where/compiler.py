@@ -21,7 +21,7 @@ from typing import Any
 import msgspec
 
 from tidemill.base.pgtypes.text import INTEGER_DIGITS, INTEGERS, read_numeric
-from tidemill.shapes.where import casts, operators
+from tidemill.shapes.where import casts, encodings, operators
 from tidemill.shapes.where.clause import WHERE_PREFIX, Where
 from tidemill.shapes.where.collations import with_common_collation, without_strength
 from tidemill.shapes.where.common_type import convert_to_common_type
@@ -99,7 +99,7 @@ def _compile(
         print_sql(select.where_clause),
         tuple(sent),
         frozenset(compiler.used_columns),
-        expression,
+        compiler.for_rows(expression),
         given=tuple(params[: len(used)]),
         may_fail=compiler.may_fail,
     )
@@ -123,7 +123,8 @@ class TreeCompiler:
 
     def __init__(self, params: Sequence[str], columns: Mapping[str, Type], schema: str, table: str) -> None:
         self._params = params
-        self._columns = columns
+        self._encoding = encodings.encoding_of(columns)
+        self._columns = {name: encodings.type_in_encoding(type_, self._encoding) for name, type_ in columns.items()}
         self._schema = schema
         self._table = table
         self.used_params: set[int] = set()
@@ -150,6 +151,13 @@ class TreeCompiler:
             )
         expression: Expression = method(getattr(node, kind), depth + 1)
         return expression
+
+    def for_rows(self, expression: Expression) -> Expression:
+        """Return a whole expression of this tree for rows as they arrive."""
+        return encodings.expression_in_encoding(expression, self._encoding, frozenset(self.used_columns))
+
+    def _literal(self, text: str) -> Expression:
+        return unknown_literal(encodings.as_bytes(text) if self._encoding == encodings.SQL_ASCII else text)
 
     def _visit_column_ref(self, node: Any, depth: int) -> Expression:
         return column(*self._referenced_column(node))
@@ -184,7 +192,7 @@ class TreeCompiler:
         if kind == "boolval":
             return constant(BOOL, node.boolval.boolval)
         if kind == "sval":
-            return unknown_literal(node.sval.sval)
+            return self._literal(node.sval.sval)
         if kind == "fval":
             text = node.fval.fval
             if text.lstrip("+-").isdigit() and len(text) <= INTEGER_DIGITS:
@@ -209,7 +217,7 @@ class TreeCompiler:
                 f"{_location(node)}parameters are too long, counted once per use: limit={MAX_VALUES_CHARS}."
             )
         self.param_nodes[node.location] = node
-        return unknown_literal(self._params[number - 1])
+        return self._literal(self._params[number - 1])
 
     def _visit_type_cast(self, node: Any, depth: int) -> Expression:
         target = _cast_type(node.type_name)
@@ -229,7 +237,8 @@ class TreeCompiler:
             raise WhereError(f"{_location(node)}collations are not supported by type {operand.type}")
         if operand.type.most_bytes == CHAR_BYTES:
             raise WhereError(f'{_location(node)}collations are not supported by type "char"')
-        type_ = msgspec.structs.replace(operand.type, ordered=True, folding="ascii", collation=f'"{name}"')
+        ordered = self._encoding in encodings.CODE_POINT_ORDERED
+        type_ = msgspec.structs.replace(operand.type, ordered=ordered, folding="ascii", collation=f'"{name}"')
         return Expression(type_, operand.evaluate, constant=operand.constant, collated=True)
 
     def _visit_bool_expr(self, node: Any, depth: int) -> Expression:
@@ -302,7 +311,9 @@ class TreeCompiler:
         if name == "concat" and any(each.WhichOneof("node") == "param_ref" for each in node.args):
             raise WhereError(f"{_location(node)}a parameter of concat has no type.", fix="Cast it to text.")
         self.may_fail = True  # not examined for each function: some results may be too long
-        return function(name, [self.visit(each, depth) for each in node.args], _location(node))
+        operands = [self.visit(each, depth) for each in node.args]
+        encodings.check_case_conversion(name, operands, self._encoding, _location(node))
+        return function(name, operands, _location(node))
 
     def _visit_a_array_expr(self, node: Any, depth: int) -> Expression:
         type_, items = convert_to_common_type(self._visit_common_typed(node.elements, depth), "ARRAY", _location(node))
@@ -355,6 +366,7 @@ class TreeCompiler:
             return arithmetic.compile_arithmetic(name, left, right, location)
         if name in ("~~", "!~~", "~~*", "!~~*"):
             self.may_fail = self.may_fail or not right.constant or strings.ends_with_escape(right)
+            encodings.check_case_conversion(name, (left, right), self._encoding, location)
             return strings.compile_like(name, left, right, location)
         if name in array_comparison.SET_OPERATORS:
             return array_comparison.compile_set_operator(name, left, right, location)

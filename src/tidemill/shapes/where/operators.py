@@ -2,7 +2,7 @@
 Other operators are in `functions`; `compiler._compile_binary` selects them by name.
 
 The order of text depends on a collation that is not available here. So `<` and the like on text require code-point
-order: a column whose collation is C, or an explicit COLLATE "C".
+order: a column whose collation is C, or an explicit COLLATE "C", in a database whose encoding has that order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from decimal import Decimal
 
 from tidemill.base.pgtypes.intervals import interval_span
 from tidemill.base.pgtypes.text import DAY_US, INTEGERS
-from tidemill.shapes.where.collations import decided_collation
+from tidemill.shapes.where.collations import BYTE_ORDERS, decided_collation
 from tidemill.shapes.where.common_type import coerce, find_common_type
 from tidemill.shapes.where.expressions import (
     BOOL,
@@ -151,6 +151,11 @@ def comparator(name: str, left: Expression, right: Expression, location: str) ->
     if kind == "enum" and name not in _EQUALITIES:
         return _by_label(function, left.type.labels or right.type.labels)
     if kind in TEXTS and name not in _EQUALITIES and not collation.ordered:
+        if collation.name in BYTE_ORDERS:
+            raise WhereError(
+                f"{location}text of this database is not ordered by code points, due to its encoding: operator={name}.",
+                fix="Only UTF8, LATIN1 and SQL_ASCII are.",
+            )
         raise WhereError(
             f"{location}ordering text depends on the collation of the database: operator={name}.",
             fix='Write COLLATE "C" after one side.',

@@ -103,7 +103,7 @@ def _compile(text: str, columns: Mapping[str, Type], schema: str, table: str) ->
             decided_collation(expression)
             used |= compiler.used_columns
             printed = print_sql(sort.node)
-            keys.append(_sort_key(expression, sort))
+            keys.append(_sort_key(compiler.for_rows(expression), sort))
         items.append(printed + _DIRECTIONS[sort.sortby_dir] + _NULLS[sort.sortby_nulls])
     here = tuple(key for key in keys if key is not None)
     return Ordering(", ".join(items), frozenset(used), frozenset(plain), here if len(here) == len(keys) else None)

@@ -37,6 +37,9 @@ ROUNDING_CONTEXT = Context(prec=70_000, Emax=999_999, Emin=-999_999, traps=[Inva
 """Context for intended rounding: quotients, casts."""
 
 
+UTF8 = "UTF8"
+
+
 class WhereError(InvalidError):
     """The filter cannot be used; the client gets the message in `errors.where`."""
 
@@ -55,6 +58,7 @@ class Type(msgspec.Struct, frozen=True):
     varying     text only: the type is varchar, which ignores padding when compared with character
     most_bytes  text only: the type is name or "char", and longer text is truncated when read
     collation   text only: the collation's name, "" = the database's own (collations.py)
+    encoding    columns only: the encoding of their database (encodings.py)
     """
 
     name: str
@@ -65,6 +69,7 @@ class Type(msgspec.Struct, frozen=True):
     varying: bool = False
     most_bytes: int = 0
     collation: str = ""
+    encoding: str = UTF8
 
     def __str__(self) -> str:
         return DISPLAY.get(self.name, self.name) + ("[]" if self.array else "")
@@ -75,11 +80,11 @@ class Type(msgspec.Struct, frozen=True):
 
     @property
     def base_type(self) -> Type:
-        """The type under the name of the type that compares exactly like it."""
+        """The type of a column's values, under the name of the type that compares exactly like it."""
         name = ALIASES.get(self.name, self.name)
         most_bytes = TRUNCATED_BYTES.get(self.name, self.most_bytes)
         varying = self.varying or self.name == "varchar"
-        return msgspec.structs.replace(self, name=name, varying=varying, most_bytes=most_bytes)
+        return msgspec.structs.replace(self, name=name, varying=varying, most_bytes=most_bytes, encoding=UTF8)
 
     def with_name(self, name: str, *, array: bool = False) -> Type:
         """Return another type, whose text has the same collation."""
