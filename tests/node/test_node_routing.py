@@ -284,7 +284,7 @@ async def test_a_table_that_was_created_a_moment_ago_is_awaited_by_its_capture_w
 
 
 async def test_a_capture_that_left_a_node_is_not_awaited_there() -> None:
-    """Without the leases, the node would answer that this capture is starting, for as long as it runs elsewhere."""
+    """A node that ignored the leases would answer that this capture is starting, as long as it runs elsewhere."""
     cluster = Cluster()
     async with Nodes(cluster) as nodes:
         nodes.services["b"].add_database("crm", "", lambda: [], Capture())

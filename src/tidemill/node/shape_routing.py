@@ -57,7 +57,7 @@ def _rank(state: str, *, led: bool) -> int:
 
     The search of one node prefers states in this order, too. A table that changes reach comes first, then one that will
     have them again. A skipped table comes after one whose capture moves to another node, so that clients of the latter
-    are not told to start over.
+    do not have to start over.
     """
     if state in ("captured", "parked"):
         return (0 if state == "captured" else 1) if led else 2
@@ -65,9 +65,14 @@ def _rank(state: str, *, led: bool) -> int:
 
 
 class _Route(NamedTuple):
-    """Where a request is served: `url` of a node, "" = here, None = no node at present. `rivals`: captures on several
-    nodes that have the table. `missing`: captures that do not have it. `next_url`: where to send the request if the
-    captures of this node, `own`, do not have it either."""
+    """The node that serves a request.
+
+    url       its URL, "" = this node, None = no node at present
+    rivals    captures on several nodes that have the table
+    missing   captures that do not have it
+    own       captures of this node, if others follow
+    next_url  as `url`, if the captures of this node do not have the table either
+    """
 
     url: str | None = ""
     rivals: Sequence[str] = ()

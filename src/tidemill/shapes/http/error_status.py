@@ -37,10 +37,9 @@ _GRANT_KEY = "tidemill.shapes.right"
 _HELD_HANDLE_KEY = "tidemill.shapes.held_handle"
 
 ROUTING_ERROR_KEY = "tidemill.shapes.routing_error"
-"""In the scope of a request: an error that was found before the request came here. It is raised once the request is
-authorized."""
+"""Key of the scope of a request, for an error that routing found. It is raised once the request is authorized."""
 NOT_CAPTURED_KEY = "tidemill.shapes.not_captured"
-"""In the scope of a request that ended because no capture of this node has its table."""
+"""Key of the scope of a request, present if the request failed because no capture of this node has its table."""
 
 
 def store_grant(request: Request, right: Grant) -> None:

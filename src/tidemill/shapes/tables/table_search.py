@@ -68,7 +68,7 @@ class TableSearch:
     def __init__(self, databases: Mapping[str, CapturedDatabase]) -> None:
         self._databases = databases
         self.led_elsewhere: Callable[[str], bool] = lambda database: False
-        """Whether another node captures a database that is suspended here: then its tables are not awaited here."""
+        """Returns whether another node captures a database. If so, its tables are not awaited here."""
         self._seeking = 0
         """Number of requests that wait."""
 
