@@ -234,3 +234,11 @@ def test_what_cannot_be_taken_is_refused_by_name_and_left_by_pattern() -> None:
         "refused"
     }
     assert chosen(("public.*",), [virtual], 170_000) == ["public.v"]
+
+
+def test_a_generated_key_column_is_refused_where_the_stream_lacks_it() -> None:
+    docs = TableInfo(9, "public", "docs", "r", "p", "d", True, generated="s", generated_key="tag")
+    for version in (140_000, 170_009):
+        refused = choose_tables(("docs",), [docs], version).refused["public.docs"]
+        assert refused.state == "refused" and "column=tag" in refused.reason and "DROP EXPRESSION" in refused.fix
+    assert chosen(("docs",), [docs], 180_000) == ["public.docs"]

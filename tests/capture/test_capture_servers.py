@@ -38,7 +38,7 @@ from support.capture.on_every_server import (
     test_what_doctor_prints_is_all_that_an_administrator_has_to_run as test_rights,
 )
 from support.capture.servers import INSTALLED, SETTINGS
-from support.capture.world import GOOD, World, good_flows
+from support.capture.world import GOOD, World, good_flows, plain
 from support.postgres import EmbeddedPostgres
 from support.waiting import until
 from tidemill.base.errors import InvalidError
@@ -98,3 +98,59 @@ async def test_f424_generated_columns_are_not_carried_and_nothing_fails(postgres
                 return await world.select("SELECT relreplident FROM pg_class WHERE relname = 'stored'") == [("f",)]
 
             await until(full, "the identity is whole again", 4.0)
+
+
+GENERATED_KEY = (
+    *GOOD,
+    "CREATE TABLE docs (id int, lang text, tag text GENERATED ALWAYS AS (lower(lang)) STORED, body text,"
+    " PRIMARY KEY (id, tag))",
+    "INSERT INTO docs (id, lang, body) VALUES (1, 'EN', 'first'), (1, 'DE', 'second')",
+)
+
+
+@pytest.mark.parametrize("tables", [("public.*",), ("good", "docs")])
+async def test_f437_a_table_with_a_generated_key_column_is_refused_until_the_column_is_an_ordinary_one(
+    postgres_dsn: str, tables: tuple[str, ...]
+) -> None:
+    """Regression: the table was captured with the rest of its key, under which its rows replaced one another."""
+    async with World(postgres_dsn) as world:
+        await world.sql(
+            *GENERATED_KEY,
+            # An included column does not make the key unique.
+            "CREATE TABLE wide (id int, v int, d int GENERATED ALWAYS AS (v * 2) STORED, PRIMARY KEY (id) INCLUDE (d))",
+            "INSERT INTO wide VALUES (1, 1)",
+        )
+        async with world.capture(tables=(*tables, "wide"), table_poll_s=0.1):
+            await good_flows(world)
+            assert await world.folded("wide") == await plain(world, "wide")
+            row = (await world.tables())["public.docs"]
+            assert row.state == ("refused" if "docs" in tables else "left")
+            assert "column=tag" in row.reason and "DROP EXPRESSION" in row.fix
+            assert await world.select("SELECT relreplident FROM pg_class WHERE relname = 'docs'") == [("d",)]
+            await world.sql("ALTER TABLE docs ALTER tag DROP EXPRESSION")
+            await world.flowing("docs")
+            await world.sql("INSERT INTO docs VALUES (1, 'FR', 'fr', 'third')")
+            await world.caught_up()
+            found = await world.folded("docs")
+            assert [(row["tag"], row["body"]) for _, row in sorted(found.items())] == [
+                ("de", "second"), ("en", "first"), ("fr", "third"),
+            ]  # fmt: skip
+
+
+@pytest.mark.parametrize("poll_s", [0.1, 30.0])
+async def test_f437_a_table_whose_key_gets_a_generated_column_is_parked(postgres_dsn: str, poll_s: float) -> None:
+    """Either the catalogue shows the key, or the first row after the change."""
+    async with World(postgres_dsn) as world:
+        await world.sql(
+            *GOOD, "CREATE TABLE t (id int PRIMARY KEY, v int, d int GENERATED ALWAYS AS (v * 2) STORED NOT NULL)",
+            "INSERT INTO t VALUES (1, 1)",
+        )  # fmt: skip
+        async with world.capture(table_poll_s=poll_s):
+            await world.flowing("t")
+            await world.sql("ALTER TABLE t DROP CONSTRAINT t_pkey, ADD PRIMARY KEY (id, d)")
+            if poll_s > 1:
+                await world.sql("INSERT INTO t VALUES (1, 2)")
+            row = await world.paused("t", "primary key")
+            assert row.state == "parked"
+            assert await world.folded("t") == {'{"id":1}': {"id": 1, "v": 1}}
+            await good_flows(world)

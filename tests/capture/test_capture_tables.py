@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import psycopg
 import pytest
 
 from support.capture.on_every_server import (
@@ -62,6 +63,22 @@ async def test_f403_generated_columns_never_make_a_statement_of_the_application_
             assert row.state == "left" and "virtual generated column" in row.reason
             identity = "SELECT relreplident FROM pg_class WHERE relname = 'virtual'"
             assert await world.select(identity) == [("d",)]
+
+
+async def test_f403_a_stored_generated_column_of_a_primary_key_is_part_of_the_captured_key(postgres_dsn: str) -> None:
+    """A virtual column cannot be part of a key."""
+    async with World(postgres_dsn) as world:
+        with pytest.raises(psycopg.errors.FeatureNotSupported):
+            await world.sql("CREATE TABLE bad (id int, d int GENERATED ALWAYS AS (id) VIRTUAL, PRIMARY KEY (id, d))")
+        await world.sql(
+            "CREATE TABLE docs (id int, lang text, tag text GENERATED ALWAYS AS (lower(lang)) STORED,"
+            " PRIMARY KEY (id, tag))",
+            "INSERT INTO docs (id, lang) VALUES (1, 'EN'), (1, 'DE')",
+        )
+        async with world.capture():
+            await world.sql("INSERT INTO docs (id, lang) VALUES (1, 'FR')", "DELETE FROM docs WHERE lang = 'EN'")
+            await world.caught_up()
+            assert set(await world.folded("docs")) == {'{"id":1,"tag":"de"}', '{"id":1,"tag":"fr"}'}
 
 
 async def test_f404_a_virtual_column_added_later_takes_the_table_out_of_the_publication(postgres_dsn: str) -> None:

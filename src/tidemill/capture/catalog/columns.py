@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from tidemill.capture.catalog.table_discovery import GENERATED_PUBLISHED
+from tidemill.capture.catalog.table_discovery import carried_kinds, is_key_carried
 from tidemill.capture.catalog.type_dependencies import FIRST_USER_OID, read_component_types, serialize_type
 from tidemill.capture.postgres.connection import PgConnection
 
@@ -34,7 +34,8 @@ SELECT c.oid, c.relkind, c.relnatts,
          WHERE t.root = c.oid),
        a.xmin, a.attname, a.attnum, a.atttypid, a.atttypmod, format_type(a.atttypid, a.atttypmod),
        coalesce((SELECT k.place - 1 FROM pg_index i CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY
-           AS k(attnum, place) WHERE i.indrelid = c.oid AND i.indisprimary AND k.attnum = a.attnum), -1),
+           AS k(attnum, place) WHERE i.indrelid = c.oid AND i.indisprimary AND k.attnum = a.attnum
+             AND {is_key_carried}), -1),
        m.kinds, m.missing
   FROM pg_class c
   JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated IN ({kinds})
@@ -94,11 +95,14 @@ class TableAttributes(msgspec.Struct, frozen=True):
 
 
 async def read_attributes(wire: PgConnection, oids: Sequence[int]) -> dict[int, TableAttributes]:
-    """Return the columns of tables by oid; a dropped table is absent."""
+    """Return the columns of tables by oid; a dropped table is absent. A key of which the stream lacks a column counts
+    as none.
+    """
     if not oids:
         return {}
-    kinds = "'', 's'" if wire.server_version >= GENERATED_PUBLISHED else "''"
-    rows = await wire.query(_ATTRIBUTES_SQL.format(kinds=kinds, oids=", ".join(str(int(oid)) for oid in oids)))
+    kinds, carried = carried_kinds(wire.server_version), is_key_carried(wire.server_version)
+    listed = ", ".join(str(int(oid)) for oid in oids)
+    rows = await wire.query(_ATTRIBUTES_SQL.format(kinds=kinds, is_key_carried=carried, oids=listed))
     columns: dict[int, list[ColumnAttributes]] = {}
     tables: dict[int, tuple[int, int, str, bool]] = {}
     leaves: dict[int, str] = {}

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 
-from tidemill.capture.catalog.table_discovery import GENERATED_PUBLISHED
+from tidemill.capture.catalog.table_discovery import carried_kinds, is_key_carried
 from tidemill.capture.changes import Column, Relation, Row
 from tidemill.capture.postgres.connection import PgConnection, SqlRow, from_clause_name, identifier, literal
 from tidemill.capture.postgres.control_connection import ControlConnection
@@ -23,7 +23,7 @@ SELECT c.oid, n.nspname, c.relname, a.attname, a.atttypid, a.atttypmod,
        NOT coalesce(i.indimmediate, true) OR coalesce({made_since}, false)
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
   JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated IN ({kinds})
-  LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indisprimary
+  LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indisprimary AND {is_key_carried}
   LEFT JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place) ON k.attnum = a.attnum
  WHERE c.oid IN ({oids})
  ORDER BY c.oid, a.attnum
@@ -55,14 +55,17 @@ async def describe_after(wire: PgConnection, xid: int, oid: int, *, whole: bool)
 
 
 async def describe_tables(wire: PgConnection, oids: Sequence[int], *, made_since: str = "false") -> dict[int, Relation]:
-    """Return columns and keys of tables by oid, as the stream carries them; a dropped table is absent. `made_since`:
-    the condition on a primary key's row i of pg_index under which it counts as deferrable in any case.
+    """Return columns and keys of tables by oid, as the stream carries them; a dropped table is absent. A key of which
+    the stream lacks a column counts as none (`is_key_carried`). `made_since`: the condition on a primary key's row i of
+    pg_index under which it counts as deferrable in any case.
     """
     if not oids:
         return {}
-    kinds = "'', 's'" if wire.server_version >= GENERATED_PUBLISHED else "''"
+    kinds, carried = carried_kinds(wire.server_version), is_key_carried(wire.server_version)
     listed = ", ".join(str(int(oid)) for oid in oids)
-    rows = await wire.query(_COLUMNS_SQL.format(kinds=kinds, oids=listed, made_since=made_since))
+    rows = await wire.query(
+        _COLUMNS_SQL.format(kinds=kinds, is_key_carried=carried, oids=listed, made_since=made_since)
+    )
     names: dict[int, tuple[str, str]] = {}
     columns: dict[int, list[Column]] = {}
     deferrable: set[int] = set()

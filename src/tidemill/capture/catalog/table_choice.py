@@ -1,7 +1,9 @@
 """Choose the tables that the patterns of a capture name. Pure.
 
-    refused    named, and cannot be captured in its present form: no primary key; unlogged or foreign; on PostgreSQL 18
-               with a virtual generated column, since REPLICA IDENTITY FULL would make all its UPDATEs and DELETEs fail;
+    refused    named, and cannot be captured in its present form: no primary key; unlogged or foreign; before PostgreSQL
+               18 with a generated column in its primary key, since the stream lacks that column, and rows would share a
+               key; on PostgreSQL 18 with a virtual generated column, since REPLICA IDENTITY FULL would make all its
+               UPDATEs and DELETEs fail;
                if identities are used unchanged, with one that does not include the primary key of an old row
     left       skipped: the same kinds if only a pattern matches them, and no operator named this very table. Such a
                table is listed with its reason, and nothing is stuck because of it
@@ -117,6 +119,14 @@ def find_refusal(table: TableInfo, version: int, *, named: bool = True, whole: b
             state,
             f"a captured table needs a primary key: table={table.name}.",
             f'Add a primary key to {table.name}, or exclude it with "!{table.name}".',
+        )
+    if version < GENERATED_PUBLISHED and table.generated_key:
+        return Refusal(
+            state,
+            "a column of the primary key is generated, and the stream does not carry generated columns before"
+            f" PostgreSQL 18: table={table.name} column={table.generated_key}.",
+            "Run ALTER TABLE … ALTER COLUMN … DROP EXPRESSION, and let the application write the column; or upgrade to"
+            f' PostgreSQL 18; or exclude the table with "!{table.name}".',
         )
     if version >= GENERATED_PUBLISHED and "v" in table.generated:
         return Refusal(

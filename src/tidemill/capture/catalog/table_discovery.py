@@ -53,6 +53,12 @@ format('ALTER TABLE %I.%I REPLICA IDENTITY %s', (SELECT nspname FROM pg_namespac
        CASE WHEN EXISTS (SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate
                             AND i.indnkeyatts = i.indnatts) THEN 'DEFAULT' ELSE 'FULL' END)
 """
+_GENERATED_KEY = """
+ FROM pg_attribute g WHERE g.attrelid = i.indrelid AND g.attgenerated <> ''
+  AND g.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
+"""
+"""The generated columns g among those that make index i unique."""
+
 MAX_STATEMENTS_SHOWN = 5
 """Maximum number of statements per table in one message."""
 _LACKING = (
@@ -66,6 +72,8 @@ SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, w.identity,
        EXISTS (SELECT FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary),
        coalesce((SELECT string_agg(DISTINCT a.attgenerated::text, '') FROM pg_attribute a
                   WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped), ''),
+       coalesce((SELECT (SELECT string_agg(g.attname::text, ', ' ORDER BY g.attnum) {_GENERATED_KEY})
+                   FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary), ''),
        CASE WHEN c.relkind = 'p' THEN coalesce((
            WITH RECURSIVE tree(oid) AS (SELECT i.inhrelid FROM pg_inherits i WHERE i.inhparent = c.oid UNION ALL
                 SELECT i.inhrelid FROM pg_inherits i JOIN tree t ON i.inhparent = t.oid)
@@ -131,6 +139,18 @@ SELECT t.root, {_KEY_IDENTITY_STATEMENT} FROM tree t JOIN pg_class m USING (oid)
 """
 
 
+def carried_kinds(version: int) -> str:
+    """Return the values of attgenerated, in SQL, whose columns the stream of this server carries."""
+    return "'', 's'" if version >= GENERATED_PUBLISHED else "''"
+
+
+def is_key_carried(version: int) -> str:
+    """Return the SQL condition that the stream of this server carries all columns that make primary key i unique.
+    Without one of them, different rows of the table would share a key, so such a key counts as none.
+    """
+    return "true" if version >= GENERATED_PUBLISHED else f"NOT EXISTS (SELECT {_GENERATED_KEY})"
+
+
 class TableInfo(msgspec.Struct, frozen=True):
     """A table of the database. `kind`: r table, p partitioned, f foreign.
 
@@ -138,6 +158,7 @@ class TableInfo(msgspec.Struct, frozen=True):
     lacking         the statements that set an identity with the primary key for it and its partitions, "" = not needed
     odd             the first of its names that is not UTF-8, "" = none
     generated       kinds of its generated columns: s stored, v virtual
+    generated_key   generated columns of its primary key, "" = none
     odd_partition   a partition without WAL, "" = none
     digest          of its columns, their types, its key, partitions, their attachments and the files of its rows:
                     a different one requires a closer check
@@ -151,6 +172,7 @@ class TableInfo(msgspec.Struct, frozen=True):
     identity: str
     has_key: bool
     generated: str = ""
+    generated_key: str = ""
     odd_partition: str = ""
     digest: str = ""
     lacking: str = ""
@@ -197,7 +219,7 @@ async def list_tables_if_changed(
     return found, [
         TableInfo(
             int(r[1] or 0), r[2] or "", r[3] or "", r[4] or "", r[5] or "", r[6] or "", r[7] == "t", r[8] or "",
-            r[9] or "", r[10] or "", r[11] or "",
+            r[9] or "", r[10] or "", r[11] or "", r[12] or "",
             next((to_readable(name) for name in [f"{r[2]}.{r[3]}", r[6] or ""] if has_invalid_bytes(name)), "")
             or odd_names.get(int(r[1] or 0), ""),
         )
