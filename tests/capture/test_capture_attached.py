@@ -162,6 +162,25 @@ async def test_a_partition_that_the_role_may_not_read_is_copied_and_doctor_grant
                 assert grant in await missing(world)
 
 
+async def test_f423_rows_that_a_policy_hides_in_an_attached_partition_do_not_count_as_none(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
+        await world.sql(*PARTITIONED, ROWS)
+        async with reader_of(world) as dsn:
+            for statement in await missing(world):
+                await world.sql(statement)
+            *created, attached = new("p2", 100, 101)
+            role = dsn.partition("//")[2].partition("@")[0]
+            await world.sql(
+                *created, "ALTER TABLE p2 ENABLE ROW LEVEL SECURITY", "CREATE POLICY none ON p2 USING (false)",
+                f"GRANT SELECT ON p2 TO {role}",
+            )  # fmt: skip
+            async with world.capture(table_poll_s=0.1):
+                await world.caught_up()
+                await world.sql(attached)
+                row = await world.paused("p", "row-level security")
+                assert "BYPASSRLS" in row.fix
+
+
 @pytest.mark.parametrize("sqlstate", ["57014", "55P03"])
 async def test_a_partition_that_cannot_be_looked_into_masks_no_other_one(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, sqlstate: str

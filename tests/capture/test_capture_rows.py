@@ -231,7 +231,8 @@ async def test_f423_a_table_whose_rows_a_role_may_not_all_see_is_refused_not_cop
         try:
             async with world.capture(table_poll_s=0.1):
                 await good_flows(world)
-                assert "row-level security" in await stuck(world, "hidden")
+                said = await stuck(world, "hidden")
+                assert "row-level security" in said and "NO FORCE ROW LEVEL SECURITY" in said
         finally:
             world.dsn = owner
             await until(world.slot_dropped, "the slot is dropped")

@@ -435,7 +435,7 @@ def test_bad_input_is_named(postgres_dsn: str) -> None:
         verified("postgresql://localhost:1/x", shard, remap=remap)
 
 
-def test_a_role_that_only_reads_is_told_the_privilege_that_the_lock_needs(postgres_dsn: str) -> None:
+def test_a_role_that_only_reads_is_told_the_privilege_that_the_lock_or_the_rows_need(postgres_dsn: str) -> None:
     created(postgres_dsn)
     shard, remap = run(captured(postgres_dsn)), StreamRemap(postgres_dsn)
     role = postgres_dsn.rpartition("/")[2] + "_reader"
@@ -447,6 +447,12 @@ def test_a_role_that_only_reads_is_told_the_privilege_that_the_lock_needs(postgr
             with pytest.raises(InvalidError, match="permission denied for table kinds") as denied:
                 verified(dsn, shard, remap=remap)
             owner.execute(denied.value.fix.removeprefix("Have an administrator run: "))
+            assert verified(dsn, shard, remap=remap).clean
+            owner.execute("ALTER TABLE kinds ENABLE ROW LEVEL SECURITY")
+            with pytest.raises(InvalidError, match="row-level security") as hidden:
+                verified(dsn, shard, remap=remap)
+            assert "BYPASSRLS" in hidden.value.fix
+            owner.execute(f"ALTER ROLE {role} BYPASSRLS")
             assert verified(dsn, shard, remap=remap).clean
         finally:
             owner.execute(f"DROP OWNED BY {role}")

@@ -54,12 +54,14 @@ PLAIN_STATEMENTS: Mapping[str, str] = {
     "default_transaction_isolation": "read committed",
     "default_transaction_deferrable": "off",
     "quote_all_identifiers": "off",
+    "row_security": "off",
     "synchronous_commit": "local",
 }
 """Settings against defaults of the role or database that would reject the set-up's statements, let a transaction see
-the catalogue from before it had its lock, or spell the names of types differently. And while a synchronous standby is
-missing, no commit would return, not even that of a heartbeat, although the stream depends only on what the primary has
-flushed.
+the catalogue from before it had its lock, or spell the names of types differently. Row-level security would hide rows
+of a table from its readers: switched off, it makes each such query an error for a role that it binds. And while a
+synchronous standby is missing, no commit would return, not even that of a heartbeat, although the stream depends only
+on what the primary has flushed.
 """
 
 CONNECT_TIMEOUT_S = 10
@@ -405,7 +407,8 @@ class PgConnection:
         text = (result.error_message or self._pgconn.error_message).decode(errors="replace")
         if not sqlstate:
             return self._connection_error(text)
-        return translate_statement_error(sqlstate, text, sql)
+        routine = (result.error_field(DiagnosticField.SOURCE_FUNCTION) or b"").decode()
+        return translate_statement_error(sqlstate, text, sql, routine)
 
     def _connection_error(self, error: object) -> Exception:
         text = error.decode(errors="replace") if isinstance(error, bytes) else str(error)

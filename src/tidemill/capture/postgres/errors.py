@@ -103,7 +103,22 @@ def translate_connect_error(text: str, where: str) -> TidemillError:
     return UnavailableError(f"cannot connect to PostgreSQL: {where} error={message!r}.", fix="Check the DSN.")
 
 
-def translate_statement_error(sqlstate: str, text: str, statement: str) -> TidemillError:
+def permission_fix(routine: str) -> str:
+    """Return the remedy for SQLSTATE 42501. `routine`: the function of PostgreSQL that reported it; unlike the message,
+    it is not translated to other languages.
+    """
+    if routine == _ROW_SECURITY_ROUTINE:
+        return (
+            "Run ALTER ROLE … BYPASSRLS for the role in the DSN; if it owns the table, ALTER TABLE … NO FORCE ROW LEVEL"
+            " SECURITY is enough."
+        )
+    return "Grant it, or let the owner run the statement."
+
+
+_ROW_SECURITY_ROUTINE = "check_enable_rls"
+
+
+def translate_statement_error(sqlstate: str, text: str, statement: str, routine: str = "") -> TidemillError:
     """Classify an error by SQLSTATE (https://www.postgresql.org/docs/current/errcodes-appendix.html)."""
     message = " ".join(text.split())
     facts = f"sqlstate={sqlstate or '?'} error={message!r} statement={statement[:120]!r}"
@@ -118,9 +133,7 @@ def translate_statement_error(sqlstate: str, text: str, statement: str) -> Tidem
             fix="Drop the capture's publication: all its tables are then copied again.",
         )
     if sqlstate == "42501":
-        return InvalidError(
-            f"PostgreSQL denied a permission: {facts}.", fix="Grant it, or let the owner run the statement."
-        )
+        return InvalidError(f"PostgreSQL denied a permission: {facts}.", fix=permission_fix(routine))
     if sqlstate in ("42P01", "42704", "3F000"):
         return MissingError(f"PostgreSQL does not know an object: {facts}.")
     if sqlstate[:2] in ("42", "22", "0A"):

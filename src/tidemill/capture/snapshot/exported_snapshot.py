@@ -59,11 +59,7 @@ class ExportedSnapshot:
     async def open_snapshot(self) -> dict[str, TidemillError]:
         """Take the snapshot and set `seen` and `lsn`. Returns the errors of tables that cannot be read, by name;
         `tables` has the others.
-
-        Row-level security would silently omit rows. It is switched off, so reading such a table is an error for a role
-        that it binds.
         """
-        await self._wire.query("SET row_security = off")
         failed: dict[str, TidemillError] = {}
         tries: Counter[str] = Counter()
         while (table := await self._lock_tables(failed)) is not None:
@@ -154,7 +150,6 @@ class ExportedSnapshot:
 
     async def join(self, wire: PgConnection, exported: str) -> None:
         """Let another connection read the same snapshot."""
-        await wire.query("SET row_security = off")
         await wire.query("BEGIN ISOLATION LEVEL REPEATABLE READ READ ONLY")
         await wire.query(f"SET TRANSACTION SNAPSHOT {literal(exported)}")
 

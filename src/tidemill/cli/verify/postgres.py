@@ -25,6 +25,7 @@ from tidemill.capture.postgres.connection import (
     session_settings,
     settings_statement,
 )
+from tidemill.capture.postgres.errors import permission_fix
 from tidemill.capture.setup.blockers import PREPARED_LOCK_SQL
 from tidemill.cli.verify.canonical_values import (
     order_expression,
@@ -94,7 +95,7 @@ class SourcePoint:
 
     async def rows(self, table: str, schema: ShardSchema) -> AsyncIterator[list[Row]]:
         """Yield chunks of canonical rows in key order, with null in retired columns. Raises InvalidError when the table
-        lacks a column of the shard."""
+        lacks a column of the shard, or the role may not read all its rows."""
         import psycopg
 
         columns = ordered_columns(schema)
@@ -111,6 +112,11 @@ class SourcePoint:
             except psycopg.errors.UndefinedColumn as error:
                 raise InvalidError(
                     f"the source lacks a column of its table: table={table} ({_first_line(error)})."
+                ) from error
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise InvalidError(
+                    f"the role may not read the table: table={table} ({_first_line(error)}).",
+                    fix=permission_fix(error.diag.source_function or ""),
                 ) from error
             while chunk := await cursor.fetchmany(FETCH_ROWS):
                 yield [fix(r) for r in chunk] if fix else chunk

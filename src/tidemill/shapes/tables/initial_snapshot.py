@@ -35,6 +35,7 @@ from tidemill.capture.postgres.connection import (
     session_settings,
     settings_statement,
 )
+from tidemill.capture.postgres.errors import permission_fix
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.definition.planner import Compiler, SubsetReader
 from tidemill.shapes.definition.subset import SubsetMetadata, SubsetRequest, SubsetScope, build_subset_sql
@@ -62,7 +63,8 @@ SAMPLED_ROWS = 20
 VISIBILITY_RETRY_S = 0.02
 VISIBILITY_TIMEOUT_S = 20.0
 QUERY_ERROR_CLASSES = frozenset({"0A", "21", "22", "23", "42", "54"})
-"""SQLSTATE classes that blame the query: not supported, cardinality, data, constraint, syntax or access, limits."""
+"""SQLSTATE classes that blame the query: not supported, cardinality, data, constraint, syntax, limits. A denied
+permission is in class 42 too, and is not the query's fault: an administrator can grant it at any time."""
 MAX_SNAPSHOTS = 4
 MAX_SUBSETS = 4
 """Slots for subsets: these do not wait for shapes that load, which takes much longer."""
@@ -139,6 +141,11 @@ class PostgresSource:
             except TableReplacedError:
                 self._outdated()
                 raise
+            except psycopg.errors.InsufficientPrivilege as error:
+                raise UnavailableError(
+                    f"the database denied a permission: error={_error_message(error)!r}.",
+                    fix=permission_fix(error.diag.source_function or ""),
+                ) from error
             except psycopg.Error as error:
                 if (error.sqlstate or "")[:2] in QUERY_ERROR_CLASSES:
                     raise InvalidError(_error_message(error)) from error
