@@ -21,9 +21,9 @@ client at the end of the log has already applied. The client drops later changes
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -79,6 +79,14 @@ class TransientTableError(UnavailableError):
 
 class TableReplacedError(TransientTableError):
     """The name refers to another table than the captured one, or to none. The capture will detect this."""
+
+
+class TableQuery(NamedTuple):
+    """A query of a captured table, the values of its parameters, and the table's columns that it uses."""
+
+    sql: str
+    params: tuple[str, ...]
+    columns: Collection[str]
 
 
 class SnapshotFilter:
@@ -204,8 +212,9 @@ class PostgresSource:
     ) -> PgSnapshot:
         """Fill the shape's base; return the snapshot in which it was read, with its LSN. Raises UnavailableError or
         InvalidError."""
+        query = _initial_query(info, where)
         async with self._connection(self._snapshots) as connection:
-            snapshot = await _open_snapshot(connection, info, must_see)
+            snapshot = await _open_snapshot(connection, info, query.columns, must_see)
             snapshot = msgspec.structs.replace(snapshot, lsn=await _written_lsn(connection))
             if with_rows:
 
@@ -214,7 +223,7 @@ class PostgresSource:
                     shape.rows_loaded += len(rows)
                     return not shape.has_ended
 
-                async for result in _fetch_results(connection, *_initial_query(info, where)):
+                async for result in _fetch_results(connection, query):
                     await share.run_step(_RowRenderer(add_to_base, result, info.names, writer).render_slice)
                     await shape.log.wait_for_room()
                     if shape.has_ended:
@@ -226,7 +235,7 @@ class PostgresSource:
         self,
         info: TableColumns,
         shown: Sequence[str],
-        query: tuple[str, tuple[str, ...]],
+        query: TableQuery,
         writer: RowWriter,
         must_see: frozenset[int],
         share: LoopShare,
@@ -243,9 +252,9 @@ class PostgresSource:
             return True
 
         async with self._connection(self._subsets) as connection:
-            snapshot = await _open_snapshot(connection, info, must_see)
+            snapshot = await _open_snapshot(connection, info, query.columns, must_see)
             lsn = await _written_lsn(connection)
-            async for result in _fetch_results(connection, *query):
+            async for result in _fetch_results(connection, query):
                 await share.run_step(_RowRenderer(add_to_response, result, shown, writer).render_slice)
             await connection.execute("COMMIT")
         return snapshot, lsn
@@ -264,9 +273,13 @@ async def describe_relation(
 
 
 async def _open_snapshot(
-    connection: psycopg.AsyncConnection[tuple[object, ...]], info: TableColumns, must_see: frozenset[int]
+    connection: psycopg.AsyncConnection[tuple[object, ...]],
+    info: TableColumns,
+    used: Collection[str],
+    must_see: frozenset[int],
 ) -> PgSnapshot:
-    """Begin a transaction with a snapshot that sees `must_see`, and check that the table is still the captured one.
+    """Begin a transaction with a snapshot that sees `must_see`, and check that the table is still the captured one, and
+    that the columns `used` are as captured. The lock keeps them so until the transaction ends.
 
     A commit is in the WAL shortly before it is visible, and long before if it waits for a synchronous standby. Another
     process may have confirmed such a commit, so PostgreSQL is asked for them. Raises TableReplacedError,
@@ -289,6 +302,7 @@ async def _open_snapshot(
         unseen = [xid for xid in must_see if not snapshot.is_visible(xid)]
         if not unseen:
             await _check_identity(connection, info.relation)
+            await _check_columns(connection, info.relation, used)
             return snapshot
         await connection.execute("ROLLBACK")
         if asyncio.get_running_loop().time() > deadline:
@@ -356,6 +370,28 @@ async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]
         raise TableReplacedError(f"the table was re-created and is not captured yet: table={relation.name} oid={oid}.")
 
 
+async def _check_columns(
+    connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation, used: Collection[str]
+) -> None:
+    """Check that the columns `used` have the names and types of the relation. With others the query would fail, or read
+    values that the relation does not describe, until the capture has noticed the change.
+    """
+    cursor = await connection.execute(
+        "SELECT attname::text, atttypid::bigint, atttypmod FROM pg_attribute"
+        " WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped",
+        (relation.oid,),
+    )
+    now = {str(name): (type_oid, type_mod) for name, type_oid, type_mod in await cursor.fetchall()}
+    other = [
+        c.name
+        for c in relation.columns
+        # The row of an older tidemill has no types.
+        if c.name in used and (c.name not in now or (c.type_oid and now[c.name] != (c.type_oid, c.type_mod)))
+    ]
+    if other:
+        raise TableReplacedError(f"the table was redefined: table={relation.name} columns={','.join(other)}.")
+
+
 class _RowRenderer:
     """Renders the rows of one result in slices; `take` stores them, and returns whether to continue."""
 
@@ -381,14 +417,16 @@ class _RowRenderer:
         return self._take(rows) and self._next < result.ntuples
 
 
-def _initial_query(info: TableColumns, where: Where | None) -> tuple[str, tuple[str, ...]]:
-    """Return the query of a shape's initial rows, and the values of its parameters."""
+def _initial_query(info: TableColumns, where: Where | None) -> TableQuery:
+    """Return the query of a shape's initial rows."""
     query = f"SELECT {', '.join(map(identifier, info.names))} FROM {info.scope}"
-    return (query, ()) if where is None else (f"{query} WHERE ({where.sql})", where.params)
+    if where is None:
+        return TableQuery(query, (), info.names)
+    return TableQuery(f"{query} WHERE ({where.sql})", where.params, info.names)
 
 
 async def _fetch_results(
-    connection: psycopg.AsyncConnection[tuple[object, ...]], query: str, params: tuple[str, ...]
+    connection: psycopg.AsyncConnection[tuple[object, ...]], query: TableQuery
 ) -> AsyncIterator[PGresult]:
     """Yield the rows as text, FETCH_BYTES at a time, through a server-side cursor; the where clause runs in the
     database.
@@ -400,7 +438,7 @@ async def _fetch_results(
 
     raw = psycopg.AsyncRawCursor(connection)
     await connection.execute("SET LOCAL search_path = pg_catalog")
-    await raw.execute(f"DECLARE shape NO SCROLL CURSOR FOR {query}", params or None)
+    await raw.execute(f"DECLARE shape NO SCROLL CURSOR FOR {query.sql}", query.params or None)
     await connection.execute("SET LOCAL search_path TO DEFAULT")
     rows = FIRST_ROWS
     while True:
@@ -446,7 +484,9 @@ def subset_reader(
 
     async def read(request: SubsetRequest, rows: ResponseMemory, mark: int) -> SubsetMetadata:
         subset = await compiler.compile_subset(request, scope)
-        query = build_subset_sql(shown, info.scope, info.key, where, subset)
+        parts = [part for part in (where, subset.where, subset.order_by) if part is not None]
+        used = {*shown, *info.key, *(name for part in parts for name in part.columns)}
+        query = TableQuery(*build_subset_sql(shown, info.scope, info.key, where, subset), used)
         marks = {"snapshot_mark": mark}
         writer = RowWriter(relation.schema, relation.table, shown, info.key, info.booleans, marks=marks)
         snapshot, lsn = await source.read_subset(info, shown, query, writer, recent(), share, rows)
