@@ -85,3 +85,15 @@ async def test_f128_a_subset_needs_only_the_columns_that_it_uses(postgres_dsn: s
         await world.db.execute("ALTER TABLE t ALTER n TYPE bigint")
         for where in ("n > 5", "id > 0"):
             assert says_redefined(await subset(world, where, columns="id,n"), "n")
+
+
+async def test_f128_a_clause_for_the_new_type_of_a_column_is_503_until_the_type_is_known(postgres_dsn: str) -> None:
+    async with ShapeWorld(postgres_dsn, DDL) as world:
+        world.hold()
+        await world.sync(table="t")
+        asked = {"table": "t", "where": "n LIKE '5%'", "offset": "-1"}
+        assert (await world.get(**asked)).status == 400
+        await world.db.execute("ALTER TABLE t ALTER n TYPE text")
+        assert "redefined" in (await world.get(**asked)).json["message"]
+        world.learn()
+        assert (await world.get(**asked)).status == 200

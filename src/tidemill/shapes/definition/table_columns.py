@@ -7,6 +7,8 @@ dimensions, the encoding, and whether the collation orders by code points.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -53,6 +55,12 @@ CROSS JOIN LATERAL (
 ) f
 WHERE a.attrelid = %s AND a.attnum > 0 AND NOT a.attisdropped
 """
+
+PRESENT_SQL = """
+SELECT attname::text, attgenerated <> '', atttypid::bigint, atttypmod FROM pg_attribute
+WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped
+"""
+"""Selects the columns that a table has now, as PresentColumn by name."""
 
 _TIMES = frozenset({"time", "timetz", "timestamp", "timestamptz"})
 _INTERVAL_FIELDS = (("YEAR", 2), ("MONTH", 1), ("DAY", 3), ("HOUR", 10), ("MINUTE", 11), ("SECOND", 12))
@@ -121,6 +129,31 @@ class TableColumns(msgspec.Struct, frozen=True):
         key = {name: index for index, name in enumerate(self.key)}
         schema = {c.name: _column_schema(c, key.get(c.name)) for c in self.columns if not shown or c.name in shown}
         return json.dumps(schema, separators=(",", ":")).encode()
+
+
+class PresentColumn(NamedTuple):
+    """A column of a table that is captured, as the database has it now."""
+
+    generated: bool
+    type_oid: int
+    type_mod: int
+
+
+def read_present_columns(rows: Iterable[Sequence[Any]]) -> dict[str, PresentColumn]:
+    """Return the rows of PRESENT_SQL by name."""
+    return {name: PresentColumn(*column) for name, *column in rows}
+
+
+def changed_columns(relation: Relation, present: Mapping[str, PresentColumn]) -> list[str]:
+    """Return the names of the relation's columns that the table lacks now, or has with another type. The columns of a
+    relation that an older tidemill stored have no types.
+    """
+    return [
+        c.name
+        for c in relation.columns
+        if c.name not in present
+        or (c.type_oid and (c.type_oid, c.type_mod) != (present[c.name].type_oid, present[c.name].type_mod))
+    ]
 
 
 def build_table_columns(relation: Relation, rows: list[ColumnInfo]) -> TableColumns:

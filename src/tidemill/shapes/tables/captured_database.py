@@ -22,7 +22,7 @@ from tidemill.capture.changes import Relation
 from tidemill.capture.tables.table_reasons import TableUnavailability
 from tidemill.shapes.definition.definition import Replica
 from tidemill.shapes.definition.planner import FieldError, ShapeRequest
-from tidemill.shapes.definition.table_columns import TableColumns
+from tidemill.shapes.definition.table_columns import PresentColumn, TableColumns, changed_columns
 from tidemill.shapes.log.row_writer import RowWriter
 from tidemill.shapes.log.store import ShapeStore
 from tidemill.shapes.tables.capture_tap import ShapeTap
@@ -129,7 +129,7 @@ class _ColumnsLookup:
     def __init__(self) -> None:
         self.turn = asyncio.Lock()
         self.began = 0
-        self.columns: Mapping[str, bool] = {}
+        self.columns: Mapping[str, PresentColumn] = {}
 
 
 class CapturedDatabase:
@@ -183,14 +183,15 @@ class CapturedDatabase:
         """
         known = frozenset(column.name for column in relation.columns)
         columns = await self._read_columns(relation)
-        if {name for name, generated in columns.items() if not generated} <= known <= columns.keys():
+        written = {name for name, column in columns.items() if not column.generated}
+        if written <= known and not changed_columns(relation, columns):
             self._unlike.pop(relation, None)
         elif now_s < self._unlike.setdefault(relation, now_s) + REDEFINITION_GRACE_S:
             self._report_replaced_table()
             raise TableReplacedError(f"the table was redefined: table={relation.name}.")
 
-    async def _read_columns(self, relation: Relation) -> Mapping[str, bool]:
-        """Return the table's columns (name → generated), read by a query that started after this call.
+    async def _read_columns(self, relation: Relation) -> Mapping[str, PresentColumn]:
+        """Return the table's present columns, read by a query that started after this call.
 
         An older result might lack a column that was added before the request. Concurrent callers share the next query,
         so that rejected requests occupy at most one look-up slot per relation.

@@ -39,7 +39,16 @@ from tidemill.capture.postgres.errors import permission_fix
 from tidemill.capture.postgres.pg_snapshot import PgSnapshot
 from tidemill.shapes.definition.planner import Compiler, SubsetReader
 from tidemill.shapes.definition.subset import SubsetMetadata, SubsetRequest, SubsetScope, build_subset_sql
-from tidemill.shapes.definition.table_columns import DESCRIBE_SQL, ColumnInfo, TableColumns, build_table_columns
+from tidemill.shapes.definition.table_columns import (
+    DESCRIBE_SQL,
+    PRESENT_SQL,
+    ColumnInfo,
+    PresentColumn,
+    TableColumns,
+    build_table_columns,
+    changed_columns,
+    read_present_columns,
+)
 from tidemill.shapes.live_shape import LiveShape
 from tidemill.shapes.log.chunks import ResponseMemory
 from tidemill.shapes.log.row_writer import RowWriter
@@ -166,18 +175,14 @@ class PostgresSource:
         async with self._connection(self._lookups) as connection:
             return await describe_relation(connection, relation)
 
-    async def columns(self, relation: Relation) -> dict[str, bool]:
-        """Return the names of the table's columns, and for each whether it is generated. Raises UnavailableError.
+    async def columns(self, relation: Relation) -> dict[str, PresentColumn]:
+        """Return the columns that the table has now, by name. Raises UnavailableError.
 
         The stream carries generated columns only if they are stored and published.
         """
         async with self._connection(self._lookups) as connection:
-            cursor = await connection.execute(
-                "SELECT attname::text, attgenerated <> '' FROM pg_attribute"
-                " WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped",
-                (relation.oid,),
-            )
-            return {str(name): bool(generated) for name, generated in await cursor.fetchall()}
+            cursor = await connection.execute(PRESENT_SQL, (relation.oid,))
+            return read_present_columns(await cursor.fetchall())
 
     async def has_old_rows(self, relation: Relation) -> bool:
         """Return whether the stream carries whole old rows of a table (captured_database.py).
@@ -376,19 +381,9 @@ async def _check_columns(
     """Check that the columns `used` have the names and types of the relation. With others the query would fail, or read
     values that the relation does not describe, until the capture has noticed the change.
     """
-    cursor = await connection.execute(
-        "SELECT attname::text, atttypid::bigint, atttypmod FROM pg_attribute"
-        " WHERE attrelid = %s AND attnum > 0 AND NOT attisdropped",
-        (relation.oid,),
-    )
-    now = {str(name): (type_oid, type_mod) for name, type_oid, type_mod in await cursor.fetchall()}
-    other = [
-        c.name
-        for c in relation.columns
-        # The row of an older tidemill has no types.
-        if c.name in used and (c.name not in now or (c.type_oid and now[c.name] != (c.type_oid, c.type_mod)))
-    ]
-    if other:
+    cursor = await connection.execute(PRESENT_SQL, (relation.oid,))
+    present = read_present_columns(await cursor.fetchall())
+    if other := [name for name in changed_columns(relation, present) if name in used]:
         raise TableReplacedError(f"the table was redefined: table={relation.name} columns={','.join(other)}.")
 
 
