@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import psycopg
+import psycopg.sql
 import pytest
 from msgspec.structs import replace
 
@@ -14,6 +16,8 @@ from support.capture.world import GOOD, World, good_flows
 from support.waiting import until
 from tidemill.base.errors import UnavailableError
 from tidemill.base.lsn import Lsn
+from tidemill.capture.catalog.columns import read_attributes
+from tidemill.capture.postgres.connection import PgConnection
 from tidemill.shards.bindings.remap import LogRemap
 
 pytestmark = pytest.mark.postgres
@@ -26,6 +30,9 @@ GROWS = {
     "nullable": ("ALTER TABLE t ADD x int", "x", None),
     "constant": ("ALTER TABLE t ADD x int DEFAULT 5", "x", "5"),
     "quotes": ("ALTER TABLE t ADD x text NOT NULL DEFAULT 'it''s \"a\", {b}'", "x", 'it\'s "a", {b}'),
+    "backslash": ("ALTER TABLE t ADD x text DEFAULT E'a\\\\b, \\nNULL'", "x", "a\\b, \nNULL"),
+    "box": ("ALTER TABLE t ADD x box DEFAULT '(1,1),(0,0)'", "x", "(1,1),(0,0)"),
+    "boxes": ("ALTER TABLE t ADD x box[] DEFAULT '{(1,1),(0,0);(2,2),(1,1)}'", "x", "{(1,1),(0,0);(2,2),(1,1)}"),
     "list": ("ALTER TABLE t ADD x int[] DEFAULT '{1,2}'", "x", "{1,2}"),
     "stable": ("ALTER TABLE t ADD x date DEFAULT date '2026-01-02' + 1", "x", "2026-01-03"),
     "taken_away": ("ALTER TABLE t ADD x int DEFAULT 7; ALTER TABLE t ALTER x DROP DEFAULT", "x", "7"),
@@ -91,6 +98,53 @@ async def test_f460_what_loses_nothing_flows_on_within_the_transaction_that_chan
             await world.sql(*[f'UPDATE "{name}" SET v = v + 1 WHERE id < 3' for name in GROWS])
             await good_flows(world)
             await equal(world, *GROWS)
+
+
+DEFAULTS = {
+    "box": "(2,2),(-0,1e-7)",
+    "box[]": "{(1,1),(0,0);(2,2),(1,1)}",
+    "point": "(1,-2)",
+    "point[]": '{"(1,2)","(3,4)"}',
+    "line": "{1,-1,0}",
+    "lseg": "[(0,0),(1,1)]",
+    "path": "[(0,0),(1,1),(2,0)]",
+    "path[]": '{"((0,0),(1,1))","[(0,0),(1,1)]"}',
+    "polygon": "((0,0),(1,1),(2,0))",
+    "circle": "<(0,0),1>",
+    "text": '\t"q",\\ {NULL}\n',
+    "text[]": '{"a,b","\\"\\\\",NULL,"NULL",""}',
+    "varchar(9)": "",
+    "char(5)": "a",
+    "jsonb": '{"a": ["\\\\", "\\""], "b": null}',
+    "bytea": "\\x00ff",
+    "int4range": "[1,9)",
+    "boxes": '("(1,1),(0,0)","{(1,1),(0,0);(2,2),(1,1)}","a ""q"" \\\\")',
+    "a_box": "(1,1),(0,0)",
+}
+"""Types, and a constant of each."""
+
+
+@pytest.mark.parametrize("strings", ["on", "off"])
+async def test_the_value_that_older_rows_lack_is_read_as_select_shows_it(postgres_dsn: str, strings: str) -> None:
+    """Regression: the value of a box, whose arrays have another delimiter, was cut off at its first comma."""
+    async with World(postgres_dsn) as world:
+        await world.sql(
+            f"ALTER DATABASE {world.name} SET standard_conforming_strings = {strings}",
+            "CREATE TYPE boxes AS (one box, more box[], t text)", "CREATE DOMAIN a_box AS box",
+            "CREATE TABLE t (id int PRIMARY KEY)", "INSERT INTO t VALUES (1)",
+        )  # fmt: skip
+        await world.sql(*[
+            f"ALTER TABLE t ADD c{n} {type_} DEFAULT {psycopg.sql.Literal(text).as_string()}::{type_}"
+            for n, (type_, text) in enumerate(DEFAULTS.items())
+        ])  # fmt: skip
+        wire = await PgConnection.connect(world.dsn, purpose="test")
+        try:
+            ((oid,),) = await wire.query("SELECT 't'::regclass::oid")
+            (shown,) = await wire.query("SELECT * FROM t")
+            (found,) = (await read_attributes(wire, [int(oid or 0)])).values()
+        finally:
+            await wire.aclose()
+        assert [column.missing for column in found.columns[1:]] == list(shown[1:])
 
 
 async def grown(world: World, name: str) -> bool:

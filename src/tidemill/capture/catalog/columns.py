@@ -19,6 +19,14 @@ from tidemill.capture.catalog.table_discovery import carried_kinds, is_key_carri
 from tidemill.capture.catalog.type_dependencies import FIRST_USER_OID, read_component_types, serialize_type
 from tidemill.capture.postgres.connection import PgConnection
 
+_MISSING_SQL = r"""
+CASE WHEN t.list LIKE '{"%' THEN regexp_replace(substr(t.list, 3, length(t.list) - 4), E'\\\\(.)', E'\\1', 'g')
+     ELSE substr(t.list, 2, length(t.list) - 2) END
+"""
+"""The only element of the array t.list. A cast to text[] would split it at commas, but the delimiter is that of the
+type, ';' for a box, and an element with commas is then not quoted.
+"""
+
 _ATTRIBUTES_SQL = """
 WITH RECURSIVE tree(root, oid, attached) AS (
     SELECT c.oid, c.oid, NULL::xid FROM pg_class c WHERE c.oid IN ({oids})
@@ -41,8 +49,9 @@ SELECT c.oid, c.relkind, c.relnatts,
   JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated IN ({kinds})
  CROSS JOIN LATERAL (
      SELECT count(DISTINCT CASE WHEN x.atthasmissing THEN x.attmissingval::text ELSE '' END) AS kinds,
-            min(CASE WHEN x.atthasmissing THEN (x.attmissingval::text::text[])[1] END) AS missing
+            min(CASE WHEN x.atthasmissing THEN {missing} END) AS missing
        FROM leaf l JOIN pg_attribute x ON x.attrelid = l.oid AND x.attname = a.attname AND NOT x.attisdropped
+      CROSS JOIN LATERAL (SELECT x.attmissingval::text AS list) t
       WHERE l.root = c.oid) m
  WHERE c.oid IN ({oids})
  ORDER BY c.oid, a.attnum
@@ -102,7 +111,9 @@ async def read_attributes(wire: PgConnection, oids: Sequence[int]) -> dict[int, 
         return {}
     kinds, carried = carried_kinds(wire.server_version), is_key_carried(wire.server_version)
     listed = ", ".join(str(int(oid)) for oid in oids)
-    rows = await wire.query(_ATTRIBUTES_SQL.format(kinds=kinds, is_key_carried=carried, oids=listed))
+    rows = await wire.query(
+        _ATTRIBUTES_SQL.format(kinds=kinds, is_key_carried=carried, missing=_MISSING_SQL, oids=listed)
+    )
     columns: dict[int, list[ColumnAttributes]] = {}
     tables: dict[int, tuple[int, int, str, bool]] = {}
     leaves: dict[int, str] = {}
