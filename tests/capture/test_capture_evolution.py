@@ -126,7 +126,7 @@ DEFAULTS = {
 
 @pytest.mark.parametrize("strings", ["on", "off"])
 async def test_the_value_that_older_rows_lack_is_read_as_select_shows_it(postgres_dsn: str, strings: str) -> None:
-    """Regression: the value of a box, whose arrays have another delimiter, was cut off at its first comma."""
+    """Regression: the value of a box, whose arrays have another delimiter, ended at its first comma."""
     async with World(postgres_dsn) as world:
         await world.sql(
             f"ALTER DATABASE {world.name} SET standard_conforming_strings = {strings}",
