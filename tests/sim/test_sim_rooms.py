@@ -47,6 +47,8 @@ CORPUS = {
     "capture": (41, 55, 198, 245, 261, 351, 414, 1146, 1381),
     # 5, 73: an elder manifest of the same seqno replaced the newest. 86, 301: a deposed leader read collected files.
     "metastore": (69, 73, 86, 301, 308),
+    # 10018: a part in the log that is larger than WHOLE_FETCH_BYTES was read from an object without a key.
+    "lake": (10_018,),
     # 366: a deletion that read the versions twice said that it had deleted one, and wrote nothing.
     "registry": (366,),
 }

@@ -205,4 +205,4 @@ def _inline_bytes(key: Key) -> int:
 
 
 def _is_small(part: Part) -> bool:
-    return part.size_bytes <= WHOLE_FETCH_BYTES
+    return not part.object_key or part.size_bytes <= WHOLE_FETCH_BYTES
