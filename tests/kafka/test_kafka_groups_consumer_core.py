@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from support.kafka.groups.world import See
+from support.kafka.groups.world import See, stored_counts, stored_members
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic.state import ClassicGroup, GroupLimits, HeartbeatAnswer, Phase
 from tidemill.kafka.groups.consumer import requests as consumer
@@ -21,7 +21,7 @@ from tidemill.kafka.groups.consumer.state import (
     iterate_places,
     subtract_partitions,
 )
-from tidemill.kafka.groups.group_records import consumer_rows, deleted_member_rows, head_row, in_protocol, restore_group
+from tidemill.kafka.groups.group_records import StoredMembers, head_row, in_protocol, member_rows, restore_group
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUPS
 
 LIMITS = GroupLimits(members=5, consumer_session_ms=1_000)
@@ -37,7 +37,7 @@ class World:
         self.group = ConsumerGroup("g", limits)
         self.rows: dict[bytes, bytes] = {}
         self.before = self.rows
-        self.stored: set[str] = set()
+        self.stored: StoredMembers = {}
         self.store()
 
     def ask(self, member_id: str, epoch: int, **more: Any) -> HeartbeatAnswer:
@@ -52,17 +52,11 @@ class World:
         return self.ask(member_id, 0, **values)
 
     def write(self) -> consumer.ConsumerWrite:
-        members = set(self.group.members)
         storing = consumer.begin_store(self.group)
         self.before = self.rows
-        key, value = GROUPS.encode(head_row(self.group, "o", 0))
-        rows = [
-            (key, value),
-            *deleted_member_rows(self.group, self.stored),
-            *consumer_rows(self.group, storing.changed),
-        ]
-        self.rows = {k: v for k, v in {**self.rows, **dict(rows)}.items() if v}
-        self.stored = members
+        head = GROUPS.encode(head_row(self.group, "o", 0))
+        rows, self.stored = member_rows(self.group, self.stored, storing.changed)
+        self.rows = {k: v for k, v in {**self.rows, **dict([head, *rows])}.items() if v}
         return storing
 
     def store(self) -> None:
@@ -71,11 +65,11 @@ class World:
     def take_over(self) -> None:
         key = GROUPS.key("g")
         head = GROUPS.decode(key, self.rows[key])
-        members = [GROUP_MEMBERS.decode(k, v) for k, v in sorted(self.rows.items()) if k != key]
+        members = stored_members(self.rows)
         group = restore_group(head, members, self.group.limits, self.now)
         assert isinstance(group, ConsumerGroup)
         assert head.members == len(members)
-        self.group, self.stored = group, set(group.members)
+        self.group, self.stored = group, stored_counts(self.rows)
 
 
 def of(*partitions: int, topic: str = "ta") -> Partitions:
@@ -357,7 +351,7 @@ class Groups(RuleBasedStateMachine):
         key = GROUP_MEMBERS.key("g", client.name)
         if client.name in self.world.group.members:
             assert key in rows, "nobody knows it"
-            kept = GROUP_MEMBERS.decode(key, rows[key]).consumer
+            kept = {row.member_id: row.consumer for row in stored_members(rows)}[client.name]
             assert kept is not None and kept.epoch >= said.epoch
             held = {topic: frozenset(partitions) for topic, partitions in kept.held.items()}
             assert not subtract_partitions(said.assignment or {}, held)

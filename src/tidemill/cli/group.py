@@ -200,13 +200,16 @@ class GroupView:
 
     def describe(self, name: str) -> Row:
         from tidemill.kafka.groups.subscriptions import CONSUMER, assigned_places
-        from tidemill.metastore.rows import GROUP_MEMBERS, GROUPS
+        from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_PARTITIONS, GROUPS
+        from tidemill.metastore.rows.groups import with_partitions
 
         metastore = self._opened.metastore
         head = self._call(metastore.get(GROUPS, name)) if name else None
         if head is None:
             raise MissingError(f"no such group: group={name}.", fix="List them with: tidemill group list")
-        members = self._call(metastore.rows(GROUP_MEMBERS, name))
+        members = with_partitions(
+            self._call(metastore.rows(GROUP_MEMBERS, name)), self._call(metastore.rows(GROUP_PARTITIONS, name))
+        )
         holders: dict[tuple[str, int], str] = {}
         for member in members:
             if member.consumer is not None:

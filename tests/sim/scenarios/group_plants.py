@@ -14,7 +14,7 @@ from tidemill.kafka.groups import coordinator, group_runner
 from tidemill.kafka.groups.classic.state import ClassicGroup
 from tidemill.kafka.groups.consumer.state import ConsumerGroup
 from tidemill.kafka.groups.coordinator import GroupCoordinator, GroupUnavailableError
-from tidemill.kafka.groups.group_records import Rows
+from tidemill.kafka.groups.group_records import Rows, StoredMembers
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.group_store import GroupFencedError, GroupStore
 from tidemill.kafka.groups.group_writer import GroupWriter, send_answers
@@ -39,11 +39,11 @@ class UnfencedStore(GroupStore):
 class EarlyWriter(GroupWriter):
     """Planted fault early-assignment: members receive their assignment before it is durable."""
 
-    def _begin_store(self, group: ClassicGroup | ConsumerGroup) -> tuple[Rows, Callable[[int], None]]:
-        rows, stored = super()._begin_store(group)
+    def _begin_store(self, group: ClassicGroup | ConsumerGroup) -> tuple[Rows, StoredMembers, Callable[[int], None]]:
+        rows, members, stored = super()._begin_store(group)
         stored(0)
         send_answers(group)
-        return rows, stored
+        return rows, members, stored
 
 
 class EmptyHandedRunner(GroupRunner):

@@ -1,20 +1,29 @@
 """Durable state of a group: its rows, and the group rebuilt from them (layouts: `metastore.rows`).
 
 A group of the classic protocol is written as a whole; of one of the consumer protocol only the changed members are
-written.
+written. The partitions of a member are rows of their own, so that their number has no limit in the size of a value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
 from tidemill.kafka.groups.classic.state import ClassicGroup, ClassicMember, GroupLimits, Phase
 from tidemill.kafka.groups.consumer.state import ClassicSubscription, ConsumerGroup, ConsumerGroupMember, iterate_places
 from tidemill.kafka.groups.protocol_migration import begin_durable_rebalance
-from tidemill.metastore.rows import GROUP_MEMBERS
-from tidemill.metastore.rows.groups import ConsumerMember, GroupMemberRow, GroupRow
+from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_PARTITIONS
+from tidemill.metastore.rows.groups import (
+    ConsumerMember,
+    GroupMemberRow,
+    GroupPartitionsRow,
+    GroupRow,
+    partition_rows,
+)
 
 Rows = list[tuple[bytes, bytes]]
+StoredMembers = Mapping[str, int]
+"""Members that have rows, with the number of rows of their partitions."""
 CLASSIC, CONSUMER = "classic", "consumer"
 
 
@@ -49,12 +58,38 @@ def head_row(group: ClassicGroup | ConsumerGroup, owner: str, now_ms: int) -> Gr
     )
 
 
-def deleted_member_rows(group: ClassicGroup | ConsumerGroup, stored: set[str]) -> Rows:
-    """Return deletions of members that were `stored` and are not in the group any more."""
-    return [(GROUP_MEMBERS.key(group.name, member_id), b"") for member_id in stored - group.members.keys()]
+def count_stored(members: Iterable[GroupMemberRow], partitions: Iterable[GroupPartitionsRow]) -> dict[str, int]:
+    return {row.member_id: 0 for row in members} | Counter(row.member_id for row in partitions)
 
 
-def classic_rows(group: ClassicGroup) -> Rows:
+def member_rows(
+    group: ClassicGroup | ConsumerGroup, stored: StoredMembers, changed: frozenset[str]
+) -> tuple[Rows, StoredMembers]:
+    """Return the rows of the members, and what is stored once they are written.
+
+    They replace the rows of the `changed` members, or of all in a group of the classic protocol, and delete those of
+    members that were `stored` and are not in the group any more.
+    """
+    rows: Rows = []
+    counts = {member_id: stored.get(member_id, 0) for member_id in group.members}
+    if isinstance(group, ConsumerGroup):
+        for member_id in sorted(changed & group.members.keys()):
+            member = group.members[member_id]
+            rows.append(GROUP_MEMBERS.encode(_consumer_row(group.name, member)))
+            of_member = partition_rows(group.name, member_id, member.held, member.revoking, member.target)
+            rows += map(GROUP_PARTITIONS.encode, of_member)
+            counts[member_id] = len(of_member)
+    else:
+        rows += _classic_rows(group)
+        counts = dict.fromkeys(group.members, 0)
+    deleted = [GROUP_MEMBERS.key(group.name, member_id) for member_id in stored if member_id not in counts]
+    for member_id, count in stored.items():
+        numbers = range(counts.get(member_id, 0), count)
+        deleted += [GROUP_PARTITIONS.key(group.name, member_id, number) for number in numbers]
+    return [*((key, b"") for key in deleted), *rows], counts
+
+
+def _classic_rows(group: ClassicGroup) -> Rows:
     """Return the member rows, with the assignment that is being written."""
     assigning = group.assigning
     return [
@@ -75,14 +110,6 @@ def classic_rows(group: ClassicGroup) -> Rows:
     ]
 
 
-def consumer_rows(group: ConsumerGroup, changed: frozenset[str]) -> Rows:
-    return [
-        GROUP_MEMBERS.encode(_consumer_row(group.name, group.members[member_id]))
-        for member_id in sorted(changed)
-        if member_id in group.members
-    ]
-
-
 def _consumer_row(group: str, member: ConsumerGroupMember) -> GroupMemberRow:
     consumer = ConsumerMember(
         member.epoch,
@@ -91,10 +118,7 @@ def _consumer_row(group: str, member: ConsumerGroupMember) -> GroupMemberRow:
         tuple(sorted(member.topics)),
         member.pattern,
         member.assignor,
-        _partition_tuples(member.held),
-        _partition_tuples(member.revoking),
-        _partition_tuples(member.target),
-        member.away,
+        away=member.away,
     )
     classic = member.classic
     return GroupMemberRow(
@@ -110,10 +134,6 @@ def _consumer_row(group: str, member: ConsumerGroupMember) -> GroupMemberRow:
     )
 
 
-def _partition_tuples(partitions: Mapping[str, frozenset[int]]) -> dict[str, tuple[int, ...]]:
-    return {topic: tuple(sorted(numbers)) for topic, numbers in partitions.items()}
-
-
 def _partition_sets(partitions: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[int]]:
     return {topic: frozenset(numbers) for topic, numbers in partitions.items()}
 
@@ -121,7 +141,10 @@ def _partition_sets(partitions: Mapping[str, tuple[int, ...]]) -> dict[str, froz
 def restore_group(
     head: GroupRow, members: list[GroupMemberRow], limits: GroupLimits, now: int
 ) -> ClassicGroup | ConsumerGroup:
-    """Return the group from its durable rows; every member gets a full session timeout."""
+    """Return the group from its durable rows; every member gets a full session timeout.
+
+    `members` have their partitions (`rows.groups.with_partitions`).
+    """
     if head.kind == CONSUMER:
         return _restore_consumer_group(head, members, limits, now)
     group = ClassicGroup(head.group, limits)

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 
+import structlog
+
 from tidemill.base.clock import Clock
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.kafka import error_codes
@@ -30,6 +32,8 @@ from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest
 from tidemill.kafka.groups.group_records import CLASSIC, CONSUMER, Rows, in_protocol, restore_group
 from tidemill.kafka.groups.group_store import GroupStore, GroupTakeover
 from tidemill.kafka.groups.group_writer import GroupWriter, send_answers
+
+log = structlog.get_logger()
 
 IDLE_S = 60.0
 """Time for which a group without members stays in memory after its last request."""
@@ -56,10 +60,11 @@ class GroupRunner:
         self._loop = asyncio.get_running_loop()
         found = restore_group(taken.head, taken.members, limits, self._now())
         self.group = protocol_dispatch.after_takeover(found, self._now())
-        self._writer = GroupWriter(rows, taken.seqno, lambda: self.group, self._after_change, self.end, clock, tasks)
+        self._writer = GroupWriter(rows, taken, lambda: self.group, self._after_change, self.end, clock, tasks)
         self._deleting = False
         self._timer: asyncio.TimerHandle | None = None
         self._used_s = clock.monotonic_s()
+        self._topics_left_out = 0
         self._after_change()
 
     @property
@@ -120,7 +125,16 @@ class GroupRunner:
             # were longer when it was set.)
             self._used_s = self._clock.monotonic_s()
             send_answers(group)
+        if waiter.done() and waiter.result().error == error_codes.GROUP_MAX_SIZE_REACHED:
+            log.warning("kafka.group_full", group=group.name, member=ask.member_id, why=waiter.result().message)
+        self._report_topics_left_out()
         return waiter
+
+    def _report_topics_left_out(self) -> None:
+        left_out = self.group.topics_left_out if isinstance(self.group, ConsumerGroup) else 0
+        if left_out and not self._topics_left_out:
+            log.warning("kafka.group_topics_left_out", group=self.group.name, topics=left_out)
+        self._topics_left_out = left_out
 
     def _choose_protocol(self, kind: str) -> None:
         """Let the first member of an empty group determine the protocol."""

@@ -16,10 +16,10 @@ from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ConflictError, FencedError, UnknownOutcomeError
 from tidemill.kafka.groups.classic.state import ClassicGroup
 from tidemill.kafka.groups.consumer.state import ConsumerGroup
-from tidemill.kafka.groups.group_records import Rows, classic_rows, consumer_rows, deleted_member_rows, head_row
+from tidemill.kafka.groups.group_records import Rows, StoredMembers, count_stored, head_row, member_rows
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
-from tidemill.metastore.rows.groups import GroupMemberRow, GroupOffsetRow, GroupRow
+from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS, GROUP_PARTITIONS, GROUPS
+from tidemill.metastore.rows.groups import GroupMemberRow, GroupOffsetRow, GroupRow, with_partitions
 
 PAUSE_S = 0.05
 READ_ROWS_MAX = 1_000
@@ -30,11 +30,12 @@ class GroupFencedError(Exception):
 
 
 class GroupTakeover(NamedTuple):
-    """State found by a takeover, and the new seqno of the head row."""
+    """State found by a takeover: the new seqno of the head row, the members with their partitions, and their rows."""
 
     seqno: int
     head: GroupRow
     members: list[GroupMemberRow]
+    stored: StoredMembers
 
 
 class GroupStore:
@@ -58,7 +59,10 @@ class GroupStore:
             seqno = await self._write_head(head, found.seqno if found is not None else 0)
             if seqno:
                 members = await self._metastore.rows(GROUP_MEMBERS, group, fresh=False)
-                return GroupTakeover(seqno, old or GroupRow(group), members)
+                # No other coordinator writes between the two reads: it is fenced.
+                partitions = await self._metastore.rows(GROUP_PARTITIONS, group, fresh=False)
+                stored = count_stored(members, partitions)
+                return GroupTakeover(seqno, old or GroupRow(group), with_partitions(members, partitions), stored)
 
     async def fence_unknown_write(self, group: str, seqno: int) -> int:
         """Fence a write of unknown outcome that expected `seqno`, and return the seqno for the next write.
@@ -109,19 +113,13 @@ class GroupStore:
         except ConflictError as conflict:
             raise GroupFencedError from conflict
 
-    def classic_group_rows(self, group: ClassicGroup, stored: set[str]) -> Rows:
-        """Return the head row and the member rows of a group of the classic protocol.
-
-        Members that were `stored` and are gone are deleted.
-        """
-        return [self._head_row(group), *deleted_member_rows(group, stored), *classic_rows(group)]
-
-    def consumer_group_rows(self, group: ConsumerGroup, stored: set[str], changed: frozenset[str]) -> Rows:
-        """Return the rows of a group of the consumer protocol, with the changed members only."""
-        return [self._head_row(group), *deleted_member_rows(group, stored), *consumer_rows(group, changed)]
-
-    def _head_row(self, group: ClassicGroup | ConsumerGroup) -> tuple[bytes, bytes]:
-        return GROUPS.encode(head_row(group, self._new_owner(), self._clock.now_ms()))
+    def membership_rows(
+        self, group: ClassicGroup | ConsumerGroup, stored: StoredMembers, changed: frozenset[str] = frozenset()
+    ) -> tuple[Rows, StoredMembers]:
+        """Return the head row and the rows of the members, and what is stored afterwards (`member_rows`)."""
+        head = GROUPS.encode(head_row(group, self._new_owner(), self._clock.now_ms()))
+        rows, stored = member_rows(group, stored, changed)
+        return [head, *rows], stored
 
     # reading --------------------------------------------------------------------------------------
     async def head(self, group: str) -> GroupRow | None:
@@ -148,7 +146,8 @@ class GroupStore:
 
     async def deletion_rows(self, group: str) -> Rows:
         """Return deletions of all rows of a group, the head row last."""
-        keys = [key for family in (GROUP_MEMBERS, GROUP_OFFSETS) for key in await self._keys(family.prefix(group))]
+        families = (GROUP_MEMBERS, GROUP_PARTITIONS, GROUP_OFFSETS)
+        keys = [key for family in families for key in await self._keys(family.prefix(group))]
         return [(key, b"") for key in keys] + [(GROUPS.key(group), b"")]
 
     async def _keys(self, prefix: bytes) -> list[bytes]:

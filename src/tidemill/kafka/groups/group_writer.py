@@ -29,8 +29,8 @@ from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic import requests as classic
 from tidemill.kafka.groups.consumer import requests as consumer
 from tidemill.kafka.groups.consumer.state import ConsumerGroup
-from tidemill.kafka.groups.group_records import Rows
-from tidemill.kafka.groups.group_store import GroupFencedError, GroupStore
+from tidemill.kafka.groups.group_records import Rows, StoredMembers
+from tidemill.kafka.groups.group_store import GroupFencedError, GroupStore, GroupTakeover
 from tidemill.kafka.groups.protocol_dispatch import AnyGroup
 
 log = structlog.get_logger()
@@ -44,20 +44,20 @@ PART_BYTES = 1 << 20
 WRITE_BYTES = 2 << 20
 """Target size of a combined write.
 
-A membership of the maximum size (`GroupLimits.bytes`) slightly exceeds it and is written alone, so every write is far
-below the metastore's limit (METASTORE_BATCH_BYTES).
+A larger membership is written alone; `consumer.sizes` and `GroupLimits.bytes` keep it below the metastore's limit
+(METASTORE_BATCH_BYTES).
 """
 
 
 class _WritePart:
     """Rows that become durable together, and the callback for their error code.
 
-    `members` are the members of a written membership; None marks a part of a commit of offsets.
+    `members` are the members that are stored after a membership; None marks a part of a commit of offsets.
     """
 
     __slots__ = ("completed", "members", "rows", "size_bytes")
 
-    def __init__(self, rows: Rows, completed: Callable[[int], None], members: set[str] | None = None) -> None:
+    def __init__(self, rows: Rows, completed: Callable[[int], None], members: StoredMembers | None = None) -> None:
         self.rows = rows
         self.size_bytes = sum(len(key) + len(value) for key, value in rows)
         self.completed = completed
@@ -65,7 +65,7 @@ class _WritePart:
 
 
 class GroupWriter:
-    """Writer of the group that `group()` returns, whose head row has `seqno`.
+    """Writer of the group that `group()` returns, which `taken` found.
 
     `written()` is called after each write, `failed(code, error)` when the group cannot continue here.
     """
@@ -73,7 +73,7 @@ class GroupWriter:
     def __init__(
         self,
         rows: GroupStore,
-        seqno: int,
+        taken: GroupTakeover,
         group: Callable[[], AnyGroup],
         written: Callable[[], None],
         failed: Callable[[int, BaseException | None], None],
@@ -81,15 +81,14 @@ class GroupWriter:
         tasks: Tasks,
     ) -> None:
         self._rows = rows
-        self._seqno = seqno
+        self._seqno = taken.seqno
         self._group = group
         self._name = group().name
         self._written = written
         self._failed = failed
         self._clock = clock
         self._tasks = tasks
-        self._stored = set(group().members)
-        """Members that have rows."""
+        self._stored = taken.stored
         self._parts: deque[_WritePart] = deque()
         """Queue of parts. It has at most one membership, so the rows of that are computed from what is stored."""
         self.is_writing = False
@@ -184,8 +183,7 @@ class GroupWriter:
         return parts
 
     def _membership_part(self, group: AnyGroup) -> _WritePart:
-        members = set(group.members)
-        rows, stored = self._begin_store(group)
+        rows, members, stored = self._begin_store(group)
 
         def completed(code: int) -> None:
             stored(code)
@@ -205,21 +203,25 @@ class GroupWriter:
             seqno = await self._commit_rows(list(rows.items()))
         except InvalidError as error:
             log.error("kafka.group_write_refused", group=self._name, parts=len(parts), error=str(error))
-            return error_codes.INVALID_REQUEST
+            # A client gives up at INVALID_REQUEST, but the membership of others is not its mistake.
+            is_membership = any(part.members is not None for part in parts)
+            return error_codes.COORDINATOR_NOT_AVAILABLE if is_membership else error_codes.INVALID_REQUEST
         for part in parts:
             if part.members is not None:
                 self._seqno, self._stored = seqno, part.members
         return 0
 
-    def _begin_store(self, group: AnyGroup) -> tuple[Rows, Callable[[int], None]]:
-        """Return the rows of the group in its current state, and the callback for the error code of their write."""
+    def _begin_store(self, group: AnyGroup) -> tuple[Rows, StoredMembers, Callable[[int], None]]:
+        """Return the rows of the group in its current state, what is stored once they are written, and the callback for
+        the error code of their write.
+        """
         if isinstance(group, ConsumerGroup):
             changes = consumer.begin_store(group)
-            rows = self._rows.consumer_group_rows(group, self._stored, changes.changed)
-            return rows, lambda code: consumer.complete_store(group, self._now_ms(), changes, code)
+            rows, members = self._rows.membership_rows(group, self._stored, changes.changed)
+            return rows, members, lambda code: consumer.complete_store(group, self._now_ms(), changes, code)
         storing = classic.begin_store(group)
-        rows = self._rows.classic_group_rows(group, self._stored)
-        return rows, lambda code: classic.complete_store(group, self._now_ms(), storing, code)
+        rows, members = self._rows.membership_rows(group, self._stored)
+        return rows, members, lambda code: classic.complete_store(group, self._now_ms(), storing, code)
 
     async def _commit_rows(self, rows: Rows) -> int:
         """Write the rows, with retries.

@@ -6,6 +6,7 @@
     10 partition  11 extent     12 aborted transaction                       entity: topic id
     13 l1 partition  14 l1 extent  15 l1 term  16 l1 object  17 l1 cleaned   entity: topic id
     30 group offset                31 group      32 group member             entity: group
+    33 group partitions                                                      entity: group
     40 shard      41 batch                                                   entity: shard name
     42 binding                                                               entity: source
     60 checkpoint                                                            entity: slot
@@ -22,7 +23,7 @@ from typing import Any
 from tidemill.metastore.rows.captures import CAPTURE_TABLES, CAPTURES
 from tidemill.metastore.rows.catalogue import NAMES, NODES, PIPELINES, TOPIC_IDS, TOPICS
 from tidemill.metastore.rows.checkpoints import CHECKPOINTS
-from tidemill.metastore.rows.groups import GROUP_CONFIGS, GROUP_MEMBERS, GROUP_OFFSETS, GROUPS
+from tidemill.metastore.rows.groups import GROUP_CONFIGS, GROUP_MEMBERS, GROUP_OFFSETS, GROUP_PARTITIONS, GROUPS
 from tidemill.metastore.rows.l1 import L1_CLEANED, L1_EXTENTS, L1_OBJECTS, L1_PARTITIONS, L1_TERMS
 from tidemill.metastore.rows.partitions import ABORTED, EXTENTS, PARTITIONS
 from tidemill.metastore.rows.registry import (
@@ -57,6 +58,7 @@ ALL: tuple[Family[Any], ...] = (
     GROUP_OFFSETS,
     GROUPS,
     GROUP_MEMBERS,
+    GROUP_PARTITIONS,
     SHARDS,
     SHARD_BATCHES,
     BINDINGS,
@@ -91,6 +93,7 @@ __all__ = [
     "GROUP_CONFIGS",
     "GROUP_MEMBERS",
     "GROUP_OFFSETS",
+    "GROUP_PARTITIONS",
     "L1_CLEANED",
     "L1_EXTENTS",
     "L1_OBJECTS",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups import protocol_dispatch
@@ -21,22 +22,24 @@ from tidemill.kafka.groups.classic.state import (
 from tidemill.kafka.groups.consumer import requests as consumer
 from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest, Topic
 from tidemill.kafka.groups.group_records import (
-    classic_rows,
-    consumer_rows,
-    deleted_member_rows,
+    StoredMembers,
+    count_stored,
     head_row,
     in_protocol,
+    member_rows,
     restore_group,
 )
 from tidemill.kafka.groups.protocol_dispatch import AnyGroup
 from tidemill.kafka.groups.subscriptions import assigned_places, decode_subscription, encode_assignment
 from tidemill.kafka.schema.primitives import I16, I32
-from tidemill.metastore.rows import GROUP_MEMBERS, GROUPS
+from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_PARTITIONS, GROUPS, Family
+from tidemill.metastore.rows.groups import GroupMemberRow, GroupPartitionsRow, with_partitions
 
 EAGER, COOPERATIVE = "range", "cooperative-sticky"
 TOPIC, TOPIC_ID, PARTITIONS = "a", "ta", 4
 LIMITS = GroupLimits(members=6, initial_delay_ms=0, session_ms_min=10, consumer_session_ms=1_000)
 SESSION_MS, REBALANCE_MS = 1_000, 700
+FAMILIES: Final[tuple[Family[Any], ...]] = (GROUP_MEMBERS, GROUP_PARTITIONS)
 
 
 def subscription(owned: frozenset[int] = frozenset(), topic: str = TOPIC, version: int = 3) -> bytes:
@@ -45,6 +48,20 @@ def subscription(owned: frozenset[int] = frozenset(), topic: str = TOPIC, versio
     listed = [I32.pack(1), name, I32.pack(len(owned)), *map(I32.pack, sorted(owned))] if owned else [I32.pack(0)]
     whole = [I16.pack(version), I32.pack(1), name, I32.pack(-1), *listed, I32.pack(1), I16.pack(-1)]
     return b"".join(whole[: 4 if version == 0 else -2 if version == 1 else -1 if version == 2 else None])
+
+
+def stored_members(rows: Mapping[bytes, bytes]) -> list[GroupMemberRow]:
+    """Return the members in a group's rows, with their partitions."""
+    return with_partitions(*_member_rows(rows))
+
+
+def stored_counts(rows: Mapping[bytes, bytes]) -> dict[str, int]:
+    return count_stored(*_member_rows(rows))
+
+
+def _member_rows(rows: Mapping[bytes, bytes]) -> tuple[list[GroupMemberRow], list[GroupPartitionsRow]]:
+    of = {family: [family.decode(k, v) for k, v in sorted(rows.items()) if k[0] == family.tag] for family in FAMILIES}
+    return of[GROUP_MEMBERS], of[GROUP_PARTITIONS]
 
 
 class World:
@@ -57,7 +74,7 @@ class World:
         self.limits = limits
         self.rows: dict[bytes, bytes] = {}
         self.before: dict[bytes, bytes] = {}
-        self.stored: set[str] = set()
+        self.stored: StoredMembers = {}
         self.writing: tuple[AnyGroup, Any] | None = None
         self.answers: dict[Any, Answer] = {}
 
@@ -99,18 +116,17 @@ class World:
             self.answers[waiter] = said
 
     def write(self) -> None:
-        group, members = self.group, set(self.group.members)
+        group, changed = self.group, frozenset[str]()
         head = GROUPS.encode(head_row(group, "o", 0))
         if isinstance(group, ConsumerGroup):
             changes = consumer.begin_store(group)
-            rows = [head, *deleted_member_rows(group, self.stored), *consumer_rows(group, changes.changed)]
+            changed = changes.changed
             self.writing = (group, changes)
         else:
-            storing = classic.begin_store(group)
-            rows = [head, *deleted_member_rows(group, self.stored), *classic_rows(group)]
-            self.writing = (group, storing)
-        self.before, self.stored = self.rows, members
-        self.rows = {k: v for k, v in {**self.rows, **dict(rows)}.items() if v}
+            self.writing = (group, classic.begin_store(group))
+        rows, self.stored = member_rows(group, self.stored, changed)
+        self.before = self.rows
+        self.rows = {k: v for k, v in {**self.rows, **dict([head, *rows])}.items() if v}
 
     def written(self, code: int = 0) -> None:
         if self.writing is None:
@@ -138,13 +154,13 @@ class World:
         self.answers.clear()
         key = GROUPS.key("g")
         if key not in self.rows:
-            self.group, self.stored = ClassicGroup("g", self.limits), set()
+            self.group, self.stored = ClassicGroup("g", self.limits), {}
             return
         head = GROUPS.decode(key, self.rows[key])
-        members = [GROUP_MEMBERS.decode(k, v) for k, v in sorted(self.rows.items()) if k != key]
+        members = stored_members(self.rows)
         assert head.members == len(members)
         self.group = protocol_dispatch.after_takeover(restore_group(head, members, self.limits, self.now), self.now)
-        self.stored = set(self.group.members)
+        self.stored = stored_counts(self.rows)
 
     def is_member(self, member_id: str, generation: int) -> bool:
         """May it commit, as far as its identity goes?"""
@@ -239,8 +255,7 @@ class ClassicMember(Member):
         assigned = frozenset(partition for _, partition in assigned_places(said.assignment))
         group = self.world.group
         if isinstance(group, ConsumerGroup) and said.member_id in group.members:
-            key = GROUP_MEMBERS.key("g", said.member_id)
-            kept = GROUP_MEMBERS.decode(key, self.world.durable[key]).consumer
+            kept = {row.member_id: row.consumer for row in stored_members(self.world.durable)}[said.member_id]
             assert kept is not None and assigned <= set(kept.held.get(TOPIC_ID, ())), "CG2"
         let_go, self.uses = self.uses - assigned, assigned
         self.phase = "join" if let_go else "stable"

@@ -20,6 +20,7 @@ from tidemill.kafka.groups.classic.state import JoinAnswer, JoinRequest, SyncAns
 from tidemill.kafka.groups.consumer import reconciliation
 from tidemill.kafka.groups.consumer.assignors import Partitions
 from tidemill.kafka.groups.consumer.requests import ID_BYTES, member_error
+from tidemill.kafka.groups.consumer.sizes import excess_partitions
 from tidemill.kafka.groups.consumer.state import (
     ClassicSubscription,
     ConsumerGroup,
@@ -42,6 +43,8 @@ def join(group: ConsumerGroup, now: int, ask: JoinRequest, seen: TopicSnapshot) 
     if not ask.member_id and ask.instance_id is None and ask.knows_first:
         return JoinAnswer(error_codes.MEMBER_ID_REQUIRED, ask.new_id)
     subscription = decode_subscription(ask.protocols[0][1])
+    if excess_partitions(group, subscription.topics, "", seen, metadata_bytes(ask.protocols)) > 0:
+        return JoinAnswer(error_codes.GROUP_MAX_SIZE_REACHED, ask.member_id)
     member = _joining_member(group, ask)
     _update_member(group, member, ask, subscription)
     reconciliation.update_target(group, seen)

@@ -15,6 +15,7 @@ Source: KIP-848, "Assignment" and "Member reconciliation".
 from __future__ import annotations
 
 from tidemill.kafka.groups.consumer.assignors import ASSIGNORS, DEFAULT, Partitions
+from tidemill.kafka.groups.consumer.sizes import fitting_topics
 from tidemill.kafka.groups.consumer.state import (
     ConsumerGroup,
     ConsumerGroupMember,
@@ -32,6 +33,8 @@ def update_target(group: ConsumerGroup, seen: TopicSnapshot) -> None:
         wanted = set().union(*map(group.subscribed_names, group.members.values()))
         found = {name: topic for name in sorted(wanted) if (topic := seen.topic(name)) is not None}
         group.seen_version = seen.version
+        fitting = fitting_topics(group, found)
+        group.topics_left_out, found = len(found) - len(fitting), fitting
         if found != group.topics:
             group.topics = found
             digest = digest_of(found)

@@ -14,6 +14,7 @@ from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic.state import Answer, HeartbeatAnswer, Waiter, error_answer_for
 from tidemill.kafka.groups.consumer import reconciliation
 from tidemill.kafka.groups.consumer.assignors import ASSIGNORS
+from tidemill.kafka.groups.consumer.sizes import excess_partitions
 from tidemill.kafka.groups.consumer.state import (
     EPOCH_LEAVE,
     EPOCH_LEAVE_TEMPORARILY,
@@ -41,7 +42,7 @@ def heartbeat(group: ConsumerGroup, now: int, ask: HeartbeatRequest, seen: Topic
         return _leave_group(group, now, ask)
     refused = _join_rejection(group, ask) if ask.epoch == 0 else _epoch_rejection(group, ask)
     if refused is None:
-        refused = _size_rejection(group, ask)
+        refused = _size_rejection(group, ask, seen)
     if refused is not None:
         return refused
     if ask.epoch == 0:
@@ -96,7 +97,7 @@ def _join_rejection(group: ConsumerGroup, ask: HeartbeatRequest) -> HeartbeatAns
     return None
 
 
-def _size_rejection(group: ConsumerGroup, ask: HeartbeatRequest) -> HeartbeatAnswer | None:
+def _size_rejection(group: ConsumerGroup, ask: HeartbeatRequest, seen: TopicSnapshot) -> HeartbeatAnswer | None:
     member = group.members.get(ask.member_id)
     topics = ask.topics if ask.topics is not None else member.topics if member is not None else frozenset()
     pattern = ask.pattern if ask.pattern is not None else member.pattern if member is not None else ""
@@ -107,6 +108,11 @@ def _size_rejection(group: ConsumerGroup, ask: HeartbeatRequest) -> HeartbeatAns
     if size > group.limits.member_bytes or size + others > group.limits.bytes:
         return HeartbeatAnswer(
             error_codes.GROUP_MAX_SIZE_REACHED, f"The subscription has {size} bytes and those of others {others} bytes."
+        )
+    excess = excess_partitions(group, topics, pattern, seen, size)
+    if excess > 0:
+        return HeartbeatAnswer(
+            error_codes.GROUP_MAX_SIZE_REACHED, f"The group would have {excess} partitions more than fit in one write."
         )
     return None
 

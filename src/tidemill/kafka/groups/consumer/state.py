@@ -129,6 +129,7 @@ class ConsumerGroup:
     epoch, target_epoch    the group's epoch; the epoch for which the members' targets were computed
     owners                 (topic id, partition) → the member that holds it: the inverse of `held` of all members
     topics                 name → topic, of everything that any member is subscribed to; None before the first check
+    topics_left_out        number of subscribed topics for which the group has no room (`sizes`)
     digest                 hash of `topics` for which the targets were computed
     matches                pattern → names of topics
     seen_version           version of the snapshot from which `topics` and `matches` were computed
@@ -149,6 +150,7 @@ class ConsumerGroup:
         self.instances: dict[str, str] = {}
         self.owners: dict[tuple[str, int], str] = {}
         self.topics: dict[str, Topic] | None = None
+        self.topics_left_out = 0
         self.digest = ""
         self.matches: dict[str, frozenset[str]] = {}
         self.seen_version = -1

@@ -1,0 +1,147 @@
+"""Groups of the consumer protocol with thousands of topics: their rows, their limits and the cost of a target."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import pytest
+
+from support.kafka.groups.moved import LIMITS, World
+from support.kafka.groups.world import See
+from tidemill.base.limits import METASTORE_VALUE_BYTES
+from tidemill.kafka import error_codes
+from tidemill.kafka.groups.classic.state import HeartbeatAnswer
+from tidemill.kafka.groups.consumer import requests, sizes
+from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest, Topic
+from tidemill.kafka.groups.group_runner import GroupRunner
+from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_PARTITIONS
+from tidemill.metastore.rows.groups import (
+    ConsumerMember,
+    GroupMemberRow,
+    GroupPartitionsRow,
+    partition_rows,
+    with_partitions,
+)
+
+
+class Topics(See):
+    """Many topics; every pattern matches those whose names begin with it."""
+
+    def __init__(self, count: int, partitions: int = 1, prefix: str = "t") -> None:
+        names = (f"{prefix}{n:05}" for n in range(count))
+        super().__init__({name: Topic(str(UUID(int=(n << 64) + 1)), partitions) for n, name in enumerate(names)})
+
+    def matching(self, pattern: str) -> frozenset[str]:
+        return frozenset(name for name in self.topics if name.startswith(pattern))
+
+
+def joins(member_id: str, pattern: str = "t") -> HeartbeatRequest:
+    return HeartbeatRequest(member_id, 0, rebalance_ms=1_000, pattern=pattern, owned={})
+
+
+async def revoked(led: GroupRunner, member_id: str, epoch: int, seen: See) -> HeartbeatAnswer:
+    """Let a member revoke what it must, and return its answer with the next epoch."""
+    asked = await led.consumer_heartbeat(HeartbeatRequest(member_id, epoch), seen)
+    return await led.consumer_heartbeat(HeartbeatRequest(member_id, epoch, owned=asked.assignment), seen)
+
+
+async def test_two_members_of_2500_topics_each_and_then_one_of_all() -> None:
+    async with World() as world:
+        seen, led = Topics(5_000), await world.node().get("g")
+        first = await led.consumer_heartbeat(joins("m1"), seen)
+        assert first.error == 0 and len(first.assignment or ()) == 5_000
+        assert (await led.consumer_heartbeat(joins("m2"), seen)).error == 0
+        assert (await revoked(led, "m1", 1, seen)).epoch == 2
+        second = await led.consumer_heartbeat(HeartbeatRequest("m2", 2), seen)
+        assert second.error == 0 and len(second.assignment or ()) == 2_500
+        led = await world.node().get("g")
+        assert isinstance(led.group, ConsumerGroup)
+        assert [len(member.held) for member in led.group.members.values()] == [2_500, 2_500]
+        assert (await led.consumer_heartbeat(HeartbeatRequest("m1", -1), seen)).error == 0
+        alone = await led.consumer_heartbeat(HeartbeatRequest("m2", 2), seen)
+        assert alone.error == 0 and len(alone.assignment or ()) == 5_000
+        assert {row.member_id for row in await world.metastore.rows(GROUP_PARTITIONS, "g")} == {"m2"}
+
+
+async def test_a_member_has_as_many_topics_as_a_cluster_may_and_leaves_no_rows() -> None:
+    async with World() as world:
+        seen, led = Topics(20_000), await world.node().get("g")
+        joined = await led.consumer_heartbeat(joins("m1"), seen)
+        assert joined.error == 0 and len(joined.assignment or ()) == 20_000
+        led = await world.node().get("g")
+        assert isinstance(led.group, ConsumerGroup)
+        member = led.group.members["m1"]
+        assert member.held == member.target == joined.assignment and not member.revoking
+        left = await led.consumer_heartbeat(HeartbeatRequest("m1", 1, pattern="t0000"), seen)
+        assert left.error == 0 and len(left.assignment or ()) == 10
+        assert len(await world.metastore.rows(GROUP_PARTITIONS, "g")) > 1, "it holds them until it has revoked them"
+        owned = left.assignment
+        assert (await led.consumer_heartbeat(HeartbeatRequest("m1", 1, owned=owned), seen)).epoch == 2
+        assert len(await world.metastore.rows(GROUP_PARTITIONS, "g")) == 1, "surplus rows are deleted"
+        assert (await led.consumer_heartbeat(HeartbeatRequest("m1", -1), seen)).error == 0
+        assert not await world.metastore.rows(GROUP_MEMBERS, "g")
+        assert not await world.metastore.rows(GROUP_PARTITIONS, "g")
+
+
+def test_partitions_in_every_state_survive_their_rows_and_no_row_is_too_large() -> None:
+    ids = [str(UUID(int=(n << 100) + n)) for n in range(20_000)]
+    held = {topic: frozenset({0, 1}) for topic in ids} | {"no uuid": frozenset(range(100_000))}
+    revoking = {topic: frozenset({1}) for topic in ids[::3]}
+    target = {topic: frozenset({0, 2}) for topic in ids[::2]} | {
+        "x" * 16: frozenset({5}),
+        ids[0].upper(): frozenset({1}),
+    }
+    rows = partition_rows("g", "m", held, revoking, target)
+    assert [row.number for row in rows] == list(range(len(rows)))
+    stored = [GROUP_PARTITIONS.encode(row) for row in rows]
+    assert max(len(value) for _, value in stored) < METASTORE_VALUE_BYTES
+    read = [GROUP_PARTITIONS.decode(key, value) for key, value in stored]
+    (member,) = with_partitions([GroupMemberRow("g", "m", consumer=ConsumerMember())], read)
+    assert member.consumer is not None
+    for wanted, found in ((held, member.consumer.held), (revoking, member.consumer.revoking)):
+        assert {topic: frozenset(partitions) for topic, partitions in found.items()} == wanted
+    assert {topic: frozenset(partitions) for topic, partitions in member.consumer.target.items()} == target
+
+
+def test_a_topic_that_is_held_and_wanted_needs_its_id_and_six_bytes() -> None:
+    held = {str(UUID(int=(n << 64) + 1)): frozenset({0}) for n in range(1_000)}
+    rows = partition_rows("g", "m", held, {}, held)
+    assert len(rows) == 1
+    assert len(GROUP_PARTITIONS.encode(rows[0])[1]) < 1_000 * (16 + 6) + 16
+
+
+def test_a_member_without_rows_of_partitions_has_those_of_its_own_row() -> None:
+    old = GroupMemberRow("g", "m", consumer=ConsumerMember(held={"t": (1,)}, target={"t": (1,)}))
+    assert with_partitions([old], [GroupPartitionsRow("g", "other", 0, ())]) == [old]
+
+
+async def test_f232_a_subscription_of_more_than_one_write_can_hold_is_rejected_and_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sizes, "GROUP_BYTES_MAX", 50_000)
+    async with World() as world:
+        seen, led = Topics(2_000), await world.node().get("g")
+        assert len((await led.consumer_heartbeat(joins("m1", "t000"), seen)).assignment or ()) == 100
+        for ask in (joins("m2"), HeartbeatRequest("m1", 1, pattern="t")):
+            refused = await led.consumer_heartbeat(ask, seen)
+            assert (
+                refused.error == error_codes.GROUP_MAX_SIZE_REACHED and "more than fit in one write" in refused.message
+            )
+            assert list(led.group.members) == ["m1"] and not led.group.unstored
+        assert (await led.consumer_heartbeat(HeartbeatRequest("m1", 1), seen)).error == 0, "the group goes on"
+        assert (await led.consumer_heartbeat(joins("m2", "t001"), seen)).error == 0, "and takes what fits"
+
+
+def test_topics_that_are_created_beyond_the_room_of_a_group_are_left_out_until_there_is_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sizes, "GROUP_BYTES_MAX", 10_000)
+    seen = Topics(100)
+    group = ConsumerGroup("g", LIMITS)
+    assert len(requests.heartbeat(group, 0, joins("m1"), seen).assignment or ()) == 100
+    fits = sizes.room_for_topics(group)
+    for n in range(300):
+        seen.change(f"a{n:03}" if n % 2 else f"t1{n:04}", Topic(str(UUID(int=n + 2)), 1))
+    answer = requests.heartbeat(group, 0, HeartbeatRequest("m1", 1), seen)
+    assert len(answer.assignment or ()) == fits and group.topics_left_out == 250 - fits
+    assert set(group.topics or ()) >= {f"t{n:05}" for n in range(100)}, "what is assigned stays"
