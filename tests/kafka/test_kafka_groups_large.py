@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
 from uuid import UUID
 
 import pytest
@@ -14,6 +18,7 @@ from tidemill.kafka.groups.classic.state import HeartbeatAnswer
 from tidemill.kafka.groups.consumer import requests, sizes
 from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest, Topic
 from tidemill.kafka.groups.group_runner import GroupRunner
+from tidemill.kafka.groups.topic_patterns import TopicView
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_PARTITIONS
 from tidemill.metastore.rows.groups import (
     ConsumerMember,
@@ -37,6 +42,29 @@ class Topics(See):
 
 def joins(member_id: str, pattern: str = "t") -> HeartbeatRequest:
     return HeartbeatRequest(member_id, 0, rebalance_ms=1_000, pattern=pattern, owned={})
+
+
+def lines_executed(work: Callable[[], Any]) -> int:
+    """Run the work and return how many lines of the consumer protocol's modules it executed, comprehensions included.
+
+    A line of a loop or a comprehension counts once for each item, so the number grows like the running time.
+    """
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if "groups/consumer/" not in frame.f_code.co_filename:
+            return None
+        count += event == "line"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(before)
+    return count
 
 
 async def revoked(led: GroupRunner, member_id: str, epoch: int, seen: See) -> HeartbeatAnswer:
@@ -145,3 +173,30 @@ def test_topics_that_are_created_beyond_the_room_of_a_group_are_left_out_until_t
     answer = requests.heartbeat(group, 0, HeartbeatRequest("m1", 1), seen)
     assert len(answer.assignment or ()) == fits and group.topics_left_out == 250 - fits
     assert set(group.topics or ()) >= {f"t{n:05}" for n in range(100)}, "what is assigned stays"
+
+
+@pytest.mark.parametrize("patterns", [("t",), ("t", "t00"), ("t", "t00", "t01", "t000")], ids=len)
+def test_the_work_of_a_join_does_not_grow_with_members_times_topics(patterns: tuple[str, ...]) -> None:
+    seen = Topics(1_500)
+    work: dict[int, int] = {}
+    group = ConsumerGroup("g", LIMITS)
+    for count in range(61):
+        ask = joins(f"m{count:02}", patterns[count % len(patterns)])
+        work[count] = lines_executed(lambda ask=ask: requests.heartbeat(group, 0, ask, seen))  # type: ignore[misc]
+    assert sum(len(member.target) for member in group.members.values()) == 1_500
+    few, many = (max(work[count] for count in counts) for counts in (range(4, 12), range(52, 60)))
+    assert many < 1.5 * few, "five times as many members"
+    assert many < 100 * 1_500, "less than two lines for each topic of each member"
+
+
+def test_the_rights_of_a_client_to_a_topic_are_checked_once_however_many_patterns_match_it() -> None:
+    names = [f"t{n}" for n in range(10)]
+    asked: list[str] = []
+
+    def may(topic: str) -> bool:
+        asked.append(topic)
+        return topic != "t3"
+
+    view = TopicView(None, {f"t{n}?": frozenset(names[: n + 1]) for n in range(10)}, may)  # type: ignore[arg-type]
+    assert [len(view.matching(f"t{n}?")) for n in range(10)] == [1, 2, 3, 3, 4, 5, 6, 7, 8, 9]
+    assert sorted(asked) == names

@@ -68,7 +68,7 @@ def is_subscribed(group: ClassicGroup | ConsumerGroup, topic: str) -> bool:
     if isinstance(group, ConsumerGroup):
         if group.topics is None and group.patterns():
             return True
-        return any(topic in group.subscribed_names(member) for member in group.members.values())
+        return any(topic in group.subscribed_names(each.topics, each.pattern) for each in group.members.values())
     if group.phase is not Phase.STABLE:
         return True
     try:

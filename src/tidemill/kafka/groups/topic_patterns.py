@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Final, NamedTuple
+from functools import cached_property
+from itertools import filterfalse
+from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -32,15 +34,21 @@ process hides pandas.
 """
 
 
-class TopicView(NamedTuple):
+class TopicView:
     """All topics, and the matches of some patterns that the client may see: a `consumer.state.TopicSnapshot`.
 
     It must be used before the next await, because it reads `cache`.
     """
 
-    cache: TopicCache
-    matches: Mapping[str, frozenset[str]]
-    may: Callable[[str], bool]
+    def __init__(self, cache: TopicCache, matches: Mapping[str, frozenset[str]], may: Callable[[str], bool]) -> None:
+        self.cache = cache
+        self._matches = matches
+        self._may = may
+
+    @cached_property
+    def _hidden(self) -> frozenset[str]:
+        """Matching names that the client may not see. Each name is checked once, however many patterns match it."""
+        return frozenset(filterfalse(self._may, frozenset().union(*self._matches.values())))
 
     @property
     def version(self) -> int:
@@ -51,7 +59,8 @@ class TopicView(NamedTuple):
         return None if row is None else Topic(row.topic_id, row.partitions)
 
     def matching(self, pattern: str) -> frozenset[str]:
-        return frozenset(filter(self.may, self.matches[pattern]))
+        matches = self._matches[pattern]
+        return matches - self._hidden if self._hidden else matches
 
 
 class TopicPatterns:

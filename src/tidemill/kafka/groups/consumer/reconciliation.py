@@ -30,19 +30,27 @@ def update_target(group: ConsumerGroup, seen: TopicSnapshot) -> None:
     """Begin a new epoch and compute its target if subscriptions or topics have changed."""
     if group.topics is None or group.seen_version != seen.version:
         group.matches = {pattern: seen.matching(pattern) for pattern in group.patterns()}
-        wanted = set().union(*map(group.subscribed_names, group.members.values()))
-        found = {name: topic for name in sorted(wanted) if (topic := seen.topic(name)) is not None}
+        wanted = frozenset().union(*set(_subscribed_names(group).values()))
+        if group.topics is None or (group.found_version, group.found_names) != (seen.version, wanted):
+            found = {name: topic for name in sorted(wanted) if (topic := seen.topic(name)) is not None}
+            fitting = fitting_topics(group, found)
+            if fitting != group.topics:
+                group.topics, group.subscribed_ids = fitting, {}
+                digest = digest_of(fitting)
+                if digest != group.digest:
+                    group.digest = digest
+                    _next_epoch(group)
+            group.topics_left_out = len(found) - len(fitting)
+            group.found_version, group.found_names = seen.version, None if group.topics_left_out else wanted
         group.seen_version = seen.version
-        fitting = fitting_topics(group, found)
-        group.topics_left_out, found = len(found) - len(fitting), fitting
-        if found != group.topics:
-            group.topics = found
-            digest = digest_of(found)
-            if digest != group.digest:
-                group.digest = digest
-                _next_epoch(group)
     if group.target_epoch != group.epoch:
         _compute_target(group)
+
+
+def _subscribed_names(group: ConsumerGroup) -> dict[tuple[frozenset[str], str], frozenset[str]]:
+    """Return the topics' names of each different subscription (names, pattern)."""
+    subscriptions = {(member.topics, member.pattern) for member in group.members.values()}
+    return {each: group.subscribed_names(*each) for each in subscriptions}
 
 
 def note_subscription_change(group: ConsumerGroup) -> None:
@@ -62,10 +70,16 @@ def _compute_target(group: ConsumerGroup) -> None:
     """Compute the target of the group's epoch."""
     topics = group.topics or {}
     members = sorted(group.members.values(), key=lambda member: member.sort_key)
-    subscriptions = {
-        member.member_id: frozenset(topics[name].topic_id for name in group.subscribed_names(member) if name in topics)
-        for member in members
-    }
+    names = _subscribed_names(group)
+    # Members of equal subscriptions get the same set, and a set stays the same object while its topics do.
+    known, group.subscribed_ids = group.subscribed_ids, {}
+    for each in names.values():
+        if each not in group.subscribed_ids:
+            found = known.get(each)
+            if found is None:
+                found = frozenset(topics[name].topic_id for name in each if name in topics)
+            group.subscribed_ids[each] = found
+    subscriptions = {member.member_id: group.subscribed_ids[names[member.topics, member.pattern]] for member in members}
     votes = [member.assignor for member in members if member.assignor]
     group.assignor = max(sorted(set(votes)), key=votes.count, default=DEFAULT)
     before = {member.member_id: member.target for member in members}

@@ -132,7 +132,11 @@ class ConsumerGroup:
     topics_left_out        number of subscribed topics for which the group has no room (`sizes`)
     digest                 hash of `topics` for which the targets were computed
     matches                pattern → names of topics
-    seen_version           version of the snapshot from which `topics` and `matches` were computed
+    seen_version           version of the snapshot from which `topics` and `matches` were computed; -1 after a change of
+                           subscriptions
+    found_version          version of the snapshot that `topics` was looked up in
+    found_names            names that were looked up for `topics`; None if there was no room for some
+    subscribed_ids         names of a subscription → ids of those in `topics`
     changed                members whose current state is not durable
     unstored               the durable state differs from this one
     waiting, in_flight     answers that wait for the next write, and for the running one
@@ -154,6 +158,9 @@ class ConsumerGroup:
         self.digest = ""
         self.matches: dict[str, frozenset[str]] = {}
         self.seen_version = -1
+        self.found_version = -1
+        self.found_names: frozenset[str] | None = None
+        self.subscribed_ids: dict[frozenset[str], frozenset[str]] = {}
         self.changed: set[str] = set()
         self.unstored = False
         self.waiting: list[tuple[Waiter, Answer]] = []
@@ -200,8 +207,9 @@ class ConsumerGroup:
     def patterns(self) -> set[str]:
         return {member.pattern for member in self.members.values() if member.pattern}
 
-    def subscribed_names(self, member: ConsumerGroupMember) -> frozenset[str]:
-        return member.topics | self.matches.get(member.pattern, frozenset())
+    def subscribed_names(self, topics: frozenset[str], pattern: str) -> frozenset[str]:
+        matches = self.matches.get(pattern, frozenset())
+        return topics | matches if topics and matches else topics or matches
 
 
 def subscription_bytes(topics: frozenset[str], pattern: str) -> int:
