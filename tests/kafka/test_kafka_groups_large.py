@@ -8,12 +8,16 @@ from types import FrameType
 from typing import Any
 from uuid import UUID
 
+import confluent_kafka as ck
 import pytest
 
 from support.kafka.groups.moved import LIMITS, World
 from support.kafka.groups.world import See
+from support.kafka.harness import RealBroker
+from support.waiting import eventually
+from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.limits import METASTORE_VALUE_BYTES
-from tidemill.kafka import error_codes
+from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.groups.classic.state import HeartbeatAnswer
 from tidemill.kafka.groups.consumer import requests, sizes
 from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest, Topic
@@ -200,3 +204,29 @@ def test_the_rights_of_a_client_to_a_topic_are_checked_once_however_many_pattern
     view = TopicView(None, {f"t{n}?": frozenset(names[: n + 1]) for n in range(10)}, may)  # type: ignore[arg-type]
     assert [len(view.matching(f"t{n}?")) for n in range(10)] == [1, 2, 3, 3, 4, 5, 6, 7, 8, 9]
     assert sorted(asked) == names
+
+
+def test_two_librdkafka_consumers_read_4000_topics_and_then_one_of_them_reads_all() -> None:
+    broker = RealBroker(settings=KafkaSettings(KafkaSection(group_consumer_heartbeat_interval_ms=500)))
+    consumers: list[ck.Consumer] = []
+    try:
+        for n in range(4_000):
+            broker.create_topic(f"t{n:05}", 1)
+        for _ in range(2):
+            config = {"bootstrap.servers": broker.address, "group.id": "g", "group.protocol": "consumer"}
+            consumers.append(ck.Consumer(config | {"enable.auto.commit": False}))
+            consumers[-1].subscribe(["^t.*"])
+
+        def assigned() -> list[int]:
+            for each in consumers:
+                message = each.poll(0.1)
+                assert message is None or message.error() is None or message.error().retriable()
+            return [len(each.assignment()) for each in consumers]
+
+        eventually(lambda: assigned() == [2_000, 2_000], within_s=60)
+        consumers.pop(0).close()
+        eventually(lambda: assigned() == [4_000], within_s=60)
+    finally:
+        for each in consumers:
+            each.close()
+        broker.close()
