@@ -203,7 +203,7 @@ class GroupWriter:
             seqno = await self._commit_rows(list(rows.items()))
         except InvalidError as error:
             log.error("kafka.group_write_refused", group=self._name, parts=len(parts), error=str(error))
-            # A client gives up at INVALID_REQUEST, but the membership of others is not its mistake.
+            # INVALID_REQUEST ends a client, but the membership is not derived from its request alone.
             is_membership = any(part.members is not None for part in parts)
             return error_codes.COORDINATOR_NOT_AVAILABLE if is_membership else error_codes.INVALID_REQUEST
         for part in parts:

@@ -171,7 +171,7 @@ class _Audience:
 def _audiences(subscriptions: Subscriptions) -> dict[str, _Audience]:
     """Return topic → its subscribers. Topics of equal subscribers share them.
 
-    Each different subscription is looked at once, however many members have it.
+    Each different subscription is read once, however many members have it.
     """
     members: dict[frozenset[str], list[int]] = {}
     for index, topics in enumerate(subscriptions.values()):

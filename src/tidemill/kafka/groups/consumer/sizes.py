@@ -18,7 +18,7 @@ from tidemill.metastore.rows.groups import PARTITION_BYTES, TOPIC_BYTES
 
 PLACE_BYTES: Final = TOPIC_BYTES + PARTITION_BYTES
 MEMBER_BYTES: Final = 256
-"""Bytes of a member besides its texts."""
+"""Bytes of a member without its texts, at most."""
 TEXT_BYTES: Final = 5
 """Bytes in front of a text, at most."""
 GROUP_BYTES_MAX: Final = METASTORE_BATCH_BYTES - (64 << 10)
