@@ -469,7 +469,7 @@ def test_a_dead_letter_shard_that_is_dropped_while_its_pipeline_runs_is_created_
 
 
 def test_a_letter_that_a_replay_removed_is_stored_again_if_its_record_fails_again(harbour: Any) -> None:
-    """Such a record may fail in a table that is added to the pipeline with a stricter expectation."""
+    # A table with a stricter expectation, which is added to the pipeline, reads the same records.
     mine, peer = dead_letters(harbour), dead_letters(harbour)
     mine.put(letters("t", 4, 5))
     peer.put(letters("t", 4))
