@@ -146,6 +146,15 @@ def test_a_throttle_that_is_not_set_is_deleted_and_another_config_of_a_broker_is
         alter("no.such", "1", AlterConfigOpType.SET)
 
 
+def test_the_metadata_of_a_topic_without_a_name_are_an_invalid_topic(raw: RawClient) -> None:
+    for version in (1, 9):
+        asked = fields(nested(load_request_schema(3, version), "topics"), name="")
+        may = {"allow_auto_topic_creation": False} if version > 3 else {}
+        body = fields(load_request_schema(3, version), topics=(asked,), **may)
+        (topic,) = raw.ask(3, version, encode(body)).topics
+        assert int(topic.error_code) == error_codes.INVALID_TOPIC_EXCEPTION, version
+
+
 def test_an_empty_list_of_configs_means_all_of_them(shared: RealBroker, raw: RawClient) -> None:
     shared.create_topic("configured", 1)
     resource = nested(load_request_schema(32, 4), "resources")

@@ -97,6 +97,8 @@ class _MetadataAnswers:
         name, topic_id = asked.get("name"), asked.get("topic_id", ZERO_UUID)
         if self._request.version < _IDS_FROM and name is None:
             return _error_topic("", topic_id, error_codes.INVALID_REQUEST)
+        if name == "" and topic_id == ZERO_UUID:
+            return _error_topic(name, topic_id, error_codes.INVALID_TOPIC_EXCEPTION)
         row: TopicRow | None
         try:
             row = await self._find(name, topic_id)
