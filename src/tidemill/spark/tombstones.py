@@ -112,8 +112,8 @@ class Tombstones:
         """Return the newest tombstones of the keys, as Mirror.lookup. They may have expired."""
         return self._mirror.lookup(keys, hashes)
 
-    def live_rows(self) -> pa.Table:
-        return self._mirror.live_rows()
+    def live_rows(self, columns: tuple[str, ...] | None = None) -> pa.Table:
+        return self._mirror.live_rows(columns)
 
     @property
     def empty(self) -> bool:

@@ -131,14 +131,22 @@ class Mirror:
             return contents_schema(self.schema).empty_table(), found
         return pa.concat_tables(tables), found
 
-    def live_rows(self) -> pa.Table:
-        """Return the contents of the shard at upper - 1, sorted by hash."""
-        if not self.runs:
-            return contents_schema(self.schema).empty_table()
-        if len(self.runs) == 1:
-            run = self.runs[0]
+    def live_rows(self, columns: tuple[str, ...] | None = None, hashes: tuple[int, int] | None = None) -> pa.Table:
+        """Return the contents of the shard at upper - 1, sorted by hash.
+
+        `columns`: only these, which include the key's. `hashes`: only keys with a hash in [lower, upper); nothing else
+        is read.
+        """
+        runs = self.runs if hashes is None else [run.within(*hashes) for run in self.runs]
+        if columns is not None:
+            runs = [SortedRun(run.rows.select(list(columns)), run.hashes, run.live, run.path) for run in runs]
+        if not runs:
+            found = contents_schema(self.schema).empty_table()
+            return found if columns is None else found.select(list(columns))
+        if len(runs) == 1:
+            run = runs[0]
             return run.rows if run.live.all() else run.rows.filter(pa.array(run.live))
-        return merge_runs(self.schema, self.runs[::-1], drop_absent=True).rows
+        return merge_runs(self.schema, runs[::-1], drop_absent=True).rows
 
     @property
     def empty(self) -> bool:

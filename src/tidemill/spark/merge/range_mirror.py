@@ -32,6 +32,12 @@ class HashRange(msgspec.Struct, frozen=True):
     number: int
     count: int
 
+    @property
+    def bounds(self) -> tuple[int, int]:
+        """Hashes [lower, upper) of the range, as `bucket_of` cuts them."""
+        lower, upper = (-(-(number << 32) // self.count) << 32 for number in (self.number, self.number + 1))
+        return lower, upper
+
     def mask(self, hashes: U64) -> pa.Array:
         return pa.array(bucket_of(hashes, self.count) == self.number)
 

@@ -6,7 +6,7 @@ Invariant (one live row): a key has at most one live row at every time.
     chain      several times of one key are resolved in time order, each against the one before
     deletion   of an absent key: nothing
     no-op      a value equal to the live one: nothing, for every writer alike
-    truncation a deletion of every key at its place in the order
+    truncation a deletion of every key at its place in the order (truncations.py)
     unchanged  a column without a value keeps that of the row before; without that row the command is lost (toast_fill)
     sequence   if the table has one, late commands are left out first (sequence.py)
 
@@ -34,14 +34,14 @@ from tidemill.shards.parts.arrow_rows import (
     rows_at,
     rows_equal,
     to_mask,
-    values_at,
 )
 from tidemill.shards.parts.row_hash import U64, hash_rows
 from tidemill.shards.parts.schema import contents_schema, update_schema
-from tidemill.spark.merge.commands import BEFORE_ALL, LIVE, ORDER, PARTITION, Commands, command_schema, concat_commands
-from tidemill.spark.merge.key_grouping import exact_keys, group_by_key
+from tidemill.spark.merge.commands import LIVE, ORDER, PARTITION, Commands
+from tidemill.spark.merge.key_grouping import group_by_key
 from tidemill.spark.merge.sequence import Sequence, filter_late
 from tidemill.spark.merge.toast_fill import LostCommand, RejectedCommand, fill_unchanged, has_unchanged
+from tidemill.spark.merge.truncations import expand_truncations
 from tidemill.spark.predicates.expectations import ExpectationCheck
 
 HashRows = Callable[[pa.Table, tuple[str, ...]], U64]
@@ -54,8 +54,8 @@ class MirrorLookup(Protocol):
         """Return (live rows found, for each given key its row in them or -1). Keys are distinct, sorted by hash."""
         ...
 
-    def live_rows(self) -> pa.Table:
-        """Return all live rows."""
+    def live_rows(self, columns: tuple[str, ...] | None = None) -> pa.Table:
+        """Return all live rows, sorted by hash. `columns`: only these, which include the key's."""
         ...
 
     @property
@@ -110,7 +110,7 @@ def resolve(
 ) -> Resolved:
     """Resolve commands. All must be AT for (lower, upper): the caller classifies. `check`: of commands that leave
     columns unchanged; all others were checked when they were decoded."""
-    rows = _expand_truncations(schema, commands, mirror)
+    rows = expand_truncations(schema, commands, mirror, hasher)
     lost: tuple[LostCommand, ...] = ()
     rejected: tuple[RejectedCommand, ...] = ()
     if has_unchanged(rows):
@@ -129,7 +129,7 @@ def resolve_in_sequence(
     hasher: HashRows = hash_rows,
 ) -> Resolved:
     """Resolve commands of a table with a sequence, as `resolve`. None of them leaves columns unchanged."""
-    rows = _expand_truncations(schema, commands, mirror)
+    rows = expand_truncations(schema, commands, mirror, hasher)
     if rows.num_rows == 0:
         return _resolve_rows(schema, rows, mirror, lower, upper, hasher)
     found = filter_late(schema, rows, mirror, sequence, upper, hasher)
@@ -209,39 +209,3 @@ def _changed_keys(pool: pa.Table, values: list[str], live: Mask, changed: Mask, 
             differs[both] = ~rows_equal(pool, lasts[both], pool, len(live) + found[both], values)
     keep: Index = lasts[differs]
     return keep
-
-
-def _expand_truncations(schema: ShardSchema, commands: Commands, mirror: MirrorLookup) -> pa.Table:
-    """Return the commands with every truncation expanded into deletions of the keys that it applies to.
-
-    A key that has commands in this batch has a partition, so only truncations of that partition apply to it.
-    To a key known from the mirror alone any truncation applies: no command of this batch competes with the deletion.
-    """
-    rows, key = commands.rows, list(schema.key)
-    if not commands.truncates or (mirror.empty and all(t.order == BEFORE_ALL for t in commands.truncates)):
-        return rows
-    keys = pa.concat_tables([rows.select(key), mirror.live_rows().select(key)])
-    exact = exact_keys(keys, np.arange(keys.num_rows, dtype=np.int64), key)
-    partition_of = dict(zip(exact, rows.column(PARTITION).to_pylist(), strict=False))
-    places = {found: at for at, found in enumerate(exact)}
-    out = [
-        (at, truncate.time_ms, truncate.order, truncate.partition)
-        for truncate in commands.truncates
-        for found, at in places.items()
-        if partition_of.get(found, truncate.partition) == truncate.partition
-    ]
-    if not out:
-        return rows
-    target = command_schema(schema)
-    arrays = []
-    for field in target:
-        if field.name in key:
-            arrays.append(values_at(keys.column(field.name), np.array([o[0] for o in out], dtype=np.int64)))
-        elif field.name in (TIME, ORDER, PARTITION):
-            at = (TIME, ORDER, PARTITION).index(field.name) + 1
-            arrays.append(pa.array([o[at] for o in out], field.type))
-        elif field.name == LIVE:
-            arrays.append(pa.array([False] * len(out), field.type))
-        else:
-            arrays.append(pa.nulls(len(out), field.type))
-    return combine_columns(concat_commands([rows, pa.Table.from_arrays(arrays, schema=target)]))

@@ -91,6 +91,12 @@ class SortedRun:
         """Return the rows at places [lower, upper), as views."""
         return SortedRun(self.rows.slice(lower, upper - lower), self.hashes[lower:upper], self.live[lower:upper])
 
+    def within(self, lower: int, upper: int) -> SortedRun:
+        """Return the rows with hashes in [lower, upper), as views; `upper` is at most 2 ** 64."""
+        first = int(np.searchsorted(self.hashes, np.uint64(lower)))
+        last = int(np.searchsorted(self.hashes, np.uint64(upper))) if upper < 1 << 64 else len(self)
+        return self.between(first, last)
+
     def find(self, keys: pa.Table, hashes: U64, key: Sequence[str]) -> Index:
         """Return the row of each key in this run, or -1. An equal hash only nominates; the real keys decide."""
         n = len(self.hashes)

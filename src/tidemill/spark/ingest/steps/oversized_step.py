@@ -22,7 +22,7 @@ from tidemill.base.errors import CorruptError
 from tidemill.shards.api import TIME, Part
 from tidemill.shards.parts.arrow_rows import Index, int64s
 from tidemill.shards.parts.checksums import checksum
-from tidemill.shards.parts.row_hash import U64, bucket_of, hash_rows
+from tidemill.shards.parts.row_hash import U64
 from tidemill.shards.parts.schema import update_schema
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.ingest.dead_letters import letters_of_resolved, stop_of_rejected, violations_of_rejected
@@ -39,7 +39,7 @@ from tidemill.spark.merge.commands import (
     times_of,
 )
 from tidemill.spark.merge.mirror import Mirror
-from tidemill.spark.merge.range_mirror import cut_by_hash
+from tidemill.spark.merge.range_mirror import HashRange, cut_by_hash
 from tidemill.spark.merge.resolve import KeyChanges, Resolved, no_changes, resolve, resolve_in_sequence
 from tidemill.spark.merge.sorted_runs import SortedRun
 from tidemill.spark.predicates.expectations import Violations
@@ -150,7 +150,7 @@ class OversizedStep:
                 rows = pa.ipc.open_stream(data).read_all()
                 commands = Commands(rows, tuple(self._truncates))
                 commands = filter_commands(commands, times_of(commands) < self.upper)
-                view = _RangeView(mirror, schema.key, number, self._ranges)
+                view = _RangeView(mirror, HashRange(number, self._ranges))
                 step = self._step.lower, self.upper
                 if tombstones is not None:
                     resolved = resolve_in_sequence(schema, commands, view, *step, tombstones.sequence)
@@ -175,15 +175,14 @@ class OversizedStep:
 class _RangeView:
     """View of a mirror restricted to one range, for truncations; lookups only ask for keys of the range anyway."""
 
-    def __init__(self, mirror: Mirror, key: tuple[str, ...], number: int, ranges: int) -> None:
-        self._mirror, self._key, self._number, self._ranges = mirror, key, number, ranges
+    def __init__(self, mirror: Mirror, part: HashRange) -> None:
+        self._mirror, self._part = mirror, part
 
     def lookup(self, keys: pa.Table, hashes: U64) -> tuple[pa.Table, Index]:
         return self._mirror.lookup(keys, hashes)
 
-    def live_rows(self) -> pa.Table:
-        rows = self._mirror.live_rows()
-        return rows.filter(pa.array(bucket_of(hash_rows(rows, self._key), self._ranges) == self._number))
+    def live_rows(self, columns: tuple[str, ...] | None = None) -> pa.Table:
+        return self._mirror.live_rows(columns, self._part.bounds)
 
     @property
     def empty(self) -> bool:
