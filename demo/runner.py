@@ -37,10 +37,9 @@ from tidemill.base.status.status import StatusReport as MarksReport
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
-from tidemill.metastore.factory import create_metastore
+from tidemill.metastore.factory import create_metastore, open_bucket
 from tidemill.node.supervise.processes import offset_port, start_all
 from tidemill.node.supervise.supervisor import Supervisor
-from tidemill.objects.factory import open_objects
 from tidemill.shards.api import Shard
 from tidemill.shards.registry import open_remap, open_shard
 
@@ -106,8 +105,8 @@ class Runner:
         not depend on the start-up time of the machine.
         """
         config = self.environment.config
-        objects = await open_objects(config.objects_url, self._clock, self._rand)
         consensus = await open_consensus(config.consensus_url, self._clock, self._rand)
+        objects = await open_bucket(consensus, config.objects_url, self._clock, self._rand)
         supervisor = self.supervisor = start_all(config, self._clock, self.fail, nodes=self._nodes)
         self._consensus, self._objects = consensus, objects
         self._board = StatusBoard(consensus, self._rand)

@@ -172,3 +172,30 @@ def test_java_bash_and_pyspark_with_a_jvm_are_required_only_by_pipelines_that_us
         configure(tmp_path, shop=tables, more=more)
         found = checked(tmp_path, 1)
         assert [found[name][0]["ok"] for name in ("spark", "java", "bash")] == [False] * 3
+
+
+@pytest.mark.parametrize("above", [False, True], ids=["mount point", "above it"])
+def test_an_unmounted_bucket_fails_and_neither_the_check_nor_another_command_prepares_it(
+    tmp_path: Path, above: bool
+) -> None:
+    mount = tmp_path / "mount"
+    configure(tmp_path)
+    with (tmp_path / "tidemill.toml").open("a") as file:
+        file.write(f'[objects]\nurl = "file://{mount}/bucket"\n')
+    assert checked(tmp_path, 0)["objects open"][0]["ok"] and not mount.exists(), "there is no cluster yet"
+    assert run_tidemill("topic create clicks", cwd=tmp_path).exit_code == 0
+    assert checked(tmp_path, 0)["objects delete"][0]["ok"]
+
+    moved = mount if above else mount / "bucket"
+    moved.rename(tmp_path / "aside")
+    moved.mkdir()
+    [result] = checked(tmp_path, 1)["objects open"]
+    assert not result["ok"] and str(mount / "bucket") in result["found"] and "mounted" in result["fix"]
+    for command in ("topic list", "user list", "doctor --deep", "topic create clicks2"):
+        done = run_tidemill(command, cwd=tmp_path)
+        assert done.exit_code not in (0, 1) and "mounted" in done.errors + done.output, (command, done)
+    assert list(moved.iterdir()) == []
+
+    moved.rmdir()
+    (tmp_path / "aside").rename(moved)
+    assert "clicks" in run_tidemill("topic list", cwd=tmp_path).output

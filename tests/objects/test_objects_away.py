@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import subprocess
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,9 +23,10 @@ from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import open_with_retry
 from tidemill.objects import health, local, retrying
+from tidemill.objects.durable_create import RealSyscalls
 from tidemill.objects.factory import open_objects
 from tidemill.objects.health import CONFIRM_S, NOTICE_S, StoreHealth
-from tidemill.objects.local import CACHED_READ_BYTES, THREADS, LocalObjects
+from tidemill.objects.local import CACHED_READ_BYTES, LIST_PAGE, THREADS, LocalObjects
 from tidemill.objects.retrying import RetryingObjects
 
 T = TypeVar("T")
@@ -185,6 +186,101 @@ async def test_f508_a_directory_that_is_gone_proves_nothing_missing(small: Mount
     with pytest.raises(MissingError):
         await store.get("a/none")
     await store.aclose()
+
+
+class Swapped:
+    """A bucket's directory that another, empty one replaces and gives back, as an unmount and a mount do."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._aside = directory.with_name("aside")
+
+    def unmount(self) -> None:
+        self.directory.rename(self._aside)
+        self.directory.mkdir()
+
+    def mount(self) -> None:
+        self.directory.rename(self.directory.with_name("mount point"))
+        self._aside.rename(self.directory)
+
+
+async def test_f508_another_directory_in_its_place_is_not_the_store_even_if_a_process_prepares_it(
+    tmp_path: Path,
+) -> None:
+    swapped = Swapped(tmp_path / "bucket")
+    store = LocalObjects.open(swapped.directory, SystemClock(), Rand(1))
+    await store.put("a/b", b"1")
+    swapped.unmount()
+    other = LocalObjects.open(swapped.directory, SystemClock(), Rand(2))
+    await other.put("a/d", b"other")
+    for ask in (
+        store.get("a/b"),
+        store.head("a/b"),
+        store.put("a/c", b"2"),
+        store.put_unpublished("a/c", b"2"),
+        store.delete("a/d"),
+    ):
+        with pytest.raises(UnavailableError, match="another directory") as raised:
+            await ask
+        assert "mounted" in raised.value.fix
+    with pytest.raises(UnavailableError, match="another directory"):
+        async for _ in store.list(""):
+            pass
+    assert [meta.key async for meta in other.list("")] == ["a/d"]
+    assert os.listdir(swapped.directory / ".tmp") == []
+    await other.aclose()
+    swapped.mount()
+    await store.put("a/c", b"2")
+    assert [meta.key async for meta in store.list("")] == ["a/b", "a/c"]
+    await store.aclose()
+
+
+@pytest.mark.parametrize("unpublished", [False, True])
+async def test_f508_a_directory_that_is_replaced_during_a_write_receives_no_name(
+    tmp_path: Path, unpublished: bool
+) -> None:
+    swapped = Swapped(tmp_path / "bucket")
+
+    class ReplacedAfterWrite(RealSyscalls):
+        def write(self, fd: int, buffers: Sequence[memoryview]) -> int:
+            swapped.unmount()
+            LocalObjects.open(swapped.directory, SystemClock(), Rand(2))
+            return super().write(fd, buffers)
+
+    store = LocalObjects.open(swapped.directory, SystemClock(), Rand(1), ReplacedAfterWrite())
+    with pytest.raises(UnavailableError, match="another directory"):
+        await (store.put_unpublished if unpublished else store.put)("a/b", b"1")
+    assert os.listdir(swapped.directory) == [".tmp"]
+    await store.aclose()
+
+
+async def test_f508_a_directory_that_is_replaced_during_a_listing_ends_it(tmp_path: Path) -> None:
+    swapped = Swapped(tmp_path / "bucket")
+    store = LocalObjects.open(swapped.directory, SystemClock(), Rand())
+    for number in range(LIST_PAGE + 1):
+        (swapped.directory / f"{number // LIST_PAGE}").mkdir(exist_ok=True)
+        (swapped.directory / f"{number // LIST_PAGE}" / f"{number:04d}").touch()
+    found = store.list("")
+    await anext(found)
+    swapped.unmount()
+    with pytest.raises(UnavailableError):
+        async for _ in found:
+            pass
+    await store.aclose()
+
+
+@pytest.mark.parametrize("exists", [True, False])
+async def test_f508_a_directory_that_must_exist_is_not_created(tmp_path: Path, exists: bool) -> None:
+    root = tmp_path / "mount" / "bucket"
+    if exists:
+        root.mkdir(parents=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UnavailableError, match=r"has no \.tmp" if exists else "does not exist") as raised:
+        await open_objects(f"file://{root}", SystemClock(), Rand(), create=False)
+    assert "mounted" in raised.value.fix
+    assert sorted(tmp_path.rglob("*")) == before
+    await (await open_objects(f"file://{root}", SystemClock(), Rand())).aclose()
+    await (await open_objects(f"file://{root}", SystemClock(), Rand(), create=False)).aclose()
 
 
 async def test_f508_a_read_only_directory_is_waited_for_at_the_start(small: Mount) -> None:

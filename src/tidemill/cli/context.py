@@ -231,10 +231,10 @@ def open_stores(path: Path | None, *, create: bool = False) -> Iterator[OpenStor
 @contextmanager
 def open_stores_of(opened: OpenConsensus) -> Iterator[OpenStores]:
     """Open the other stores of a cluster whose consensus is open, and close them at the end."""
-    from tidemill.objects.factory import open_objects
+    from tidemill.metastore.factory import open_bucket
 
     portal = opened.portal
-    objects = portal.call(open_objects(opened.config.objects_url, opened.clock, opened.rand))
+    objects = portal.call(open_bucket(opened.consensus, opened.config.objects_url, opened.clock, opened.rand))
     try:
         found = OpenStores(opened.config, portal, opened.consensus, objects)
         try:

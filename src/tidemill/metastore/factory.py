@@ -14,15 +14,23 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.api import DomainRows
 from tidemill.metastore.bucket_claim import check_unclaimed, claim_bucket
-from tidemill.metastore.cluster import Cluster, domain_name
+from tidemill.metastore.cluster import REGISTER, Cluster, domain_name
 from tidemill.metastore.domain.domain import Domain
 from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
 from tidemill.metastore.metastore import Metastore
+from tidemill.objects.factory import open_objects
+from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectStore
 
 NODE = DomainSettings(lead=True)
 TOOL = DomainSettings(lead=False)
+
+
+async def open_bucket(consensus: Consensus, url: str, clock: Clock, rand: Rand) -> RetryingObjects:
+    """Open the bucket of the cluster in consensus, as `open_objects` does. A local directory is created only before the
+    cluster is: later, a missing one is a file system that is not mounted (UnavailableError)."""
+    return await open_objects(url, clock, rand, create=await consensus.head(REGISTER) is None)
 
 
 def create_metastore(

@@ -52,7 +52,7 @@ from tidemill.metastore.bucket_claim import BucketOwnership
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.cluster_manifest import Presence
-from tidemill.metastore.factory import NODE, create_metastore
+from tidemill.metastore.factory import NODE, create_metastore, open_bucket
 from tidemill.metastore.lsm.compaction.executor import open_executor
 from tidemill.node.capture_runner import CaptureRunner
 from tidemill.node.captures.balancer import CaptureBalancer
@@ -72,7 +72,6 @@ from tidemill.node.shape_routing import ShapeRouting
 from tidemill.node.silent_peers import SilentPeers
 from tidemill.node.status_publisher import StatusPublisher
 from tidemill.node.topic_binder import TopicBinder
-from tidemill.objects.factory import open_objects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.registry.http import registry_routes
 from tidemill.registry.registry import LocalSchemaRegistrar, Registry
@@ -190,7 +189,7 @@ async def _start_reporting(node: NodeContext, consensus: Consensus) -> None:
 
 async def _open_bucket(node: NodeContext, consensus: Consensus) -> RetryingObjects:
     objects = await open_with_retry(
-        lambda: open_objects(node.config.objects_url, node.clock, node.rand),
+        lambda: open_bucket(consensus, node.config.objects_url, node.clock, node.rand),
         node.clock,
         waiting=partial(node.record_wait, "objects"),
     )

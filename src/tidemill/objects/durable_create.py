@@ -27,7 +27,7 @@ import errno
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import count
 from typing import Protocol
@@ -98,10 +98,12 @@ class RealSyscalls:
 class DirectorySyncer:
     """Directories under `root` whose entries are synced in their parents, as far as this process knows.
 
-    Shared by the pool's threads: additions to the set are idempotent, so no lock is needed.
+    Shared by the pool's threads: additions to the set are idempotent, so no lock is needed. `check_root` raises if
+    another directory is in place of the root; it is called directly before a name is created.
     """
 
-    def __init__(self, calls: Syscalls, root: str) -> None:
+    def __init__(self, calls: Syscalls, root: str, check_root: Callable[[], None] = lambda: None) -> None:
+        self.check_root = check_root
         self._calls = calls
         self._root = root
         self._known = {root}
@@ -274,9 +276,11 @@ def _create(calls: Syscalls, stem: str) -> tuple[int, str]:
 
 
 def _link(calls: Syscalls, directories: DirectorySyncer, temporary: str, target: str) -> None:
+    directories.check_root()
     try:
         calls.link(temporary, target)
     except FileNotFoundError:
+        directories.check_root()
         directories.create(os.path.dirname(target))
         calls.link(temporary, target)
 

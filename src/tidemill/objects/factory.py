@@ -36,10 +36,13 @@ async def open_objects(
     env: Mapping[str, str] | None = None,
     retry_budget_s: float = OBJECT_RETRY_BUDGET_S,
     verify: bool = True,
+    create: bool = True,
 ) -> RetryingObjects:
     """Open the store of `url`, with retries and metrics.
 
-    `verify` lists one key of a bucket, so that a wrong name, permission or endpoint is detected now. Raises
+    `verify` lists one key of a bucket, so that a wrong name, permission or endpoint is detected now. Without `create` a
+    local directory that is not a store yet is unavailable: its file system may not be mounted. A process that knows the
+    cluster's consensus opens the bucket with `metastore.factory.open_bucket` instead. Raises
     InvalidError (names objects.url; the operator must act) and UnavailableError (wait and retry:
     `base.runtime.tasks.open_with_retry`). Once open, missing permissions or credentials are also UnavailableError,
     because they were valid before.
@@ -50,7 +53,7 @@ async def open_objects(
     if scheme == "memory":
         inner = MemoryObjects(clock)
     elif scheme == "file":
-        inner = await asyncio.to_thread(LocalObjects.open, _directory(url), clock, rand)
+        inner = await asyncio.to_thread(LocalObjects.open, _directory(url), clock, rand, create=create)
     else:
         inner = _bucket(scheme, url, os.environ if env is None else env, rand)
         if verify:

@@ -2,7 +2,8 @@
 
     ROOT/<key>          the objects; directories are created with their first object and are never removed,
                         so no create can lose its parent to a racing delete
-    ROOT/.tmp/<nonce>   objects being written; files left by a killed process are swept by age at open
+    ROOT/.tmp/<nonce>   objects being written; files left by a killed process are swept by age at open. The directory
+                        identifies the store (`local_root.py`)
 
 Blocking calls run in a small pool of threads. Reads of up to INLINE_READ_BYTES do not: a pread from the page cache
 costs a microsecond, the trip through a thread some fifty. Larger ones, up to CACHED_READ_BYTES, are first tried from
@@ -25,7 +26,7 @@ from itertools import islice
 from typing import TypeVar
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError, to_unavailable
+from tidemill.base.errors import ClosedError, InvalidError, MissingError, to_unavailable
 from tidemill.objects.durable_create import (
     AppearedError,
     DirectorySyncer,
@@ -37,6 +38,7 @@ from tidemill.objects.durable_create import (
     durable_create,
     translate_os_error,
 )
+from tidemill.objects.local_root import LocalRoot
 from tidemill.objects.store import Buffer, ObjectMeta, as_buffers, check_key, check_prefix, check_range
 
 INLINE_READ_BYTES = 64 << 10
@@ -48,7 +50,6 @@ LIST_PAGE = 1000
 TEMPORARY_AGE_MS = 60 * 60 * 1000
 """Age from which a temporary file belongs to a dead writer: a live one links it within seconds."""
 
-_TEMPORARY = ".tmp"
 _NOWAIT: int = getattr(os, "RWF_NOWAIT", 0)
 """Flag of preadv; 0 on systems without it."""
 
@@ -64,11 +65,12 @@ class LocalObjects:
 
     def __init__(self, root: str, clock: Clock, rand: Rand, calls: Syscalls | None = None) -> None:
         self._root = root
-        self._prefix = root.rstrip("/") + "/"
         self._clock = clock
         self._rand = rand
         self._calls = calls or RealSyscalls()
-        self._directories = DirectorySyncer(self._calls, root)
+        self._directory = LocalRoot(self._calls, root)
+        self._prefix = self._directory.prefix
+        self._directories = DirectorySyncer(self._calls, root, self._directory.check)
         self._syncs = GroupedDirectorySyncs(self._directories, THREADS)
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="tidemill-objects")
         self._closed = False
@@ -76,13 +78,23 @@ class LocalObjects:
 
     @classmethod
     def open(
-        cls, root: str | os.PathLike[str], clock: Clock, rand: Rand, calls: Syscalls | None = None
+        cls,
+        root: str | os.PathLike[str],
+        clock: Clock,
+        rand: Rand,
+        calls: Syscalls | None = None,
+        *,
+        create: bool = True,
     ) -> LocalObjects:
-        """Open a store. Raises InvalidError if the root cannot be used, UnavailableError if the disk is full."""
+        """Open a store; without `create`, one that exists.
+
+        Raises InvalidError if the root cannot be used, UnavailableError if the disk is full or, without `create`, if
+        the root is not a store: its file system may not be mounted.
+        """
         path = os.path.abspath(root)
         store = cls(path, clock, rand, calls)
         try:
-            store._prepare()
+            store._prepare(create)
         except OSError as error:
             store._pool.shutdown(wait=False)
             if error.errno == errno.EROFS:
@@ -109,7 +121,7 @@ class LocalObjects:
         self._check_open()
         target = self._prefix + check_key(key)
         buffers = as_buffers(data)
-        temporary = f"{self._prefix}{_TEMPORARY}/{self._rand.nonce()}"
+        temporary = f"{self._directory.temporary}/{self._rand.nonce()}"
         await self._run_in_pool(lambda: self._create_file(key, temporary, target, buffers, unpublished=unpublished))
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
@@ -131,7 +143,7 @@ class LocalObjects:
         try:
             found = os.stat(self._prefix + check_key(key), follow_symlinks=False)
         except (FileNotFoundError, NotADirectoryError):
-            self._check_root_exists()
+            self._directory.check()
             return None
         except OSError as error:
             raise translate_os_error(error, f"looking up {key}", self._root) from error
@@ -140,10 +152,11 @@ class LocalObjects:
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
         self._check_open()
         check_prefix(prefix)
-        self._check_root_exists()
+        self._directory.check()
         found = self._walk(prefix.rpartition("/")[0], prefix, start_after)
         while True:
             page = await self._run_in_pool(lambda: list(islice(found, LIST_PAGE)))
+            self._directory.check()  # Otherwise the page may lack the objects of a directory that was unmounted.
             for meta in page:
                 yield meta
             if len(page) < LIST_PAGE:
@@ -166,13 +179,9 @@ class LocalObjects:
         self._pool.shutdown()
         self._syncs.close()  # After the calls that wait for it.
 
-    def _prepare(self) -> None:
-        _make_root(self._calls, self._root)
-        with contextlib.suppress(PermissionError):  # Then this user did not create it either.
-            # An existing root may have been created a moment ago by a process that has not synced it yet.
-            self._calls.fsync_directory(os.path.dirname(self._root))
-        temporary = self._prefix + _TEMPORARY
-        DirectorySyncer(self._calls, self._root).create(temporary)
+    def _prepare(self, create: bool) -> None:
+        self._directory.prepare(create=create)
+        temporary = self._directory.temporary
         probe = f"{temporary}/{self._rand.nonce()}"
         os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
         os.unlink(probe)
@@ -188,6 +197,7 @@ class LocalObjects:
     def _create_file(
         self, key: str, temporary: str, target: str, buffers: Sequence[memoryview], *, unpublished: bool
     ) -> None:
+        self._directory.check()  # Otherwise the bytes would fill another disk before the link fails.
         try:
             if unpublished:
                 create_unpublished(self._calls, self._directories, self._syncs, temporary, target, buffers)
@@ -206,6 +216,7 @@ class LocalObjects:
             raise translate_os_error(error, f"writing {key}", self._root) from error
 
     def _delete_file(self, key: str, path: str) -> None:
+        self._directory.check()
         try:
             self._calls.unlink(path)
         except (FileNotFoundError, NotADirectoryError):
@@ -224,7 +235,7 @@ class LocalObjects:
         try:
             return os.open(self._prefix + check_key(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         except (FileNotFoundError, NotADirectoryError) as error:
-            self._check_root_exists()
+            self._directory.check()
             raise MissingError(f"no such object: key={key}.") from error
         except OSError as error:
             raise translate_os_error(error, f"reading {key}", self._root) from error
@@ -308,17 +319,6 @@ class LocalObjects:
         if self._closed:
             raise ClosedError(f"the object store was closed: root={self._root}.")
 
-    def _check_root_exists(self) -> None:
-        """Check that the store itself exists: in an unmounted, empty directory a missing object proves nothing.
-
-        Raises UnavailableError.
-        """
-        if not os.path.isdir(self._prefix + _TEMPORARY):
-            raise UnavailableError(
-                f"the object directory does not exist any more: root={self._root}.",
-                fix="Mount or restore the directory.",
-            )
-
     async def _run_in_pool(self, call: Callable[[], T], unless_run: Callable[[], None] | None = None) -> T:
         """Run `call` in the pool.
 
@@ -335,21 +335,6 @@ class LocalObjects:
             given_up = unless_run
             queued.add_done_callback(lambda ended: given_up() if ended.cancelled() else None)
         return await asyncio.wrap_future(queued)
-
-
-def _make_root(calls: Syscalls, root: str) -> None:
-    """Create the root and its missing ancestors, and sync the new entries."""
-    if os.path.isdir(root):
-        return
-    if os.path.lexists(root) and not os.path.isdir(root):  # another process may have created it since
-        raise InvalidError(f"the object root is not a directory: root={root}.", fix="Point objects.url at a directory.")
-    parent = os.path.dirname(root)
-    _make_root(calls, parent)
-    try:
-        calls.mkdir(root, 0o700)  # The objects are private data of this user.
-    except FileExistsError:
-        return _make_root(calls, root)
-    calls.fsync_directory(parent)
 
 
 def _is_directory(mode: int) -> bool:

@@ -29,10 +29,10 @@ class ProbeCheck(msgspec.Struct, frozen=True):
     fix: str = ""
 
 
-async def probe_url(url: str, clock: Clock, rand: Rand) -> list[ProbeCheck]:
-    """Open the store and probe it; a failed open is the only check then."""
+async def probe_url(url: str, clock: Clock, rand: Rand, *, create: bool = True) -> list[ProbeCheck]:
+    """Open the store and probe it; a failed open is the only check then. `create`: see `open_objects`."""
     try:
-        store = await open_objects(url, clock, rand, retry_budget_s=2.0)
+        store = await open_objects(url, clock, rand, retry_budget_s=2.0, create=create)
     except TidemillError as error:
         return [ProbeCheck("objects open", False, error.message, error.fix)]
     try:

@@ -18,7 +18,7 @@ from tidemill.consensus.client_base import ConsensusClientBase
 from tidemill.consensus.factory import open_consensus
 from tidemill.metastore.bucket_claim import BucketOwnership
 from tidemill.metastore.catalogue import Catalogue
-from tidemill.metastore.factory import create_metastore
+from tidemill.metastore.factory import create_metastore, open_bucket
 from tidemill.objects.factory import open_objects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectStore
@@ -112,11 +112,11 @@ async def open_stores(
     Raises InvalidError (a URL is wrong), MissingError (there is no cluster) or UnavailableError, naming the store.
     """
     clock, rand = clock or SystemClock(), rand or Rand()
-    objects = await open_objects(urls.objects, clock, rand)
+    consensus = await open_consensus(urls.consensus, clock, rand, create=create)
     try:
-        consensus = await open_consensus(urls.consensus, clock, rand, create=create)
+        objects = await open_bucket(consensus, urls.objects, clock, rand)
     except BaseException:
-        await objects.aclose()
+        await consensus.aclose()
         raise
     return Stores(urls, objects, consensus, clock, rand, domains)
 
@@ -154,5 +154,5 @@ def shared_objects(url: str) -> tuple[BlockingPortal, ObjectStore]:
     """Return the portal and the bucket alone, for a task that only reads batches and writes parts."""
     here, url = _process_stores(), resolve_url(url, OBJECTS_VARIABLE)
     if url not in here.objects:
-        here.objects[url] = here.portal.call(open_objects(url, SystemClock(), Rand()))
+        here.objects[url] = here.portal.call(open_objects(url, SystemClock(), Rand(), create=False))
     return here.portal, here.objects[url]

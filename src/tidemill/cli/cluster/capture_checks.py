@@ -39,8 +39,7 @@ async def store_prior_identities(config: Config, capture: str, asked: dict[str, 
     from tidemill.capture.setup.publication import with_asked_identities
     from tidemill.consensus.factory import open_consensus
     from tidemill.metastore.catalogue import CaptureTableRow, Catalogue
-    from tidemill.metastore.factory import create_metastore
-    from tidemill.objects.factory import open_objects
+    from tidemill.metastore.factory import create_metastore, open_bucket
 
     configure_logs("warning")  # a command that leads for a moment has nothing to report about it
     clock, rand = SystemClock(), Rand()
@@ -48,7 +47,7 @@ async def store_prior_identities(config: Config, capture: str, asked: dict[str, 
         async with contextlib.AsyncExitStack() as opened:
             consensus = await open_consensus(config.consensus_url, clock, rand)
             opened.push_async_callback(consensus.aclose)
-            objects = await open_objects(config.objects_url, clock, rand)
+            objects = await open_bucket(consensus, config.objects_url, clock, rand)
             opened.push_async_callback(objects.aclose)
             metastore = create_metastore(consensus, objects, clock, rand, domains=config.metastore.domains)
             opened.push_async_callback(metastore.aclose)

@@ -83,10 +83,11 @@ def _run_deep_check(config: Config, out: Output, contents: bool) -> NoReturn:
     directory = local_directory(config.objects_url)
     if directory is not None and not Path(directory).exists():
         raise MissingError(
-            f"there is no cluster: the bucket does not exist: path={directory}.", fix="Correct objects.url or --config."
+            f"the bucket does not exist: path={directory}.",
+            fix="Check that its file system is mounted, objects.url and --config.",
         )
     with BlockingPortal() as portal, ProgressBars() as bars:
-        objects = portal.call(open_objects(config.objects_url, clock, rand))
+        objects = portal.call(open_objects(config.objects_url, clock, rand, create=False))
         consensus: Consensus
         try:
             consensus = portal.call(open_consensus(config.consensus_url, clock, rand, create=False))
@@ -276,20 +277,38 @@ def _check_exposure(config: Config) -> str:
 
 
 def _check_objects(config: Config) -> list[Result]:
-    """Return one result per probe of the object store. A local directory that does not exist yet is not created: a
-    temporary one on the same file system is probed."""
+    """Return one result per probe of the object store. A local directory that does not exist is not created.
+    Before there is a cluster, a temporary one on the same file system is probed; later, the check fails."""
     from tidemill.objects.factory import local_directory
     from tidemill.objects.probe import probe_url
 
     url = config.objects_url
     with BlockingPortal() as portal, contextlib.ExitStack() as stack:
+        has_cluster = _may_have_cluster(config, portal)
         with contextlib.suppress(TidemillError, OSError):  # the probe reports it
             directory = local_directory(url)
-            if directory is not None and not Path(directory).exists():
+            if directory is not None and not has_cluster and not Path(directory).exists():
                 parent = _existing_parent(Path(directory))
                 url = stack.enter_context(TemporaryDirectory(prefix=".tidemill-probe-", dir=parent))
-        checks = portal.call(probe_url(url, SystemClock(), Rand()))
+        checks = portal.call(probe_url(url, SystemClock(), Rand(), create=not has_cluster))
     return [{"check": check.name, "ok": check.ok, "found": check.detail, "fix": check.fix} for check in checks]
+
+
+def _may_have_cluster(config: Config, portal: BlockingPortal) -> bool:
+    """Return whether consensus has a cluster; also True if it does not answer."""
+    from tidemill.consensus.factory import open_consensus
+    from tidemill.metastore.cluster import REGISTER
+
+    try:
+        consensus = portal.call(open_consensus(config.consensus_url, SystemClock(), Rand(), create=False))
+    except TidemillError as error:
+        return not isinstance(error, MissingError)
+    try:
+        return portal.call(consensus.head(REGISTER)) is not None
+    except TidemillError:
+        return True
+    finally:
+        portal.call(consensus.aclose())
 
 
 def _check_consensus(config: Config) -> str:

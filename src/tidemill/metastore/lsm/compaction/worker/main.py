@@ -42,7 +42,7 @@ async def main() -> None:
     assert isinstance(setup, Setup)
     os.nice(setup.nice)
     clock = SystemClock()
-    objects = await open_objects(setup.objects_url, clock, Rand(), verify=False)
+    objects = await open_objects(setup.objects_url, clock, Rand(), verify=False, create=False)
     throttle = Throttle(setup.options.compaction_bytes_per_s, clock)
     async with Tasks(_exit_after_failure) as tasks:
         tasks.spawn(_read_jobs(reader, jobs), name="merge-worker-stdin")

@@ -1,0 +1,86 @@
+"""Directory of a local object store: created with the cluster, recognized afterwards.
+
+A directory at the same path may be another one: the empty mount point of a file system that is not mounted. It looks
+like a store as soon as any process has prepared it. Therefore:
+
+- Invariant (created once): only a process that may create the store prepares an unprepared directory. For the others it
+  is unavailable, until it is mounted.
+- Invariant (same directory): a process creates and removes names only in the directory that it opened, and concludes
+  only there that an object is missing. Device and inode of `.tmp` identify it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from tidemill.base.errors import InvalidError, UnavailableError
+from tidemill.objects.durable_create import Syscalls
+
+TEMPORARY = ".tmp"
+
+_FIX = "Check that its file system is mounted, and objects.url."
+
+
+class LocalRoot:
+    """The directory of one store. All calls block, `check` for microseconds."""
+
+    def __init__(self, calls: Syscalls, path: str) -> None:
+        self.path = path
+        self.prefix = path.rstrip("/") + "/"
+        self.temporary = self.prefix + TEMPORARY
+        self._calls = calls
+        self._opened: tuple[int, int] | None = None
+
+    def prepare(self, *, create: bool) -> None:
+        """Prepare the directory, or without `create` find it prepared, and remember its identity.
+
+        Raises OSError, InvalidError (not a directory), UnavailableError (not prepared, without `create`).
+        """
+        if create:
+            _make_directory(self._calls, self.path)
+            with contextlib.suppress(PermissionError):  # Then this user did not create it either.
+                # An existing root may have been created a moment ago by a process that has not synced it yet.
+                self._calls.fsync_directory(os.path.dirname(self.path))
+            with contextlib.suppress(FileExistsError):
+                self._calls.mkdir(self.temporary)
+            self._calls.fsync_directory(self.path)  # After power loss, too, the others must find it prepared.
+        elif not os.path.isdir(self.temporary):
+            found = f"has no {TEMPORARY}" if os.path.isdir(self.path) else "does not exist"
+            raise UnavailableError(f"the object directory {found}: root={self.path}.", fix=_FIX)
+        self._opened = _identity(self.temporary)
+
+    def check(self) -> None:
+        """Check that the path still leads to the directory that was opened: in another one, a missing object proves
+        nothing, and a new one would be lost. Raises UnavailableError."""
+        try:
+            found = _identity(self.temporary)
+        except OSError as error:
+            raise UnavailableError(
+                f"the object directory does not exist any more, {error.strerror}: root={self.path}.", fix=_FIX
+            ) from error
+        if found != self._opened:
+            raise UnavailableError(
+                f"another directory is in place of the object directory: root={self.path}.",
+                fix=f"{_FIX} If it was mounted again as another device, restart this process.",
+            )
+
+
+def _identity(path: str) -> tuple[int, int]:
+    found = os.stat(path, follow_symlinks=False)
+    return found.st_dev, found.st_ino
+
+
+def _make_directory(calls: Syscalls, path: str) -> None:
+    """Create the directory and its missing ancestors, and sync the new entries."""
+    if os.path.isdir(path):
+        return
+    if os.path.lexists(path) and not os.path.isdir(path):  # another process may have created it since
+        raise InvalidError(f"the object root is not a directory: root={path}.", fix="Point objects.url at a directory.")
+    parent = os.path.dirname(path)
+    _make_directory(calls, parent)
+    try:
+        calls.mkdir(path, 0o700)  # The objects are private data of this user.
+    except FileExistsError:
+        return _make_directory(calls, path)
+    calls.fsync_directory(parent)
