@@ -175,7 +175,7 @@ def test_java_bash_and_pyspark_with_a_jvm_are_required_only_by_pipelines_that_us
 
 
 @pytest.mark.parametrize("above", [False, True], ids=["mount point", "above it"])
-def test_an_unmounted_bucket_fails_and_neither_the_check_nor_another_command_prepares_it(
+def test_f508_an_unmounted_bucket_fails_and_neither_the_check_nor_another_command_prepares_it(
     tmp_path: Path, above: bool
 ) -> None:
     mount = tmp_path / "mount"
@@ -198,4 +198,20 @@ def test_an_unmounted_bucket_fails_and_neither_the_check_nor_another_command_pre
 
     moved.rmdir()
     (tmp_path / "aside").rename(moved)
+    assert "clicks" in run_tidemill("topic list", cwd=tmp_path).output
+
+
+def test_f524_a_command_with_the_url_of_another_bucket_is_refused_and_does_not_claim_it(tmp_path: Path) -> None:
+    configure(tmp_path)
+    assert run_tidemill("topic create clicks", cwd=tmp_path).exit_code == 0
+    other = tmp_path / "other"
+    (other / ".tmp").mkdir(parents=True)  # of an earlier process
+    own = (tmp_path / "tidemill.toml").read_text()
+    (tmp_path / "tidemill.toml").write_text(f'{own}[objects]\nurl = "file://{other}"\n')
+    for command in ("user list", "topic list", "topic create clicks2"):
+        done = run_tidemill(command, cwd=tmp_path)
+        assert done.exit_code == 2 and "this bucket is not that of the cluster" in done.errors, (command, done)
+        assert "objects.url" in done.errors and "Restore the object" not in done.errors
+    assert [path for path in other.rglob("*") if path.is_file()] == []
+    (tmp_path / "tidemill.toml").write_text(own)
     assert "clicks" in run_tidemill("topic list", cwd=tmp_path).output

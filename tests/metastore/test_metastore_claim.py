@@ -13,7 +13,8 @@ from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.checkpoint_service import check_bucket
 from tidemill.metastore.bucket_claim import BucketOwnership, check_unclaimed, claim_bucket, claim_key, greatest_claim
 from tidemill.metastore.cluster import Cluster
-from tidemill.metastore.factory import create_metastore
+from tidemill.metastore.cluster_manifest import ClusterManifest, upload_manifest
+from tidemill.metastore.factory import NODE, TOOL, create_metastore
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectMeta
@@ -106,6 +107,54 @@ async def test_a_cluster_whose_bucket_was_claimed_by_a_restore_is_told_by_whom_h
     await objects.put(claim_key(2), b"not a claim")
     with pytest.raises(ClusterReplacedError, match="bucket_cluster=unreadable"):
         await claim_bucket(objects, CLOCK, cluster("old"))
+
+
+async def test_f524_a_cluster_that_has_begun_claims_no_other_bucket_and_writes_nothing_there() -> None:
+    consensus, objects = MemoryConsensus(CLOCK), MemoryObjects(CLOCK)
+    first = create_metastore(consensus, objects, CLOCK, Rand(), settings=NODE)
+    await first.start()
+    [domain] = await first.domains()
+    await domain.flush()  # a leader has begun; there is no row yet
+    await first.aclose()
+    before = await consensus.scan("")
+    for settings in (TOOL, NODE):
+        other = MemoryObjects(CLOCK)
+        elsewhere = create_metastore(consensus, other, CLOCK, Rand(), settings=settings)
+        with pytest.raises(InvalidError, match="this bucket is not that of the cluster") as raised:
+            await elsewhere.start()
+        await elsewhere.aclose()
+        assert "objects.url" in raised.value.fix
+        assert [meta.key async for meta in other.list("")] == []
+    assert await consensus.scan("") == before
+    again = create_metastore(consensus, objects, CLOCK, Rand())
+    await again.start()
+    await again.aclose()
+
+
+async def test_a_peer_that_claims_and_begins_at_the_same_time_is_no_other_cluster() -> None:
+    objects = MemoryObjects(CLOCK)
+
+    async def peer_claims_and_begins() -> bool:
+        await claim_bucket(objects, CLOCK, cluster("one"))
+        return True
+
+    await claim_bucket(objects, CLOCK, cluster("one"), has_begun=peer_claims_and_begins)
+    assert await greatest_claim(objects) == 1
+
+
+async def test_a_bucket_with_the_manifest_of_the_cluster_is_its_own_although_the_claim_is_gone() -> None:
+    async def has_begun() -> bool:
+        return True
+
+    for name, owned in (("one", True), ("other", False)):
+        objects = MemoryObjects(CLOCK)
+        await upload_manifest(objects, Rand(), ClusterManifest(name, "", 1, ("d",), 0), 1)
+        if owned:
+            await claim_bucket(objects, CLOCK, cluster("one"), has_begun=has_begun)
+        else:
+            with pytest.raises(InvalidError, match="not that of the cluster"):
+                await claim_bucket(objects, CLOCK, cluster("one"), has_begun=has_begun)
+        assert await greatest_claim(objects) == owned
 
 
 async def test_a_process_that_has_not_asked_for_three_intervals_asks_before_it_acknowledges_or_deletes() -> None:

@@ -7,6 +7,7 @@
 
 - Invariant (one owner): of clusters that begin on one empty bucket, and of restores that begin from one bucket, exactly
   one creates the object. The others are rejected: a create that finds the key changes nothing.
+- Invariant (own bucket): a cluster that has begun claims no bucket: without its claim, a bucket is another one.
 - Invariant (claim first): a restore claims the bucket before it writes anything else there. So the remains of the old
   cluster, and a restore that lost the race, write nothing after it.
 - Invariant (recent check): a process acknowledges an append or deletes an object only if a check less than `young_s`
@@ -17,6 +18,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 
 import msgspec
 import structlog
@@ -82,11 +84,28 @@ async def has_claimed(objects: ObjectStore, cluster: Cluster) -> bool:
     return found is not None and found.cluster_uuid == cluster.uuid
 
 
-async def claim_bucket(objects: ObjectStore, clock: Clock, cluster: Cluster) -> None:
-    """Claim the bucket for the cluster. Idempotent. Raises ClusterReplacedError if the bucket is another cluster's,
-    CorruptError, UnavailableError, UnknownOutcomeError."""
+async def claim_bucket(
+    objects: ObjectStore,
+    clock: Clock,
+    cluster: Cluster,
+    *,
+    has_begun: Callable[[], Awaitable[bool]] | None = None,
+) -> None:
+    """Claim the bucket for the cluster. Idempotent.
+
+    `has_begun` returns whether the cluster may have objects: then its bucket has its claim already, and one without it
+    is another bucket. Raises InvalidError for that one, ClusterReplacedError if the bucket is another cluster's,
+    CorruptError, UnavailableError, UnknownOutcomeError.
+    """
     key = claim_key(cluster.incarnation)
     found = await _read(objects, key)
+    if found is None and has_begun is not None and await has_begun():
+        found = await _read(objects, key)  # another process may have claimed it and begun since
+        if found is None and not await _describes(objects, cluster):
+            raise InvalidError(
+                f"this bucket is not that of the cluster: cluster={cluster.uuid} missing={key}.",
+                fix="Check objects.url, and that a local directory is mounted.",
+            )
     if found is None:
         try:
             await objects.put(key, encode(BucketClaim(cluster.uuid, cluster.incarnation, clock.now_ms())))
@@ -95,6 +114,12 @@ async def claim_bucket(objects: ObjectStore, clock: Clock, cluster: Cluster) -> 
     if found is not None and found.cluster_uuid != cluster.uuid:
         raise _replaced_error(cluster, found.cluster_uuid, found.incarnation)
     await check_claim(objects, cluster)
+
+
+async def _describes(objects: ObjectStore, cluster: Cluster) -> bool:
+    """Return whether the bucket has the manifest of this cluster: it is its bucket, although the claim was removed."""
+    found = await cluster_manifest.newest_manifest(objects)
+    return found is not None and found.manifest.cluster_uuid == cluster.uuid
 
 
 async def check_claim(objects: ObjectStore, cluster: Cluster) -> None:

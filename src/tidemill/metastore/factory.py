@@ -15,7 +15,7 @@ from tidemill.consensus.api import Consensus
 from tidemill.metastore.api import DomainRows
 from tidemill.metastore.bucket_claim import check_unclaimed, claim_bucket
 from tidemill.metastore.cluster import REGISTER, Cluster, domain_name
-from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.domain import Domain, has_been_led
 from tidemill.metastore.domain.settings import DomainContext, DomainSettings
 from tidemill.metastore.lsm.compaction.executor import CompactionExecutor
 from tidemill.metastore.metastore import Metastore
@@ -74,6 +74,10 @@ def create_metastore(
         await check_unclaimed(objects)
 
     async def claimed(cluster: Cluster) -> None:
-        await claim_bucket(objects, clock, cluster)
+        async def has_begun() -> bool:
+            names = map(domain_name, range(cluster.domains))
+            return any([await has_been_led(consensus, name, rand) for name in names])
+
+        await claim_bucket(objects, clock, cluster, has_begun=has_begun)
 
     return Metastore(consensus, open_domain, clock, rand, domains=domains, before_create=before_create, claim=claimed)

@@ -19,6 +19,7 @@ from dataclasses import replace
 
 import structlog
 
+from tidemill.base.clock import Rand
 from tidemill.base.errors import (
     ClosedError,
     FencedError,
@@ -29,7 +30,7 @@ from tidemill.base.errors import (
     UnknownOutcomeError,
 )
 from tidemill.base.runtime.tasks import Tasks
-from tidemill.consensus.api import Lease
+from tidemill.consensus.api import Consensus, Lease
 from tidemill.consensus.state_log.state_log import StateLog, StateMachine
 from tidemill.metastore.domain.apply import apply
 from tidemill.metastore.domain.candidacy import RETRY_FIRST_S, RETRY_MAX_S, Candidacy
@@ -40,7 +41,7 @@ from tidemill.metastore.domain.forwarding.client import ForwardingClient
 from tidemill.metastore.domain.forwarding.server import ForwardingServer
 from tidemill.metastore.domain.leader import Leader
 from tidemill.metastore.domain.read_path import Barrier, DomainReads
-from tidemill.metastore.domain.settings import DomainContext
+from tidemill.metastore.domain.settings import DomainContext, log_name
 from tidemill.metastore.domain.state import DomainState, PersistedManifest
 from tidemill.metastore.lsm.manifest import Manifest, encode_manifest
 
@@ -50,6 +51,23 @@ FOLLOW_WAIT_S = 1.0
 RELEASE_TIMEOUT_S = 2.0
 
 
+def state_log(consensus: Consensus, log: str, rand: Rand) -> StateLog[DomainState]:
+    """Return the view of a domain's log. It has read nothing yet."""
+    machine = StateMachine(DomainState, apply, encode_state_yielding, decode_state_yielding)
+    return StateLog(consensus, log, machine, rand)
+
+
+async def has_been_led(consensus: Consensus, name: str, rand: Rand) -> bool:
+    """Return whether any process has led the domain, so that rows or objects of it may exist. Raises UnavailableError,
+    CorruptError."""
+    log = state_log(consensus, log_name(name), rand)
+    try:
+        await log.catch_up()
+        return log.state.domain_uuid != ""
+    finally:
+        await log.aclose()
+
+
 class Domain(DomainReads):
     """One domain. Created by `factory`. Every method may raise UnavailableError, ClosedError, CorruptError."""
 
@@ -57,12 +75,7 @@ class Domain(DomainReads):
         self.marks = context.tracker
         self._context = context
         self._settings = context.settings
-        self._log: StateLog[DomainState] = StateLog(
-            context.consensus,
-            context.log,
-            StateMachine(DomainState, apply, encode_state_yielding, decode_state_yielding),
-            context.rand,
-        )
+        self._log = state_log(context.consensus, context.log, context.rand)
         super().__init__(context.name, Follower(context, self._log))
         self._requester = ForwardingClient(
             context.consensus, context.clock, context.rand, context.name, context.settings.request_timeout_s

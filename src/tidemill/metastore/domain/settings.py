@@ -65,7 +65,7 @@ class DomainContext:
     @property
     def log(self) -> str:
         """Name of the domain's log and of its lease."""
-        return f"metastore/{self.name}"
+        return log_name(self.name)
 
     def files(self, domain_uuid: str) -> SstFiles:
         return SstFiles(self.objects, prefix_of(domain_uuid))
@@ -77,3 +77,8 @@ class DomainContext:
 def prefix_of(domain_uuid: str) -> str:
     """Return the prefix of a domain's files and manifests in the bucket."""
     return f"metastore/{domain_uuid}/"
+
+
+def log_name(domain: str) -> str:
+    """Return the name of the log of a domain, and of its lease."""
+    return f"metastore/{domain}"
