@@ -10,9 +10,13 @@ from types import ModuleType
 import pytest
 
 
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))  # its modules import each other
+
+
 @pytest.fixture(scope="module")
 def month() -> ModuleType:
-    path = Path(__file__).parents[2] / "benchmarks" / "month.py"
+    path = BENCHMARKS / "month.py"
     spec = importlib.util.spec_from_file_location("calendar_month", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
