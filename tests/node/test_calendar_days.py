@@ -9,7 +9,6 @@ from types import ModuleType
 
 import pytest
 
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))  # its modules import each other
 
