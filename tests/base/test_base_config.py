@@ -15,10 +15,12 @@ from tidemill.base.config.environment import env_line
 from tidemill.base.config.listeners import HttpSection
 from tidemill.base.config.shapes import ShapesSection
 from tidemill.base.errors import InvalidError
+from tidemill.consensus.factory import sqlite_path_of_url
 from tidemill.node.http.limits import HttpLimits
 from tidemill.node.settings_from_config import http_limits, shape_settings
 from tidemill.node.supervise.processes import group_by_driver, start_drivers, with_overrides
 from tidemill.node.supervise.supervisor import ChildSpec
+from tidemill.objects.factory import local_directory
 from tidemill.shapes import ShapeSettings
 
 
@@ -290,6 +292,17 @@ def test_relative_paths_are_relative_to_the_file(tmp_path: Path) -> None:
     assert (absolute.node.data, absolute.objects_url, absolute.consensus_url) == (
         "/var/t", "s3://b/p", "postgresql://h/d",
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["C#", "50%20off", "what?", "a b", "é", "x\ny", "caf\udce9"])
+def test_the_stores_of_a_directory_of_any_name_are_in_it(tmp_path: Path, name: str) -> None:
+    directory = tmp_path / name
+    directory.mkdir()
+    found = load(write(directory, ""), environ={})
+    assert local_directory(found.objects_url) == f"{directory}/.tidemill/objects"
+    assert sqlite_path_of_url(found.consensus_url) == directory / ".tidemill" / "consensus.db"
+    again = parse({"objects": {"url": found.objects_url}}, origin=str(directory / "other.toml"))
+    assert local_directory(again.objects_url) == f"{directory}/.tidemill/objects"
 
 
 @pytest.mark.parametrize(

@@ -24,12 +24,12 @@ from tidemill.objects.store import Buffer
 
 async def test_each_form_of_the_url_opens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for url in (f"file://{tmp_path}/a", f"{tmp_path}/b", "c/d", "./e", "memory:"):
+    for url in (f"file://{tmp_path}/a", f"{tmp_path}/b", "c/d", "./e", "memory:", f"file://{tmp_path}/f%23g", "h#i"):
         store = await open_objects(url, SystemClock(), Rand())
         await store.put("k", b"v")
         assert await store.get("k") == b"v"
         await store.aclose()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c", "e"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "b", "c", "e", "f#g", "h#i"]
 
 
 async def test_nodes_that_open_a_directory_that_does_not_exist_together_create_it_once_and_none_is_rejected(
@@ -64,6 +64,8 @@ async def test_nodes_that_open_a_directory_that_does_not_exist_together_create_i
         ("http://host/bucket", "unknown scheme"),
         ("file://host/dir", "absolute path"),
         ("file:relative", "absolute path"),
+        ("file:///srv/C#/objects", "fragment"),
+        ("file:///srv/what?/objects", "parameters"),
         ("s3://", "no bucket"),
         ("s3:///prefix", "no bucket"),
         ("s3://b?colour=red", "colour"),

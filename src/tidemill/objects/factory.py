@@ -112,4 +112,9 @@ def _directory(url: str) -> str:
         raise InvalidError(
             f"a file URL needs an absolute path: objects.url={url!r}.", fix="Write three slashes: file:///dir."
         )
-    return unquote(parts.path)
+    if "?" in url or "#" in url:
+        raise InvalidError(
+            f"a file URL has neither parameters nor a fragment: objects.url={redact(url)!r}.",
+            fix="Write ? as %3F and # as %23, or write the directory alone, without file://.",
+        )
+    return unquote(parts.path, errors="surrogateescape")  # as os.fsdecode: not every name is UTF-8

@@ -14,7 +14,7 @@ import msgspec
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import ConflictError, TidemillError
 from tidemill.objects.buckets.urls import redact
-from tidemill.objects.factory import open_objects
+from tidemill.objects.factory import local_directory, open_objects
 from tidemill.objects.store import ObjectStore
 
 RACERS = 32
@@ -36,7 +36,10 @@ async def probe_url(url: str, clock: Clock, rand: Rand, *, create: bool = True) 
     except TidemillError as error:
         return [ProbeCheck("objects open", False, error.message, error.fix)]
     try:
-        return [ProbeCheck("objects open", True, redact(url)), *await probe_objects(store, rand)]
+        return [
+            ProbeCheck("objects open", True, local_directory(url) or redact(url)),
+            *await probe_objects(store, rand),
+        ]
     finally:
         await store.aclose()
 

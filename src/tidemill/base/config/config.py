@@ -11,6 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from pydantic import ValidationError, field_validator
 
@@ -40,6 +41,8 @@ from tidemill.base.errors import InvalidError, nearest_name
 from tidemill.base.pgtypes.avro import AVRO
 
 DEFAULT_FILE = "tidemill.toml"
+_PLAIN_IN_PATHS = "/:@!$&'()*+,;="
+"""Characters that stand for themselves in the path of a URL (RFC 3986, section 3.3)."""
 
 
 class Config(Section):
@@ -72,11 +75,16 @@ class Config(Section):
 
     @property
     def objects_url(self) -> str:
-        return self.objects.url or f"file://{Path(self.node.data).absolute()}/objects"
+        return self.objects.url or _directory_url(Path(self.node.data).absolute() / "objects")
 
     @property
     def consensus_url(self) -> str:
         return self.consensus.url or f"sqlite://{Path(self.node.data).absolute()}/consensus.db"
+
+
+def _directory_url(directory: Path) -> str:
+    """Return the URL of a directory. Characters with a meaning in URLs (`#`, `?`, `%`) are quoted."""
+    return f"file://{quote(os.fsencode(directory), safe=_PLAIN_IN_PATHS)}"
 
 
 def exposed_servers(config: Config) -> list[str]:
