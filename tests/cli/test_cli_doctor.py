@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 import json
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.cli.cluster import Cluster
+from support.cli.node import node_answering
 from support.cli.process import run_tidemill
 from tidemill.base.config.config import load
 from tidemill.base.errors import InvalidError, TidemillError
@@ -121,16 +120,10 @@ def test_a_capture_that_has_not_started_is_no_problem_of_its_pipeline(tmp_path: 
     assert not found["capture.db"][0]["ok"] and found["pipeline.shop"][0]["found"] == "valid: clicks, sums"
 
 
-def test_the_node_of_another_cluster_at_the_same_address_is_not_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_node_of_another_cluster_at_the_same_address_is_not_its_own(tmp_path: Path) -> None:
     Cluster(tmp_path)
-    status = json.dumps({"processes": {"node:node-1": 123}}).encode()
-    monkeypatch.setattr(doctor, "urlopen", lambda *_, **__: io.BytesIO(status))
-    with socket.create_server(("127.0.0.1", 0)) as used:
-        (tmp_path / "tidemill.toml").write_text(
-            f'[node]\ndata = "{tmp_path}/data"\nhttp = "127.0.0.1:{used.getsockname()[1]}"\n'
-        )
+    with node_answering(200, json.dumps({"processes": {"node:node-1": 123}})) as address:
+        (tmp_path / "tidemill.toml").write_text(f'[node]\ndata = "{tmp_path}/data"\nhttp = "{address}"\n')
         config = load(tmp_path / "tidemill.toml")
         with pytest.raises(TidemillError, match="cannot be bound"):
             doctor._check_port(config, config.node.http, "node.http")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import ssl
 from dataclasses import dataclass
 from http.client import HTTPException
 from typing import TYPE_CHECKING, Annotated, Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
-from urllib.request import Request, urlopen
+from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
 import typer
 
@@ -161,6 +162,12 @@ def live_shapes(config: Config) -> list[dict[str, Any]]:
         return []
 
 
+def open_node(request: Request, timeout_s: float, context: ssl.SSLContext | None = None) -> Any:
+    """Send a request to a node and return its response, as `urlopen`, whose errors it raises. The proxy of the
+    environment (http_proxy, https_proxy) is not used: the node is on this machine or in its network."""
+    return build_opener(ProxyHandler({}), HTTPSHandler(context=context)).open(request, timeout=timeout_s)
+
+
 def _request_node(
     config: Config, path: str, parameters: dict[str, str], timeout_s: float = SHAPE_TIMEOUT_S
 ) -> tuple[Any, bytes]:
@@ -173,7 +180,7 @@ def _request_node(
         headers={"authorization": f"Bearer {token}"} if token else {},
     )
     try:
-        with urlopen(request, timeout=timeout_s) as answer:
+        with open_node(request, timeout_s) as answer:
             return answer.headers, answer.read()
     except HTTPError as error:
         said = f"the node answered {error.code}: {_error_text(error.read())}"

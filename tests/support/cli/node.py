@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ssl
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from socketserver import BaseRequestHandler, TCPServer
 
 
 @contextmanager
-def node_answering(code: int, body: str) -> Iterator[str]:
-    """Yield the address of an HTTP server with one answer for every path."""
+def node_answering(code: int, body: str, tls: ssl.SSLContext | None = None) -> Iterator[str]:
+    """Yield the address of an HTTP server with one answer for every path; over TLS with a context."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -22,10 +24,31 @@ def node_answering(code: int, body: str) -> Iterator[str]:
             """Print nothing."""
 
     with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        if tls is not None:
+            server.socket = tls.wrap_socket(server.socket, server_side=True)
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         try:
             yield f"127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+@contextmanager
+def server_sending(data: bytes) -> Iterator[str]:
+    """Yield the address of a server of another protocol: it sends each client the same bytes and closes."""
+
+    class Handler(BaseRequestHandler):
+        def handle(self) -> None:
+            self.request.recv(1 << 16)
+            self.request.sendall(data)
+
+    with TCPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"127.0.0.1:{server.server_address[1]}"
         finally:
             server.shutdown()
             thread.join()

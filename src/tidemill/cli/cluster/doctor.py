@@ -13,7 +13,6 @@ from importlib.metadata import version as version_of
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
-from urllib.request import urlopen
 
 import msgspec
 import typer
@@ -26,6 +25,7 @@ from tidemill.base.libraries import is_installed, require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.cli.cluster.capture_checks import check_capture
 from tidemill.cli.cluster.check_results import Result, guard_check, run_check
+from tidemill.cli.cluster.own_node import own_node_pid
 from tidemill.cli.cluster.pipeline_checks import any_uses_spark, check_pipelines
 from tidemill.cli.context import ConfigOption, ProgressBars
 from tidemill.cli.output.output import TABLE, Output
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from tidemill.consensus.api import Consensus
 
 MINIMUM_FREE_BYTES = 2 << 30
-PROBE_TIMEOUT_S = 3.0
 T = TypeVar("T")
 Check = Callable[[Config], str]
 """Check that returns its result as text, or raises TidemillError whose `fix` says what to do."""
@@ -224,49 +223,6 @@ def _check_port(config: Config, address: str, key: str) -> str:
                 fix=f"Stop the process that uses it (another cluster of this machine?), or change {key}.",
             ) from error
     return f"{address} is free"
-
-
-def own_node_pid(config: Config) -> int:
-    """Return the pid of the running node of this configuration, as its own HTTP address reports it; 0 when it does not
-    answer, or belongs to another cluster."""
-    try:
-        with urlopen(
-            f"http://{Address.parse(config.node.http).reachable}/api/status", timeout=PROBE_TIMEOUT_S
-        ) as answer:
-            processes = msgspec.json.decode(answer.read(), type=StatusReply).processes
-    except (OSError, ValueError, msgspec.MsgspecError):
-        return 0
-    pid = processes.get(f"node:{config.node.name}", 0)
-    return pid if pid and _has_reported(config, pid) else 0
-
-
-def _has_reported(config: Config, pid: int) -> bool:
-    """Return whether the node with this pid reports to the consensus of this configuration; also True if that does not
-    answer.
-
-    The nodes of two clusters that `tidemill init` wrote have the same name and addresses.
-    """
-    from tidemill.consensus.factory import open_consensus
-    from tidemill.consensus.status.board import StatusBoard
-
-    with BlockingPortal() as portal:
-        try:
-            consensus = portal.call(open_consensus(config.consensus_url, SystemClock(), Rand(), create=False))
-        except TidemillError as error:
-            return not isinstance(error, MissingError)
-        try:
-            head = portal.call(StatusBoard(consensus, Rand()).last_report_head(f"node:{config.node.name}"))
-        except TidemillError:
-            return True
-        finally:
-            portal.call(consensus.aclose())
-    return head is not None and head.pid == pid
-
-
-class StatusReply(msgspec.Struct):
-    """Part of the response of `/api/status`: pid by process."""
-
-    processes: dict[str, int] = {}
 
 
 def _check_exposure(config: Config) -> str:

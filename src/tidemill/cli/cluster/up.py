@@ -14,6 +14,7 @@ from tidemill.base.errors import ConflictError, TidemillError
 from tidemill.base.libraries import require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.tasks import error_sentence
+from tidemill.cli.cluster.own_node import own_node_pid
 from tidemill.cli.cluster.ready_block import ready_block
 from tidemill.cli.context import ConfigOption
 from tidemill.cli.run_supervised import InstancesOption, SparkOptions, run_supervised
@@ -43,8 +44,6 @@ def up(config: ConfigOption = None, instances: InstancesOption = None, *, spark:
 def _require_no_own_node(config: Config) -> None:
     """Raise ConflictError if this node runs already. A second one could not listen, but would first start drivers under
     the names of the running drivers."""
-    from tidemill.cli.cluster.doctor import own_node_pid
-
     pid = own_node_pid(config)
     if pid:
         raise ConflictError(
