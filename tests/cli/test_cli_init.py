@@ -11,10 +11,11 @@ import pytest
 
 from support.cli.process import run_tidemill
 from tidemill.base.config.config import load
+from tidemill.base.errors import InvalidError
 from tidemill.capture.setup.inspection import FoundTable, Inspection
 from tidemill.capture.setup.server_checks import SET_PARAMETER
 from tidemill.cli.context import open_stores
-from tidemill.cli.init.command import administrator_text
+from tidemill.cli.init.command import _check_parses, administrator_text
 from tidemill.cli.init.files import file_texts
 from tidemill.cli.init.plan import capture_name, make_plan
 from tidemill.spark.check import check_file
@@ -199,7 +200,11 @@ def table(name: str, *columns: str, schema: str = "public") -> FoundTable:
         ([table("flags")], "flags", "flags_count"),
         ([table("counts", "count", "Odd")], "counts", "counts_count"),
         ([table("class", "a"), table("p"), table("spark")], "class_table p_table spark_table", "class_table_by_a"),
-        ([table("Odd Näme"), table("1st"), table("ü")], "odd_n_me 1st_table table", "odd_n_me_count"),
+        ([table("Odd Näme"), table("1st"), table("ü")], "odd_n_me table_1st table", "odd_n_me_count"),
+        ([table("2FA Tokens", "status")], "table_2fa_tokens", "table_2fa_tokens_by_status"),
+        ([table("2fa", "kind"), table("table_2fa")], "public_2fa public_table_2fa", "public_2fa_by_kind"),
+        ([table("None", "a"), table("_1_"), table("match"), table("def")], "none table_1 match def_table", "none_by_a"),
+        ([table("class", "a"), table("class_table")], "public_class public_class_table", "public_class_by_a"),
         ([table("t"), table("t", schema="s"), table("s_t")], "public_t s_t_2 s_t", "public_t_count"),
         ([table("a b"), table("a_b"), table("a-b")], "public_a_b public_a_b_2 public_a_b_3", "public_a_b_count"),
         ([table("a", "kind"), table("a_by_kind")], "a a_by_kind", "a_by_kind_2"),
@@ -214,6 +219,14 @@ def test_every_name_becomes_one_that_python_and_the_pipeline_accept(
     checked = check_file(tmp_path / "pipeline.py", "shop")
     assert checked.problems == []
     assert sorted([*checked.tables, *checked.derived_tables]) == sorted([*names.split(), derived])
+
+
+def test_a_pipeline_that_is_not_python_would_be_refused() -> None:
+    _check_parses("def build(p):\n    pass\n")
+    with pytest.raises(
+        InvalidError, match=r"nothing was written: reason='invalid decimal literal' line='def 2fa\(p\):'"
+    ):
+        _check_parses("def 2fa(p):\n    pass\n")
 
 
 @pytest.mark.parametrize(

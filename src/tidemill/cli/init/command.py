@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import shlex
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ from tidemill.capture.setup.server_checks import SET_PARAMETER
 from tidemill.cli.cluster.capture_checks import store_prior_identities
 from tidemill.cli.cluster.ready_block import local_url
 from tidemill.cli.context import EXIT_FAILED
-from tidemill.cli.init.files import CONFIG_FILE, PAGE_DIRECTORY, PRIVATE, file_texts
+from tidemill.cli.init.files import CONFIG_FILE, PAGE_DIRECTORY, PIPELINE_FILE, PRIVATE, file_texts
 from tidemill.cli.init.plan import Plan, capture_name, make_plan
 from tidemill.cli.output.output import TABLE, Output
 
@@ -64,6 +65,7 @@ def init(
         raise InvalidError(f"no table can be captured, and nothing was written: {reasons}.", fix=fix)
     plan = make_plan(capture, found)
     texts = file_texts(plan, dsn)
+    _check_parses(texts[PIPELINE_FILE])
     config = parse_text(texts[CONFIG_FILE], directory / CONFIG_FILE, {**os.environ, plan.variable: dsn})
     existing = [path for path in texts if (directory / path).exists()]
     for path, text in texts.items():
@@ -80,6 +82,18 @@ def init(
         out.rows(rows, value=_to_value(plan, found, created, existing))
     if found.problems or found.statements:
         raise typer.Exit(EXIT_FAILED)
+
+
+def _check_parses(pipeline: str) -> None:
+    """Raise InvalidError if the text of the pipeline is not Python."""
+    try:
+        ast.parse(pipeline)
+    except SyntaxError as error:
+        raise InvalidError(
+            "a name in the database has no form that Python accepts, and nothing was written:"
+            f" reason={error.msg!r} line={(error.text or '').strip()!r}.",
+            fix="Choose other tables with --tables, and report this line.",
+        ) from error
 
 
 def _write(path: Path, text: str, *, private: bool) -> None:

@@ -79,7 +79,9 @@ def _table_names(tables: Sequence[FoundTable]) -> list[str]:
 
 def _identifier(text: str) -> str:
     name = re.sub(r"[^a-z0-9_]+", "_", text.lower()).strip("_") or "table"
-    return f"{name}_table" if not name[0].isalpha() or keyword.iskeyword(name) or name in RESERVED else name
+    if not name[0].isalpha():
+        return f"table_{name}"
+    return f"{name}_table" if keyword.iskeyword(name) or name in RESERVED else name
 
 
 def _unused(name: str, used: set[str]) -> str:
