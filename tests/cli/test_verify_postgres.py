@@ -389,6 +389,8 @@ def test_of_all_tables_those_that_cannot_be_compared_are_told_and_the_others_are
         "orders": "capture:shop:public.orders",
         "lines": "capture:shop:public.lines",
         "totals": "derived:orders",
+        "old_a": "capture:old:public.a",
+        "old_b": "capture:old:public.b",
     }
 
     class Rows:
@@ -419,10 +421,53 @@ def test_of_all_tables_those_that_cannot_be_compared_are_told_and_the_others_are
             False,
             "the configuration has no such pipeline: key=pipeline.p. Add the pipeline with its file.",
         ),
+        **dict.fromkeys(
+            ("old_a", "old_b"),
+            (
+                "UNVERIFIED",
+                False,
+                "the configuration has no such capture: key=capture.old. Add the capture with its DSN.",
+            ),
+        ),
     }
-    for name in ("clicks", "orders", "totals"):
+    for name in ("clicks", "orders", "totals", "old_a"):
         with pytest.raises(InvalidError):
             run(verifier.tables([name, "lines"]))
+
+
+def test_a_table_that_left_the_source_leaves_the_others_of_its_capture_to_be_compared(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from types import SimpleNamespace
+
+    from tidemill.cli.verify.tables import Verifier
+    from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow, TableSnapshot
+
+    created(postgres_dsn)
+    shard, remap = run(captured(postgres_dsn)), StreamRemap(postgres_dsn)
+
+    class Rows:
+        async def list(self, _: Any) -> list[PipelineRow]:
+            return [PipelineRow("p", {"gone": "capture:shop:public.gone", "kinds": "capture:shop:public.kinds"})]
+
+        async def table(self, capture: str, table: str) -> CaptureTableRow:
+            return CaptureTableRow(capture, table, state="captured", snapshot=TableSnapshot(1, 1, (), 1, 0, ()))
+
+    async def opened(*_: Any) -> Any:
+        return shard
+
+    async def remap_of(*_: Any) -> Any:
+        return remap
+
+    stores: Any = SimpleNamespace(
+        config=SimpleNamespace(capture={"shop": SimpleNamespace(dsn=postgres_dsn)}), catalogue=Rows(), rand=Rand()
+    )
+    monkeypatch.setattr(Verifier, "_open_shard", opened)
+    monkeypatch.setattr(Verifier, "_open_remap", remap_of)
+    gone, kinds = run(Verifier(stores, lambda *_: None).tables())
+    assert (gone.table, kinds.table) == ("gone", "kinds")
+    assert "public.gone" in gone.unverified and not gone.clean
+    assert kinds.clean and kinds.rows == 4
 
 
 def test_bad_input_is_named(postgres_dsn: str) -> None:

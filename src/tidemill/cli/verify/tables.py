@@ -73,7 +73,7 @@ class Verifier:
         plan = await self._plan_verification(tuple(names))
         found: list[Verified] = []
         for capture, pairs in plan.captured.items():
-            found += await self._verify_captured(capture, pairs, named=bool(names))
+            found += await self._verify_capture(capture, pairs, named=bool(names))
         for shard in (*plan.topics, *plan.derived):
             try:
                 found += await self._verify_uncaptured(shard, plan, named=bool(names))
@@ -128,6 +128,17 @@ class Verifier:
         return MissingError(
             f"no pipeline maintains this table: table={name}.", fix=unknown_name_fix(name, sorted(maintained))
         )
+
+    async def _verify_capture(self, capture: str, pairs: list[tuple[str, str]], *, named: bool) -> list[Verified]:
+        """Verify tables of a capture together; if one of them cannot be compared and none is named, each alone."""
+        try:
+            return await self._verify_captured(capture, pairs, named=named)
+        except InvalidError as error:
+            if named:
+                raise
+            if len(pairs) == 1:
+                return [_unverified(pairs[0][1], error)]
+        return [verified for pair in pairs for verified in await self._verify_capture(capture, [pair], named=named)]
 
     async def _verify_captured(self, capture: str, pairs: list[tuple[str, str]], *, named: bool) -> list[Verified]:
         section = self._config.capture.get(capture)
