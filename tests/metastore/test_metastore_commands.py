@@ -50,6 +50,21 @@ def test_a_broken_reference_is_one_line_and_exit_1(directory: Path) -> None:
     assert done.returncode == 1 and len(report["findings"]) == 1 and report["restored"]["partitions"] == 2
 
 
+def test_a_damaged_object_of_the_metastore_is_one_line_and_exit_2(directory: Path) -> None:
+    for path in (directory / "data").glob("consensus.db*"):
+        path.unlink()
+    [damaged] = (directory / "data" / "objects" / "metastore" / "cluster").iterdir()
+    text = damaged.read_bytes()
+    damaged.write_bytes(text[:-1] + bytes([text[-1] ^ 1]))
+    for options in ([], ["--dry-run"]):
+        done = command(directory, "restore", *options)
+        assert (done.returncode, done.stdout) == (2, ""), done
+        said = done.stderr.splitlines()[-1]
+        assert said.startswith("tidemill: the object is damaged") and damaged.name in said, done
+    damaged.write_bytes(text)
+    assert command(directory, "restore").returncode == 0
+
+
 def test_without_any_cluster_both_say_so(tmp_path: Path) -> None:
     restore = command(tmp_path, "restore", "--from", str(tmp_path / "empty"))
     assert restore.returncode == 2 and "contains no cluster" in restore.stderr

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,10 +10,10 @@ import typer
 
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config.config import load
-from tidemill.base.errors import InvalidError, MissingError
+from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.status.logging import configure_logs
-from tidemill.cli.context import ConfigOption, DryRunOption, ProgressBars
+from tidemill.cli.context import EXIT_BAD_INPUT, ConfigOption, DryRunOption, ProgressBars
 from tidemill.cli.output.data_lines import Row
 from tidemill.cli.output.output import TABLE, Output
 from tidemill.cli.output.text_table import Column
@@ -71,6 +72,9 @@ def restore(
                 report = portal.call(_plan_restore(restorer, objects, clock, rand, manifest or []))
             else:
                 report = portal.call(_run_restore(restorer, objects, clock, rand, manifest or []))
+        except CorruptError as error:  # not EXIT_FAILED, which says that the cluster was restored
+            print(f"tidemill: {error}", file=sys.stderr)
+            raise SystemExit(EXIT_BAD_INPUT) from error
         finally:
             portal.call(target.aclose())
             portal.call(objects.aclose())
