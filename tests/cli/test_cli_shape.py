@@ -24,6 +24,8 @@ from tidemill.cli.main import app
         (503, '{"message": "the table is being copied"}', UnavailableError, "the node answered 503: the table is"),
         (404, "[1]", MissingError, "the node answered 404: [1]"),
         (502, "<html>bad gateway", UnavailableError, "the node answered 502: <html>bad gateway"),
+        (200, "<html>", UnavailableError, "another server answers at the node's address: address=127.0.0.1:"),
+        (200, '["x"]', UnavailableError, "another server answers at the node's address: address=127.0.0.1:"),
     ],
 )  # fmt: skip
 def test_an_error_of_the_node_is_a_sentence(
@@ -33,6 +35,22 @@ def test_an_error_of_the_node_is_a_sentence(
         (tmp_path / "tidemill.toml").write_text(f'[node]\nhttp = "{address}"\n')
         error = CliRunner().invoke(app, ["shape", "get", "t", "-c", str(tmp_path / "tidemill.toml")]).exception
     assert type(error) is kind and str(error).startswith(said), error
+
+
+@pytest.mark.parametrize("secret", ["s3 cret&x", ""])
+def test_the_secret_of_the_configuration_is_sent(tmp_path: Path, secret: str) -> None:
+    row = '[{"key": "1", "value": {"id": "1"}, "headers": {"operation": "insert"}}]'
+    ask = partial(CliRunner().invoke, app)
+    for command, body in (("list", '[{"handle": "7"}]'), ("get", row)):
+        with node_answering(200, body, secret=secret, headers={"electric-up-to-date": ""}) as address:
+            config = tmp_path / "tidemill.toml"
+            config.write_text(f'[node]\nhttp = "{address}"\n[shapes]\nsecret = "{secret}"\n')
+            done = ask(["shape", command, *(["t"] if command == "get" else []), "-c", str(config)])
+            assert done.exit_code == 0, (done.output, done.exception)
+            if secret:
+                config.write_text(f'[node]\nhttp = "{address}"\n')
+                refused = ask(["shape", command, *(["t"] if command == "get" else []), "-c", str(config)])
+                assert isinstance(refused.exception, InvalidError) and "401: Unauthorized" in str(refused.exception)
 
 
 @pytest.mark.parametrize(("answers", "said"), [(False, "waited_s=0.2. Find out"), (True, "Start one with")])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from support.cli.cluster import DAY, Cluster
+from support.cli.node import node_answering, server_sending
+from support.kafka.security import Authority
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.cli.context import open_stores
 from tidemill.cli.table import drop, export
@@ -193,6 +196,54 @@ def test_a_shard_that_a_derived_table_reads_is_dropped_only_when_told_twice(clus
         cluster.command("drop", "orders", "--yes")
     assert len(cluster.json("list")) == 1
     assert cluster.json("drop", "orders", "--force")["dropped"] == "orders"
+
+
+def test_a_table_of_which_the_node_has_shapes_is_dropped_only_when_told_twice(cluster: Cluster) -> None:
+    cluster.append([(1, "a", 1)])
+    node, shapes = (
+        cluster.config.read_text(),
+        '[{"handle": "h1", "source": "shard:orders"}, {"handle": "h2", "source": ""}]',
+    )
+    with node_answering(200, shapes, secret="s3cret") as address:
+        cluster.config.write_text(f'{node}http = "{address}"\n[shapes]\nsecret = "s3cret"\n')
+        with pytest.raises(InvalidError, match="the table is in use: table=orders by=shape:h1"):
+            cluster.command("drop", "orders", "--yes")
+        cluster.config.write_text(f'{node}http = "{address}"\n')
+        with pytest.raises(InvalidError, match=r"unknown whether the node has shapes of the table: .* 401") as refused:
+            cluster.command("drop", "orders", "--yes")
+        assert "TIDEMILL_TOKEN" in refused.value.fix and refused.value.fix.endswith("anyway: --force")
+        assert len(cluster.json("list")) == 1
+    for unclear in (
+        lambda: server_sending(b""),
+        lambda: node_answering(503, ""),
+        lambda: node_answering(200, "<html>"),
+    ):
+        with unclear() as address:
+            cluster.config.write_text(f'{node}http = "{address}"\n')
+            with pytest.raises(UnavailableError, match="it is unknown whether the node has shapes"):
+                cluster.command("drop", "orders", "--yes")
+    with node_answering(401, "") as address:
+        cluster.config.write_text(f'{node}http = "{address}"\n')
+        assert cluster.json("drop", "orders", "--force")["dropped"] == "orders"
+    cluster.append([(1, "a", 1)])
+    with node_answering(404, "") as address:
+        cluster.config.write_text(f'{node}http = "{address}"\n')
+        assert cluster.json("drop", "orders", "--yes")["dropped"] == "orders"
+
+
+def test_a_table_is_not_dropped_while_the_certificate_of_its_node_is_not_trusted(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    cluster.append([(1, "a", 1)])
+    certificate, key = Authority(tmp_path / "ca").server()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    node = cluster.config.read_text()
+    with node_answering(200, "[]", context) as address:
+        tls = f'[http]\ntls = true\n[security.tls]\ncertificate = "{certificate}"\nkey = "{key}"\n'
+        cluster.config.write_text(f'{node}http = "{address}"\n{tls}')
+        with pytest.raises(UnavailableError, match="it is unknown whether the node has shapes"):
+            cluster.command("drop", "orders", "--yes")
 
 
 def test_a_table_that_is_dropped_and_created_again_during_the_question_stays(

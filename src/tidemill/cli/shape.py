@@ -12,6 +12,7 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlencode
 from urllib.request import HTTPSHandler, ProxyHandler, Request, build_opener
 
+import msgspec
 import typer
 
 from tidemill.base.address import Address
@@ -39,7 +40,7 @@ Where = Annotated[str, typer.Option(help="Filter, in PostgreSQL syntax.")]
 @app.command("list")
 def list_shapes(config: ConfigOption = None, out: Output = TABLE) -> None:
     """List the shapes that the node currently serves."""
-    shapes = json.loads(_request_node(load(config), "/api/shapes", {}, LIST_TIMEOUT_S)[1])
+    shapes = _request_node(load(config), "/api/shapes", {}, LIST_TIMEOUT_S)[1]
     out.rows(shapes, empty="no shapes")
 
 
@@ -54,8 +55,8 @@ def get(
     parameters = {"table": table, "offset": "-1", **({"where": where} if where else {})}
     rows, loaded = dict[str, Any](), load(config)
     while True:
-        headers, body = _request_node(loaded, "/v1/shape", parameters)
-        for item in json.loads(body):
+        headers, items = _request_node(loaded, "/v1/shape", parameters)
+        for item in items:
             operation = item["headers"].get("operation")
             if operation in ("insert", "update"):
                 rows[item["key"]] = {**rows.get(item["key"], {}), **item["value"]}
@@ -154,12 +155,26 @@ def _error_text(body: bytes) -> str:
 
 
 def live_shapes(config: Config) -> list[dict[str, Any]]:
-    """Return the shapes of the configured node; none while it is down, because shapes exist only in it, and none where
-    the node refuses to list them."""
+    """Return the shapes of the configured node; none while it is down, because shapes exist only in it.
+
+    Raises InvalidError if a running node refuses to list them, UnavailableError if it does not answer properly.
+    """
     try:
-        return list(json.loads(_request_node(config, "/api/shapes", {}, LIST_TIMEOUT_S)[1]))
-    except (UnavailableError, InvalidError):
+        return _request_node(config, "/api/shapes", {}, LIST_TIMEOUT_S)[1]
+    except MissingError:  # a server without shapes
         return []
+    except UnavailableError as error:
+        if _accepts_no_connection(error):
+            return []
+        raise
+    except InvalidError as error:
+        fix = f"Set {TOKEN_VARIABLE} to a token with DESCRIBE of the cluster, and shapes.secret to that of the node."
+        raise InvalidError(error.message, fix=fix) from error
+
+
+def _accepts_no_connection(error: UnavailableError) -> bool:
+    reason = error.__cause__.reason if type(error.__cause__) is URLError else None
+    return isinstance(reason, OSError) and not isinstance(reason, TimeoutError | ssl.SSLError)
 
 
 def open_node(request: Request, timeout_s: float, context: ssl.SSLContext | None = None) -> Any:
@@ -170,8 +185,10 @@ def open_node(request: Request, timeout_s: float, context: ssl.SSLContext | None
 
 def _request_node(
     config: Config, path: str, parameters: dict[str, str], timeout_s: float = SHAPE_TIMEOUT_S
-) -> tuple[Any, bytes]:
-    """Return the headers and the body of an answer. Raises MissingError, InvalidError, UnavailableError."""
+) -> tuple[Any, list[dict[str, Any]]]:
+    """Return the headers and the list of an answer. Raises MissingError, InvalidError, UnavailableError."""
+    if config.shapes.secret:
+        parameters = parameters | {"secret": config.shapes.secret}
     address = Address.parse(config.node.http).reachable
     url = f"http{'s' if config.http.tls else ''}://{address}{path}"
     token = os.environ.get(TOKEN_VARIABLE, "")
@@ -181,7 +198,12 @@ def _request_node(
     )
     try:
         with open_node(request, timeout_s) as answer:
-            return answer.headers, answer.read()
+            return answer.headers, msgspec.json.decode(answer.read(), type=list[dict[str, Any]])
+    except msgspec.MsgspecError as error:
+        raise UnavailableError(
+            f"another server answers at the node's address: address={address} error={error}.",
+            fix="Correct node.http, or end that server.",
+        ) from error
     except HTTPError as error:
         said = f"the node answered {error.code}: {_error_text(error.read())}"
         if error.code == 404:

@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import ssl
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from socketserver import BaseRequestHandler, TCPServer
+from urllib.parse import parse_qs, urlsplit
 
 
 @contextmanager
-def node_answering(code: int, body: str, tls: ssl.SSLContext | None = None) -> Iterator[str]:
-    """Yield the address of an HTTP server with one answer for every path; over TLS with a context."""
+def node_answering(
+    code: int, body: str, tls: ssl.SSLContext | None = None, secret: str = "", headers: Mapping[str, str] = {}
+) -> Iterator[str]:
+    """Yield the address of an HTTP server with one answer for every path; over TLS with a context. With a secret it
+    answers 401 to requests without that secret."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(code)
+            given = parse_qs(urlsplit(self.path).query).get("secret", [""])
+            refused = bool(secret) and given != [secret]
+            self.send_response(401 if refused else code)
+            for name, value in headers.items():
+                self.send_header(name, value)
             self.end_headers()
-            self.wfile.write(body.encode())
+            self.wfile.write(b'{"message": "Unauthorized"}' if refused else body.encode())
 
         def log_message(self, format: str, *args: object) -> None:
             """Print nothing."""

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from tidemill.base.errors import InvalidError
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.cli.context import (
     ConfigOption,
     DryRunOption,
@@ -44,8 +44,8 @@ def drop(
     force = either_name(force, yes_really, "--force", "--yes-really")
     with open_stores(config) as opened:
         found = opened.portal.call(read_shard(opened.consensus, name))
-        users = _shard_users(opened, name, found)
-        if users and not force:
+        users = [] if force else _shard_users(opened, name, found)
+        if users:
             raise InvalidError(
                 f"the table is in use: table={name} by={', '.join(users)}.",
                 fix="Its readers fail without it, and a pipeline re-creates it from its source. To delete it anyway:"
@@ -73,7 +73,8 @@ def drop(
 
 def _shard_users(opened: OpenStores, name: str, state: ShardState | None) -> list[str]:
     """Return the pipelines that write the table, the derived tables that read it, the blockers of its history, and the
-    shapes that this configuration's node has of it.
+    shapes that this configuration's node has of it. Raises InvalidError or UnavailableError if that node runs and does
+    not list its shapes.
 
     An interrupted drop left a state that no process holds: `drop_shard` continues with it, or raises MissingError.
     """
@@ -87,5 +88,11 @@ def _shard_users(opened: OpenStores, name: str, state: ShardState | None) -> lis
     found += [f"shard:{table}" for table in opened.portal.call(reading_derived_tables(opened.metastore, name))]
     live = [hold for hold in holds if hold.expires_ms and hold.is_live(now_ms)]
     found += [f"hold:{hold.reader}" for hold in live if hold.since != OBJECTS_ONLY]  # publications end with the table
-    found += [f"shape:{s['handle']}" for s in live_shapes(opened.config) if s["source"] == f"shard:{name}"]
-    return found
+    try:
+        shapes = live_shapes(opened.config)
+    except (InvalidError, UnavailableError) as error:
+        raise type(error)(
+            f"it is unknown whether the node has shapes of the table: {error.message}",
+            fix=f"{error.fix} To delete it anyway: --force".strip(),
+        ) from error
+    return found + [f"shape:{shape['handle']}" for shape in shapes if shape["source"] == f"shard:{name}"]
