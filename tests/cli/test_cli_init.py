@@ -11,11 +11,11 @@ import pytest
 
 from support.cli.process import run_tidemill
 from tidemill.base.config.config import load
-from tidemill.base.errors import InvalidError
+from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.capture.setup.inspection import FoundTable, Inspection
 from tidemill.capture.setup.server_checks import SET_PARAMETER
 from tidemill.cli.context import open_stores
-from tidemill.cli.init.command import _check_parses, administrator_text
+from tidemill.cli.init.command import _check_parses, _write_files, administrator_text
 from tidemill.cli.init.files import file_texts
 from tidemill.cli.init.plan import capture_name, make_plan
 from tidemill.spark.check import check_file
@@ -114,6 +114,50 @@ def test_a_file_that_exists_is_never_changed(postgres_dsn: str, tmp_path: Path) 
     again = run_tidemill(f"init . --dsn {postgres_dsn} --name other", cwd=tmp_path)
     assert again.exit_code == 2 and again.errors.startswith("tidemill: there is a cluster already"), again
     assert contents(tmp_path) == before
+
+
+@pytest.mark.postgres
+def test_a_directory_that_cannot_hold_the_files_is_a_sentence_and_gets_none(postgres_dsn: str, tmp_path: Path) -> None:
+    run_sql(postgres_dsn, *TABLES)
+    (tmp_path / "file").write_text("")
+    (tmp_path / "dangling").symlink_to("nowhere")
+    (tmp_path / "half").mkdir()
+    (tmp_path / "half" / "app").write_text("mine\n")
+    reasons = {"file": "File exists", "file/x": "Not a directory", "dangling": "File exists", "half": "File exists"}
+    for name, reason in {**reasons, "/proc/x": "No such file or directory"}.items():
+        done = run_tidemill(f"init {name} --dsn {postgres_dsn} --name shop", cwd=tmp_path)
+        assert done.exit_code == 2 and done.errors.startswith("tidemill: a file cannot be created"), done
+        assert f"path={name}" in done.errors and f"reason={reason}." in done.errors, done
+    assert contents(tmp_path) == {"file": b"", "half/app": b"mine\n"}
+    (tmp_path / "half" / "app").unlink()
+    assert run_tidemill(f"init half --dsn {postgres_dsn} --name shop", cwd=tmp_path).exit_code == 0
+    assert sorted(contents(tmp_path / "half")) == FILES
+
+
+@pytest.mark.postgres
+def test_a_dangling_link_is_kept_as_any_file_and_one_to_the_configuration_counts_as_a_cluster(
+    postgres_dsn: str, tmp_path: Path
+) -> None:
+    run_sql(postgres_dsn, *TABLES)
+    (tmp_path / "pipeline.py").symlink_to("nowhere.py")
+    done = run_tidemill(f"init --dsn {postgres_dsn} --name shop --json", cwd=tmp_path)
+    assert done.exit_code == 0 and json.loads(done.output)["existing"] == ["pipeline.py"], done
+    assert not (tmp_path / "nowhere.py").exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "tidemill.toml").symlink_to("nowhere.toml")
+    refused = run_tidemill(f"init other --dsn {postgres_dsn} --name shop", cwd=tmp_path)
+    assert refused.exit_code == 2 and "there is a cluster already" in refused.errors, refused
+    assert len(list((tmp_path / "other").iterdir())) == 1
+
+
+def test_an_error_before_the_configuration_is_written_leaves_no_file(tmp_path: Path) -> None:
+    def fail() -> None:
+        assert (tmp_path / "a").read_text() == "text", "the configuration is the last file"
+        raise UnavailableError("the disk is full.")
+
+    with pytest.raises(UnavailableError):
+        _write_files(tmp_path, {"tidemill.toml": "", "a": "text"}, fail)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.postgres

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import shlex
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -44,7 +45,7 @@ def init(
     Prints the SQL that an administrator has to run before the database can be captured, and exits with 1 if there is
     any. A file that exists is kept; where tidemill.toml exists, nothing is written. The database is only read.
     """
-    if (directory / CONFIG_FILE).exists():
+    if os.path.lexists(directory / CONFIG_FILE):
         raise InvalidError(
             f"there is a cluster already, and nothing was written: path={directory / CONFIG_FILE}.",
             fix="Choose another directory: tidemill init DIR --dsn …",
@@ -67,14 +68,15 @@ def init(
     texts = file_texts(plan, dsn)
     _check_parses(texts[PIPELINE_FILE])
     config = parse_text(texts[CONFIG_FILE], directory / CONFIG_FILE, {**os.environ, plan.variable: dsn})
-    existing = [path for path in texts if (directory / path).exists()]
-    for path, text in texts.items():
-        if path not in existing:
-            _write(directory / path, text, private=path in PRIVATE)
+    existing = [path for path in texts if os.path.lexists(directory / path)]
     created = [path for path in texts if path not in existing]
-    if found.replaced_identities:
-        with BlockingPortal() as portal:
-            portal.call(store_prior_identities(config, capture, found.replaced_identities))
+
+    def store_identities() -> None:
+        if found.replaced_identities:
+            with BlockingPortal() as portal:
+                portal.call(store_prior_identities(config, capture, found.replaced_identities))
+
+    _write_files(directory, {path: texts[path] for path in created}, store_identities)
     if out.is_text:
         _print(directory, dsn, plan, found, created, existing, config)
     else:
@@ -96,12 +98,42 @@ def _check_parses(pipeline: str) -> None:
         ) from error
 
 
+def _write_files(directory: Path, texts: Mapping[str, str], before_last: Callable[[], None]) -> None:
+    """Create files; the configuration last, because nothing is written where it exists. `before_last` runs before it.
+
+    If anything fails, no file of `texts` is left. Raises InvalidError if a file cannot be created.
+    """
+    written: list[Path] = []
+    try:
+        for path in sorted(texts, key=lambda path: path == CONFIG_FILE):
+            if path == CONFIG_FILE:
+                before_last()
+            _write(directory / path, texts[path], private=path in PRIVATE)
+            written.append(directory / path)
+    except BaseException:
+        for file in written:
+            with contextlib.suppress(OSError):
+                file.unlink()
+        raise
+
+
 def _write(path: Path, text: str, *, private: bool) -> None:
-    """Create a file. Raises FileExistsError if another process was faster."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
+    """Create a file. Raises InvalidError, also if another process was faster, and leaves no part of it then."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+        try:
+            with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+                file.write(text)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                path.unlink()
+            raise
+    except OSError as error:
+        raise InvalidError(
+            f"a file cannot be created, and nothing was written: path={path} reason={error.strerror}.",
+            fix="Correct that, or choose another directory: tidemill init DIR --dsn …",
+        ) from error
 
 
 def next_commands(directory: Path, plan: Plan, config: Config) -> list[tuple[str, str]]:
