@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from tidemill.base.address import Address, canonical_host
+from tidemill.base.address import Address, canonical_host, without_credentials
 
 
 @pytest.mark.parametrize(
@@ -61,3 +61,23 @@ def test_wildcards_and_loopback_are_known_in_both_families() -> None:
 )
 def test_an_address_of_ipv4_within_one_of_ipv6_is_that_of_ipv4(host: str, plain: str) -> None:
     assert canonical_host(host) == plain
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgres+psycopg://u:s3cret@h/db", "postgres+psycopg://h/db"),
+        ("x://u@h:5432/db", "x://h:5432/db"),
+        ("x://u:s3/cr?e#t@h/db", "x://h/db"),
+        ("x://u:s3@cret@h/db", "x://h/db"),
+        ("x://h:5432/d@b?a=b@c", "x://h:5432/d@b?a=b@c"),
+        ("s3://arn:aws:s3:eu:1:accesspoint/x", "s3://arn:aws:s3:eu:1:accesspoint/x"),
+        ("file:///a@b/c:d", "file:///a@b/c:d"),
+        ("/a@b:c", "/a@b:c"),
+        ("x://h/db?user=u&password=s3cret&a=1", "x://h/db?user=u&password=***&a=1"),
+        ("host=h password = 's3 cr\\'et' dbname=d", "host=h password = *** dbname=d"),
+        ("", ""),
+    ],
+)
+def test_a_url_in_a_message_has_no_user_and_no_password(url: str, shown: str) -> None:
+    assert without_credentials(url) == shown

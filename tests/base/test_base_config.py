@@ -251,6 +251,52 @@ def test_a_quote_in_a_variable_cannot_end_the_string_it_is_in(tmp_path: Path) ->
     assert load(path, environ={"NAME": 'a"b\\c'}).node.name == 'a"b\\c'
 
 
+ODD = "a\\b\"c'd${NAME}\n#e\x7fé'''\\"
+
+
+@pytest.mark.parametrize(
+    ("written", "before", "after"),
+    [
+        ('"${X}"', "", ""),
+        ("'${X}'", "", ""),
+        ("'a\\n\"${X}\"'", 'a\\n"', '"'),
+        ('"""\n# ${X}"""', "# ", ""),
+        ('"""${X}""""', "", '"'),
+        ("'''\n\\t\"x\n${X}''''", '\\t"x\n', "'"),
+        ("'#${X}' # '${NOT_SET}", "#", ""),
+        ('"\\"${X}\\\\${X}" # "', '"', "\\" + ODD),
+    ],
+)
+def test_a_variable_is_taken_literally_in_every_kind_of_string(
+    tmp_path: Path, written: str, before: str, after: str
+) -> None:
+    path = write(tmp_path, f"[capture.shop]\ndsn = {written}\n[node]\nname = 'n7'\n")
+    found = load(path, environ={"X": ODD})
+    assert (found.capture["shop"].dsn, found.node.name) == (before + ODD + after, "n7")
+
+
+def test_a_variable_in_a_comment_is_not_needed(tmp_path: Path) -> None:
+    text = '# it\'s "${NOT_SET}\n[node]\nname = "n7" # ${NOT_SET}\n#[capture.shop]\n#dsn = "${NOT_SET}"\n'
+    (tmp_path / ".env").write_bytes(b"\xff")
+    assert load(write(tmp_path, text), environ={}).node.name == "n7"
+
+
+def test_a_variable_outside_of_strings_is_a_number_or_a_boolean(tmp_path: Path) -> None:
+    path = write(tmp_path, "[shapes]\nmemory_mb = ${MB}\n[http]\ntls = ${TLS} # '\n[topics.${TOPIC}]\npartitions = 2\n")
+    found = load(path, environ={"MB": "7\n", "TLS": "false", "TOPIC": "clicks"})
+    assert (found.shapes.memory_mb, found.http.tls, [*found.topics]) == (7, False, ["clicks"])
+    with pytest.raises(InvalidError, match="is not TOML"):
+        load(path, environ={"MB": "7\n[http]\nper_address = 1", "TLS": "false", "TOPIC": "clicks"})
+    quoted = write(tmp_path, "[shapes]\nmemory_mb = '${MB}'\n[topics.\"${TOPIC}\"]\npartitions = 2\n")
+    found = load(quoted, environ={"MB": "7", "TOPIC": "a.b"})
+    assert (found.shapes.memory_mb, [*found.topics]) == (7, ["a.b"])
+
+
+def test_a_dollar_sign_can_be_written_without_a_variable(tmp_path: Path) -> None:
+    path = write(tmp_path, '[capture.shop]\ndsn = "\\u0024{X} $X ${a.b}"\n')
+    assert load(path, environ={}).capture["shop"].dsn == "${X} $X ${a.b}"
+
+
 def test_a_pipeline_file_is_found_beside_the_configuration(tmp_path: Path) -> None:
     path = write(tmp_path, "[pipeline.p]\nfile = 'p.py'\n")
     assert load(path, environ={}).pipeline["p"].file == str(tmp_path / "p.py")

@@ -40,6 +40,11 @@ def test_a_url_that_names_no_engine_is_refused_by_its_key(url: str) -> None:
     assert "consensus.url" in refused(url, InvalidError)
 
 
+@pytest.mark.parametrize("url", ["postgres+psycopg://u:s3cret@h/db", "sqlite://u:s3cret@h/", "password=s3cret host=h"])
+def test_a_url_that_is_refused_is_shown_without_its_password(url: str) -> None:
+    assert "s3cret" not in refused(url, InvalidError)
+
+
 async def test_a_relative_path_and_missing_directories_are_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -71,6 +71,7 @@ async def test_nodes_that_open_a_directory_that_does_not_exist_together_create_i
         ("s3://b?colour=red", "colour"),
         ("s3://b?endpoint=ftp://x", "http address"),
         ("s3://b/bad key", "prefix"),
+        ("s3://KEY:SECRET@b", "in front of the bucket"),
         ("s3://b", "credentials"),
     ],
 )
@@ -86,6 +87,26 @@ def test_secrets_never_reach_a_message() -> None:
     with pytest.raises(InvalidError) as raised:
         parse_s3(url, {})
     assert "hush" not in str(raised.value) and "psst" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://KEY:HU/SH@b/p",
+        "s3://KEY:HU?SH@b/p",
+        "r2://KEY:HUSH@b/p",
+        "file://KEY:HUSH@b/p",
+        "gs://KEY:HUSH@b/p",
+        "az://KEY:HUSH@b/p?account=a",
+        "s3://b?endpoint=ftp://KEY:HUSH@x",
+        "s3://b?endpoint=http://KEY:HUSH@x&bad=1",
+        "s3://b?endpoint=http://KEY:HUSH@127.0.0.1:1",
+    ],
+)
+async def test_credentials_in_the_place_of_a_host_never_reach_a_message(url: str) -> None:
+    with pytest.raises(TidemillError) as raised:
+        await open_objects(url, SystemClock(), Rand(), env=CREDENTIALS, retry_budget_s=0.1)
+    assert "HU" not in str(raised.value) and "KEY" not in str(raised.value)
 
 
 def test_credentials_come_from_the_query_before_the_environment() -> None:

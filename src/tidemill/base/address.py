@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from ipaddress import IPv6Address, ip_address
 from typing import NamedTuple
@@ -66,6 +67,23 @@ def bracket_ipv6(host: str) -> str:
 def strip_brackets(host: str) -> str:
     """Return a host without brackets, if it has any."""
     return host[1:-1] if host.startswith("[") and host.endswith("]") else host
+
+
+_SECRET_PARAMETER = re.compile(r"(?i)\b(password|sslpassword)(\s*=\s*)('(?:[^'\\]|\\.)*'|[^\s&]+)")
+
+
+def without_credentials(url: str) -> str:
+    """Return a URL, or a list of parameters, as messages may show it: without user and password, which precede an `@`.
+
+    A password may contain characters that should have been quoted: after `user:` everything up to the last `@` is left
+    out.
+    """
+    scheme, mark, rest = url.partition("://")
+    authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
+    _, colon, port = authority.rpartition(":")
+    if "@" in authority or (colon and not port.isdigit()):
+        rest = rest.rpartition("@")[2]
+    return _SECRET_PARAMETER.sub(r"\1\2***", scheme + mark + rest)
 
 
 def canonical_host(host: str) -> str:

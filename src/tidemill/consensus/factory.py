@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tidemill.base.address import without_credentials
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import InvalidError, MissingError
 from tidemill.consensus.api import Consensus
@@ -38,7 +39,7 @@ async def open_consensus(url: str, clock: Clock, rand: Rand, *, create: bool = T
         from tidemill.consensus.memory import MemoryConsensus
 
         return MemoryConsensus(clock)
-    raise InvalidError(f"unknown engine in the URL: consensus.url={url!r}.", fix=FIX)
+    raise InvalidError(f"unknown engine in the URL: consensus.url={without_credentials(url)!r}.", fix=FIX)
 
 
 def sqlite_path_of_url(url: str) -> Path | None:
@@ -49,5 +50,5 @@ def sqlite_path_of_url(url: str) -> Path | None:
     host = rest.startswith("//") and not rest.startswith("///")
     path = "/" + rest.lstrip("/") if rest.startswith("/") else rest
     if host or not path or path.endswith("/"):
-        raise InvalidError(f"no database file in the URL: consensus.url={url!r}.", fix=FIX)
+        raise InvalidError(f"no database file in the URL: consensus.url={without_credentials(url)!r}.", fix=FIX)
     return Path(path)

@@ -110,7 +110,8 @@ def _directory(url: str) -> str:
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost") or not parts.path.startswith("/"):
         raise InvalidError(
-            f"a file URL needs an absolute path: objects.url={url!r}.", fix="Write three slashes: file:///dir."
+            f"a file URL needs an absolute path: objects.url={redact(url)!r}.",
+            fix="Write three slashes: file:///dir.",
         )
     if "?" in url or "#" in url:
         raise InvalidError(

@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,24 +22,58 @@ from tidemill.base.errors import InvalidError
 
 ENV_FILE = ".env"
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+_TOKEN = re.compile(
+    r'''(?P<basic>"""(?:[^\\]|\\.)*?"{3,5}(?!")|"(?:[^"\\\n]|\\.)*")'''
+    r"""|(?P<literal>'''.*?'{3,5}(?!')|'[^'\n]*')"""
+    rf"|(?P<comment>\#[^\n]*)|(?P<bare>{_VARIABLE.pattern})",
+    re.DOTALL,
+)
+"""Strings and comments of a TOML file, and variables outside of both. A string of several lines may end with five
+quotes, two of which are part of it (TOML 1.0)."""
+_CONTROL = re.compile(r"[\x00-\x08\x0a-\x1f\x7f]")
+"""Characters that a string of one line cannot contain."""
 _LINE = re.compile(r"(?:export\s+)?([A-Za-z_][A-Za-z0-9_]*)=(.*)")
 
 
 def expand_variables(text: str, environ: Mapping[str, str], env_file: Path) -> str:
-    """Return the text with the values of its variables. The file is read only if the environment lacks one of them."""
-    known = environ
-    if not environ.keys() >= set(_VARIABLE.findall(text)):
-        known = {**read_env_file(env_file), **environ}
+    """Return the text of a TOML file with the values of its variables.
 
-    def value(match: re.Match[str]) -> str:
-        name = match[1]
-        if name not in known:
+    Inside a string of any kind a value is taken literally; outside, as a number or a boolean, it is part of the file.
+    Variables in comments are left alone. `env_file` is read only if the environment lacks a variable.
+    """
+
+    @cache
+    def of_file() -> dict[str, str]:
+        return read_env_file(env_file)
+
+    def value(name: str) -> str:
+        if name in environ:
+            return environ[name]
+        if name not in of_file():
             raise InvalidError(
                 f"the configuration uses ${{{name}}}, which is not set.", fix=f"Export {name}, or set it in {env_file}."
             )
-        return known[name].replace("\\", "\\\\").replace('"', '\\"')
+        return of_file()[name]
 
-    return _VARIABLE.sub(value, text)
+    def expand(token: re.Match[str]) -> str:
+        found = token[0]
+        if token.lastgroup == "comment" or not _VARIABLE.search(found):
+            return found
+        if token.lastgroup == "bare":
+            return _escape(value(found[2:-1]).strip())
+        if token.lastgroup == "literal":  # without escapes, it could not hold every value
+            quotes = 3 if found.startswith("'''") else 1
+            lines = found[quotes:-quotes].split("\n")
+            found = '"' * quotes + "\n".join(map(_escape, lines)) + '"' * quotes
+        return _VARIABLE.sub(lambda variable: _escape(value(variable[1])), found)
+
+    return _TOKEN.sub(expand, text)
+
+
+def _escape(text: str) -> str:
+    """Return a text as it is written inside a basic string."""
+    text = text.replace("\\", "\\\\").replace('"', '\\"')
+    return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
 def overlay_environment(values: dict[str, Any], environ: Mapping[str, str]) -> None:

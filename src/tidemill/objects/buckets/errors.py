@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from obstore import exceptions as foreign
 
+from tidemill.base.address import without_credentials
 from tidemill.base.errors import (
     ConflictError,
     InvalidError,
@@ -97,7 +98,7 @@ class StoreLocation:
     service: Service = AWS
 
     def __str__(self) -> str:
-        return f"bucket={self.bucket} endpoint={self.endpoint or self.service.name}"
+        return f"bucket={self.bucket} endpoint={without_credentials(self.endpoint) or self.service.name}"
 
 
 def translate_obstore_error(

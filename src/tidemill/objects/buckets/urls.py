@@ -7,6 +7,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 import msgspec
 
+from tidemill.base.address import without_credentials
 from tidemill.base.errors import InvalidError
 from tidemill.objects.store import check_prefix
 
@@ -41,7 +42,7 @@ class BucketUrl(msgspec.Struct, frozen=True):
         endpoint = next((found for found in (self.options.get("endpoint"), *fallbacks) if found), "")
         if endpoint and not endpoint.startswith(("http://", "https://")):
             raise InvalidError(
-                f"the endpoint of objects.url is not an http address: endpoint={endpoint!r}.",
+                f"the endpoint of objects.url is not an http address: endpoint={without_credentials(endpoint)!r}.",
                 fix="Write it as http://host:port or https://host.",
             )
         return endpoint.rstrip("/")
@@ -66,6 +67,11 @@ def parse_bucket_url(url: str, known: Set[str]) -> BucketUrl:
     shown = redact(url)
     if not parts.netloc:
         raise InvalidError(f"objects.url names no bucket: objects.url={shown!r}.", fix=URL_FIX)
+    if without_credentials(url) != url:
+        raise InvalidError(
+            f"objects.url has credentials in front of the bucket: objects.url={shown!r}.",
+            fix="Set them in the environment, or as parameters of the URL.",
+        )
     prefix = unquote(parts.path).strip("/")
     if prefix:
         check_prefix(prefix)
@@ -81,6 +87,6 @@ def parse_bucket_url(url: str, known: Set[str]) -> BucketUrl:
 
 def redact(url: str) -> str:
     """Return the URL without its secrets, for messages and logs."""
-    head, mark, query = url.partition("?")
+    head, mark, query = without_credentials(url).partition("?")
     pairs = [part.partition("=") for part in query.split("&")] if mark else []
-    return head + mark + "&".join(f"{n}={'***' if n in SECRETS else v}" for n, _, v in pairs)
+    return head + mark + "&".join(f"{n}={'***' if n in SECRETS else without_credentials(v)}" for n, _, v in pairs)
