@@ -242,8 +242,9 @@ def test_a_table_is_not_dropped_while_the_certificate_of_its_node_is_not_trusted
     with node_answering(200, "[]", context) as address:
         tls = f'[http]\ntls = true\n[security.tls]\ncertificate = "{certificate}"\nkey = "{key}"\n'
         cluster.config.write_text(f'{node}http = "{address}"\n{tls}')
-        with pytest.raises(UnavailableError, match="it is unknown whether the node has shapes"):
+        with pytest.raises(UnavailableError, match="it is unknown whether the node has shapes") as unknown:
             cluster.command("drop", "orders", "--yes")
+    assert unknown.value.fix.startswith("Name the authority of its certificate in SSL_CERT_FILE")
 
 
 def test_a_table_that_is_dropped_and_created_again_during_the_question_stays(

@@ -218,6 +218,7 @@ def _request_node(
         ) from error
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, URLError) else error_sentence(error)
-        raise UnavailableError(
-            f"the node does not answer: address={address} error={reason}.", fix="Start one with: tidemill up"
-        ) from error
+        fix = "Start one with: tidemill up"
+        if isinstance(reason, ssl.SSLError):
+            fix = "Name the authority of its certificate in SSL_CERT_FILE, and check http.tls."
+        raise UnavailableError(f"the node does not answer: address={address} error={reason}.", fix=fix) from error

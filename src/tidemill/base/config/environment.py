@@ -71,7 +71,7 @@ def expand_variables(text: str, environ: Mapping[str, str], env_file: Path) -> s
 
 
 def _escape(text: str) -> str:
-    """Return a text as it is written inside a basic string."""
+    """Return the notation of a text inside a basic string."""
     text = text.replace("\\", "\\\\").replace('"', '\\"')
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
