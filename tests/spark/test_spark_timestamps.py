@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from structlog.testing import capture_logs
 from support.spark.frames import config as config  # a fixture
 from support.spark.frames import save
 from support.spark.running import error_of, pipeline
-from support.spark.wide_table import append, merge
+from support.spark.wide_table import append, explained, merge
 from support.waiting import eventually
 from tidemill.cli.verify.postgres import SourceColumn
 from tidemill.cli.verify.table import column_difference
-from tidemill.shards.api import Column, ShardSchema
+from tidemill.shards.api import DIFF, Column, ShardSchema
 from tidemill.shards.parts.schema import update_schema
 from tidemill.spark import read
 
@@ -63,6 +64,22 @@ def test_a_plan_and_the_data_source_give_clocks_as_they_are_and_filter_them(harb
         assert tuple(found) == (40_010, 20_000, 0, "1970-01-01 09:00:00", "1970-01-01 04:00:00")
     nine = planned.where("clock = TIMESTAMP_NTZ '1970-01-01 09:00:00'").toArrow()
     assert nine.column("k").cast(pa.int64()).to_pylist() == [9 * HOUR]
+
+
+@pytest.mark.parametrize("clock", ["1971-04-25T03", "1971-04-25T02", "1971-10-31T01"])
+def test_a_clock_near_one_that_the_sessions_zone_skips_or_repeats_is_replaced_alone(
+    harbour: Any, elsewhere: Any, clock: str
+) -> None:
+    hour = (datetime.fromisoformat(clock) - datetime(1970, 1, 1)) // timedelta(hours=1)
+    append(harbour, "t", 5, rows(range(-20_000, 20_000), 3), schema=SCHEMA)
+    merge(harbour, "t", 4)
+    new = rows(range(hour, hour + 1), 7)
+    old = new.set_column(new.column_names.index(DIFF), new.schema.field(DIFF), pa.array([-1]))
+    append(harbour, "t", 9, pa.concat_tables([old, new]), schema=SCHEMA)
+    frame = read(elsewhere, "t", objects=harbour.urls.objects, consensus=harbour.urls.consensus)
+    assert "LeftAnti" in explained(elsewhere, frame)
+    found = sorted(frame.toArrow().column("k").cast(pa.int64()).to_pylist())
+    assert found == [hour * HOUR for hour in range(-20_000, 20_000)]
 
 
 def test_a_frame_writes_both_and_neither_in_place_of_the_other(harbour: Any, elsewhere: Any, config: str) -> None:

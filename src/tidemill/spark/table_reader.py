@@ -35,7 +35,7 @@ from tidemill.spark.settings import find_cluster
 from tidemill.spark.source import registered_urls, source_format
 from tidemill.spark.source.batch import readable_at
 from tidemill.spark.stores import Stores, shared_stores
-from tidemill.spark.types import spark_schema
+from tidemill.spark.types import spark_schema, spark_type
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -217,7 +217,11 @@ def _native_plan(
         _ = rows.schema  # a client of Spark Connect analyses a plan only when asked
     if plan.gone.num_rows:
         names = [f"{SUPERSEDED_PREFIX}{place}" for place in range(plan.gone.num_columns)]
-        gone = spark.createDataFrame(plan.gone.rename_columns(names))
+        kinds = {column.name: column.type for column in shard.schema.columns}
+        types = [*(spark_type(kinds[name]) for name in shard.schema.key), LongType()]
+        # Without types Spark would take times without a zone for instants of the session's zone.
+        keys = StructType([StructField(name, kind) for name, kind in zip(names, types, strict=True)])
+        gone = spark.createDataFrame(plan.gone.rename_columns(names), keys)
         rows = rows.join(broadcast(gone), _is_superseded(rows, gone, shard.schema), "left_anti")
     rows = rows.select(*(col(_quoted(name)) for name in columns.names))
     return rows.union(spark.createDataFrame(plan.live, columns)) if plan.live.num_rows else rows
