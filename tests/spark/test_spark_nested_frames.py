@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pytest
 from pyspark.errors import AnalysisException
@@ -12,11 +14,14 @@ from pyspark.errors import AnalysisException
 from support.spark.frames import config, save
 from support.spark.wide_table import merge
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
+from tidemill.shards.parts.row_hash import hash_rows
 from tidemill.shards.parts.schema import check_schema, contents_schema, update_schema
 from tidemill.spark import Pipeline, read
 from tidemill.spark.derived.derivation import Derivation
 from tidemill.spark.source.changes import ChangesReader
 from tidemill.spark.source.options import SourceOptions
+from tidemill.spark.table_reader import frame_at
+from tidemill.spark.types import local_frame, spark_schema
 
 pytestmark = pytest.mark.spark
 __all__ = ["config"]
@@ -95,6 +100,55 @@ def test_derived_tables_have_nested_columns(spark: Any, harbour: Any, tmp_path: 
     assert sorted(found) == sorted(expected.column("k").to_pylist())
     assert found[5]["by_name"] == [("a", 5), ("z", 1)] and found[7]["all"] == []
     assert found[8]["all"][0]["sizes"] == [8, None]
+
+
+def test_a_small_input_with_nested_columns_goes_on_after_a_deletion(spark: Any, harbour: Any, tmp_path: Path) -> None:
+    p = Pipeline("p")
+
+    @p.derived("sizes", key="k", inputs=("odd",))
+    def sizes(spark: Any, odd: Any) -> Any:
+        return odd.selectExpr(
+            "k", "coalesce(size(m), 0) AS n", "current_date() AS day"
+        )  # the day prevents a prepared plan
+
+    one = Derivation(harbour.portal, harbour.stores, spark, p.derived_tables["sizes"], tmp_path / "driver" / "mirrors")
+    every = rows(range(1, 30))
+    append(harbour, 0, every, 1)
+    one.open()
+    assert one.recompute()
+    deleted = int(np.argmin(hash_rows(every, ["k"])))
+    append(harbour, 1, every.slice(deleted, 1), -1)
+    assert one.recompute() and one.function.not_prepared
+    wanted = {key: len(value(key)["m"] or ()) for key in range(1, 30) if key != deleted + 1}
+    assert {row["k"]: row["n"] for row in harbour.contents("sizes")} == wanted
+    shard, where = harbour.shard("odd"), {"objects": harbour.urls.objects, "consensus": harbour.urls.consensus}
+    frame, because = frame_at(spark, harbour.portal, harbour.stores, shard, 1, where, again=True)
+    assert not because and texts(frame.toArrow()) == texts(harbour.portal.call(shard.snapshot(1)))
+
+
+def test_slices_of_nested_values_become_frames(spark: Any) -> None:
+    columns = [
+        Column("lists", "array<array<timestamp>>"),
+        Column("structs", "struct<a:array<struct<x:int32>>,m:map<string,timestamp_ntz>>"),
+        Column("maps", "map<int32,array<timestamp>>"),
+    ]
+    at = datetime(2026, 3, 8, 2, 30)
+    inner = {"a": [None, {"x": 1}], "m": [("n", at), ("o", None)]}
+    given = [
+        {"lists": [None, [at, None]], "structs": {"a": None, "m": None}, "maps": [(1, None), (2, [at])]},
+        {"lists": None, "structs": None, "maps": None},
+        {"lists": [[]], "structs": inner, "maps": []},
+        {"lists": [None, [at]], "structs": {"a": [], "m": []}, "maps": [(1, [None])]},
+    ]
+    whole = pa.Table.from_pylist(given, contents_schema(ShardSchema((*columns, Column("k", "int32")), ("k",))))
+    whole = whole.drop_columns("k")
+    within = [pa.StructArray.from_arrays([c.chunk(0).slice(1)], ["c"]) for c in whole.columns]
+    for rows in (whole.slice(1), whole.slice(3), whole.slice(4), pa.concat_tables([whole.slice(1, 2), whole.slice(2)]),
+                 pa.table([pa.chunked_array([], c.type) for c in whole.columns], schema=whole.schema)):  # fmt: skip
+        assert local_frame(spark, rows, spark_schema(columns)).toArrow().to_pylist() == rows.to_pylist()
+    sliced_within = [Column(c.name, f"struct<c:{c.type}>") for c in columns]
+    table = pa.table(within, names=[c.name for c in columns])
+    assert local_frame(spark, table, spark_schema(sliced_within)).toArrow().to_pylist() == table.to_pylist()
 
 
 def test_spark_reads_nested_columns_from_files_and_through_the_source(

@@ -35,7 +35,7 @@ from tidemill.spark.settings import find_cluster
 from tidemill.spark.source import registered_urls, source_format
 from tidemill.spark.source.batch import readable_at
 from tidemill.spark.stores import Stores, shared_stores
-from tidemill.spark.types import spark_schema, spark_type
+from tidemill.spark.types import local_frame, spark_schema, spark_type
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -207,7 +207,7 @@ def _native_plan(
     plan = plan_parts(portal, stores.objects, shard, chosen, at, again=again, no_files=no_files)
     columns = spark_schema(shard.schema.columns)
     if not plan.settled:
-        return spark.createDataFrame(plan.live, columns)
+        return local_frame(spark, plan.live, columns)
     wanted = StructType([*columns.fields, StructField(TIME, LongType())])
     # Stored times use the proleptic Gregorian calendar; the files carry no writer version that Spark would accept as
     # proof.
@@ -221,10 +221,10 @@ def _native_plan(
         types = [*(spark_type(kinds[name]) for name in shard.schema.key), LongType()]
         # Without types Spark would take times without a zone for instants of the session's zone.
         keys = StructType([StructField(name, kind) for name, kind in zip(names, types, strict=True)])
-        gone = spark.createDataFrame(plan.gone.rename_columns(names), keys)
+        gone = local_frame(spark, plan.gone.rename_columns(names), keys)
         rows = rows.join(broadcast(gone), _is_superseded(rows, gone, shard.schema), "left_anti")
     rows = rows.select(*(col(_quoted(name)) for name in columns.names))
-    return rows.union(spark.createDataFrame(plan.live, columns)) if plan.live.num_rows else rows
+    return rows.union(local_frame(spark, plan.live, columns)) if plan.live.num_rows else rows
 
 
 def _is_superseded(rows: DataFrame, gone: DataFrame, schema: ShardSchema) -> Column:

@@ -1,10 +1,12 @@
 """Types of shard columns in Spark: as Spark types, so that Arrow batches of shards match DataFrames exactly; and from a
-`StructType` or its DDL (ddl.py)."""
+`StructType` or its DDL (ddl.py). DataFrames of Arrow rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
+
+import pyarrow as pa
 
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import Column, ShardSchema
@@ -13,6 +15,7 @@ from tidemill.shards.parts.schema import canonical_type, check_schema
 from tidemill.spark.ddl import parse_ddl
 
 if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import DataType, StructField, StructType
 
 Names = str | Sequence[str]
@@ -55,6 +58,26 @@ def spark_schema(columns: Iterable[Column]) -> StructType:
     from pyspark.sql.types import StructField, StructType
 
     return StructType([StructField(c.name, spark_type(c.type), True) for c in columns])
+
+
+def local_frame(spark: SparkSession, rows: pa.Table, schema: StructType) -> DataFrame:
+    """Return a DataFrame of Arrow rows.
+
+    Nested columns are copied: PySpark cannot convert a slice of a nested array that contains nulls, nor a column
+    without chunks.
+    """
+    for place, field in enumerate(rows.schema):
+        if pa.types.is_nested(field.type):
+            chunks = rows.column(place).chunks or [pa.nulls(0, field.type)]
+            copies = pa.chunked_array([_copied(chunk) for chunk in chunks], field.type)
+            rows = rows.set_column(place, field, copies)
+    return spark.createDataFrame(rows, schema)
+
+
+def _copied(array: pa.Array) -> pa.Array:
+    """Return a copy of exactly these values: no array within it has an offset."""
+    batch = pa.record_batch([array], ["value"])
+    return pa.ipc.read_record_batch(batch.serialize(), batch.schema).column(0)
 
 
 def columns_of(schema: StructType) -> tuple[Column, ...]:

@@ -15,7 +15,7 @@ from tidemill.cli.verify.spool import Spool
 from tidemill.shards.api import DIFF, Shard
 from tidemill.spark.definition import DerivedTable
 from tidemill.spark.derived.function_result import is_frame, not_a_frame_error, stored_rows
-from tidemill.spark.types import spark_schema
+from tidemill.spark.types import local_frame, spark_schema
 
 ATTEMPTS = 20
 
@@ -58,7 +58,7 @@ class RecomputedTable:
 
     def _compute(self, contents: list[pa.Table]) -> pa.Table:
         frames = [
-            self._spark.createDataFrame(table, spark_schema(shard.schema.columns))
+            local_frame(self._spark, table, spark_schema(shard.schema.columns))
             for table, shard in zip(contents, self._inputs, strict=True)
         ]
         result = self._table.function(self._spark, *frames)

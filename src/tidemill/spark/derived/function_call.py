@@ -20,7 +20,7 @@ from tidemill.spark.derived.function_result import is_frame, not_a_frame_error
 from tidemill.spark.derived.inputs import DerivedInput, GroupedInput
 from tidemill.spark.derived.prepared_plan import SMALL_BYTES, JobRanError, NotPreparedError, PreparedPlan, small_session
 from tidemill.spark.stores import Stores
-from tidemill.spark.types import spark_schema
+from tidemill.spark.types import local_frame, spark_schema
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -77,7 +77,7 @@ class FunctionCall:
                     self._prepared = None
                     self._report_unprepared(f"it failed: {_first_line(error)}")
         frames = [
-            self._frame(one, at) if given is None else self._spark.createDataFrame(given, _schema_of(one))
+            self._frame(one, at) if given is None else local_frame(self._spark, given, _schema_of(one))
             for one, given in zip(inputs, rows, strict=True)
         ]
         found: pa.Table = self._call(frames, lambda result: result.toArrow())
