@@ -161,6 +161,43 @@ def test_rows_that_are_written_keep_their_nested_types() -> None:
         conform_rows(twice, target)
 
 
+@pytest.mark.parametrize(
+    ("kind", "given", "fits"),
+    [
+        ("timestamp", pa.timestamp("us", "America/New_York"), True),
+        ("timestamp", pa.timestamp("us"), False),
+        ("timestamp", pa.timestamp("ms", "UTC"), False),
+        ("timestamp_ntz", pa.timestamp("us", "UTC"), False),
+        ("int16", pa.int8(), True),
+        ("int32", pa.int8(), False),
+        ("string", pa.large_string(), True),
+        ("binary", pa.large_binary(), True),
+        ("binary", pa.large_string(), False),
+    ],
+)
+def test_nested_values_are_cast_from_the_types_that_spark_has_for_them_only(
+    kind: str, given: pa.DataType, fits: bool
+) -> None:
+    schema = check_schema(
+        ShardSchema((Column("k", "int64"), Column("v", f"array<map<int32,struct<x:{kind}>>>")), ("k",))
+    )
+    target = contents_schema(schema)
+    plain = pa.array([1, None], pa.int8()) if pa.types.is_integer(given) else pa.array(["1", None], pa.string())
+    values = plain.cast(pa.int64()).cast(given) if pa.types.is_timestamp(given) else plain.cast(given)
+    inner = pa.MapArray.from_arrays(
+        [0, 1, 2], pa.array([7, 8], pa.int32()), pa.StructArray.from_arrays([values], ["x"])
+    )
+    table = pa.table({"k": [1, 2], "v": pa.ListArray.from_arrays([0, 1, 2], inner)})
+    if not fits:
+        with pytest.raises(InvalidError, match=r"column=v .*nested types are not cast"):
+            conform_rows(table, target)
+        return
+    found = conform_rows(table, target)
+    found.validate(full=True)
+    leaf = found.column("v").chunk(0).values.items.field("x")
+    assert leaf.equals(values.cast(arrow_type(kind))) and leaf.null_count == 1
+
+
 def test_a_nested_column_is_added_and_retired_and_never_changed() -> None:
     added = evolve_schema(SCHEMA, SchemaChanges(add=(Column("w", "array< int32 >"),)))
     assert added.columns[-1].type == "array<int32>"

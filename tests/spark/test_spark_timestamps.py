@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +94,25 @@ def test_a_frame_writes_both_and_neither_in_place_of_the_other(harbour: Any, els
     for wrong in (("k", "CAST(at AS TIMESTAMP_NTZ) AS at"), ("CAST(k AS TIMESTAMP) AS k", "at")):
         with pytest.raises(Exception, match=r"the DataFrame's columns differ from the table's"):
             save(frame.selectExpr(*wrong), config, "t", mergeSchema=True)
+
+
+def test_a_frame_writes_both_within_nested_values(harbour: Any, elsewhere: Any, config: str) -> None:
+    made = ("array(at) AS a", "named_struct('at', at, 'k', k) AS s", "map(2Y, at, 1Y, null) AS m", "array(-1Y) AS y")
+    values = "SELECT TIMESTAMP_NTZ '2026-01-02 03:04:05' AS k, TIMESTAMP '2026-01-02 03:04:05' AS at"
+    save(elsewhere.sql(values).selectExpr("k", *made), config, "t", key="k")
+    assert [c.type for c in harbour.shard("t").schema.columns[1:]] == [
+        "array<timestamp>", "struct<at:timestamp,k:timestamp_ntz>", "map<int16,timestamp>",
+        "array<int16>",
+    ]  # fmt: skip
+    clock, at = datetime(2026, 1, 2, 3, 4, 5), datetime(2026, 1, 2, 8, 4, 5, tzinfo=UTC)
+    (found,) = harbour.contents("t")
+    assert found == {"k": clock, "a": [at], "s": {"at": at, "k": clock}, "m": [(1, None), (2, at)], "y": [-1]}
+    elsewhere.conf.set("spark.sql.execution.arrow.useLargeVarTypes", "true")
+    try:
+        save(elsewhere.sql("SELECT 1 AS k, array('x') AS s, map('y', X'01') AS m"), config, "l", key="k")
+    finally:
+        elsewhere.conf.unset("spark.sql.execution.arrow.useLargeVarTypes")
+    assert harbour.contents("l") == [{"k": 1, "s": ["x"], "m": [("y", b"\x01")]}]
 
 
 TABLES = {"public.t": [("id", "integer", 0), ("clock", "timestamp without time zone", -1),

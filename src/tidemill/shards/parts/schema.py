@@ -49,6 +49,11 @@ _PLAIN: dict[str, pa.DataType] = {
     "timestamp_ntz": pa.timestamp("us"),
 }
 TIMESTAMPS = frozenset({"timestamp", "timestamp_ntz"})
+_SPARK_TYPES = (
+    (pa.int8(), pa.int16()),
+    (pa.large_string(), pa.string()),
+    (pa.large_binary(), pa.binary()),
+)
 _DECIMAL = re.compile(r"decimal\(\s*(\d+)\s*,\s*(\d+)\s*\)")
 _TIMESTAMP = re.compile(r"timestamp\(\s*us\s*,\s*utc\s*\)", re.IGNORECASE)
 _RESERVED = frozenset({TIME, DIFF, HASH, "_order", "_partition", "_live", "_tm.unchanged", "_tm.key"})
@@ -182,8 +187,8 @@ def conform_rows(rows: pa.Table, target: pa.Schema) -> pa.Table:
     """Return `rows` with exactly the columns, order and types of `target`. Raises InvalidError that names the column.
 
     Casts are safe ones only (int32 → int64, but InvalidError for a value that does not fit). A timestamp with a zone is
-    not cast to one without, or back, although Arrow would. Within nested values no type is cast. Maps get their normal
-    form.
+    not cast to one without, or back, although Arrow would. Within nested values only the types are cast that Spark
+    has for the same values. Maps get their normal form.
     """
     columns = []
     for field in target:
@@ -209,12 +214,21 @@ def conform_rows(rows: pa.Table, target: pa.Schema) -> pa.Table:
 
 
 def _has_same_values(have: pa.DataType, want: pa.DataType) -> bool:
-    """Return whether two types differ at most in nullability and in the names of elements, keys and values."""
+    """Return whether two types differ at most in nullability, in the names of elements, keys and values, and as
+    `_is_spark_type_of` permits."""
     if not pa.types.is_nested(want) or have.id != want.id:
-        return bool(have.equals(want))
+        return bool(have.equals(want)) or _is_spark_type_of(have, want)
     inner = list(zip(inner_fields(have), inner_fields(want), strict=False))
     alike = have.num_fields == want.num_fields and all(_has_same_values(a.type, b.type) for a, b in inner)
     return alike and (not pa.types.is_struct(want) or all(a.name == b.name for a, b in inner))
+
+
+def _is_spark_type_of(have: pa.DataType, want: pa.DataType) -> bool:
+    """Return whether Spark may pass values of the type `want` as `have`: instants with the session's zone, TINYINT, and
+    large offsets (`spark.sql.execution.arrow.useLargeVarTypes`)."""
+    if pa.types.is_timestamp(have) and pa.types.is_timestamp(want):
+        return have.unit == want.unit and bool(have.tz) and bool(want.tz)
+    return (have, want) in _SPARK_TYPES
 
 
 def _with_normal_maps(field: pa.Field, column: pa.ChunkedArray) -> pa.ChunkedArray:
