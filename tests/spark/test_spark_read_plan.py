@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import gc
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -53,27 +58,98 @@ def test_the_plan_is_the_contents_at_every_time_and_columns_and_filters_are_spar
     assert "Join" not in plain and "Union" not in plain, "without a difference it is Parquet alone"
 
 
+def collect_garbage(spark: Any) -> None:
+    gc.collect()
+    spark._jvm.System.gc()
+
+
 def test_what_a_frame_reads_is_held_until_its_last_descendant_is_gone(
     harbour: Any, spark: Any, changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "USE_CHECK_S", 0.05)
+    monkeypatch.setattr(reading, "LINGER_S", 0.2)
     frame = read(spark, "t", as_of=19, **changed)
     assert holds(harbour, "t") == ["dataframe"]
     descendant = frame.where("k > 3").groupBy("s").count()
     del frame
     for _ in range(3):
-        gc.collect()
-        spark._jvm.System.gc()
+        collect_garbage(spark)
     assert holds(harbour, "t") == ["dataframe"]
     assert descendant.count() == 101
     del descendant
 
     def let_go() -> bool:
-        gc.collect()
-        spark._jvm.System.gc()
+        collect_garbage(spark)
         return not holds(harbour, "t")
 
     until(let_go, "the hold ends")
+
+
+def test_a_job_that_runs_when_the_frame_is_released_holds_what_it_reads(
+    harbour: Any, spark: Any, changed: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    looks = 0
+
+    def count_looks(*of: Any) -> set[int]:
+        nonlocal looks
+        looks += 1
+        return found(*of)
+
+    found = reading._rdds_being_read
+    monkeypatch.setattr(reading, "USE_CHECK_S", 0.05)
+    monkeypatch.setattr(reading, "LINGER_S", 0.2)
+    monkeypatch.setattr(reading, "_rdds_being_read", count_looks)
+    end = str(tmp_path / "end")
+
+    def wait_for_the_end(rows: Iterator[Any]) -> Iterator[int]:
+        first = [next(rows, None)]
+        while not os.path.exists(end):
+            time.sleep(0.02)
+        yield sum(1 for _ in rows) + len(first)
+
+    frame = read(spark, "t", as_of=9, **changed)
+    rdd = frame.select("k").rdd.coalesce(1).mapPartitions(wait_for_the_end)
+    with ThreadPoolExecutor(1) as pool:
+        counted = pool.submit(rdd.collect)
+        try:
+            until(lambda: spark.sparkContext.statusTracker().getActiveJobsIds(), "the job runs")
+            del frame
+
+            def looked_often() -> bool:
+                collect_garbage(spark)
+                return looks > 20
+
+            until(looked_often, "the hold goes on for longer than it lingers")
+            assert holds(harbour, "t") == ["dataframe"]
+        finally:
+            Path(end).touch()
+        assert counted.result() == [COUNT + 1]
+    until(lambda: not holds(harbour, "t"), "the hold ends")
+
+
+def test_an_idle_iterator_is_held_for_a_while_unless_many_frames_were_released_after_its_own(
+    harbour: Any, spark: Any, changed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "USE_CHECK_S", 0.05)
+    monkeypatch.setattr(reading, "LINGERING_MAX", len(reading._lingering) + 1)
+    before = set(reading._lingering)
+
+    def released() -> set[str]:
+        collect_garbage(spark)
+        return set(reading._lingering) - before
+
+    rows = read(spark, "t", as_of=9, **changed).select("k").toLocalIterator()
+    next(rows)
+    until(lambda: len(released()) == 1, "the frame is released")
+    (first,) = released()
+    assert holds(harbour, "t") == ["dataframe"] and sum(1 for _ in rows) == COUNT
+    other = read(spark, "t", as_of=19, **changed)
+    assert len(holds(harbour, "t")) == 2
+    del other
+    until(lambda: released() and first not in released(), "the first ends early")
+    assert holds(harbour, "t") == ["dataframe"]
+    monkeypatch.setattr(reading, "LINGERING_MAX", 0)
+    until(lambda: not holds(harbour, "t"), "the second ends")
 
 
 def test_where_no_plan_can_be_exact_the_data_source_reads_and_the_log_says_so(

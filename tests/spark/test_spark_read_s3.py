@@ -149,6 +149,7 @@ def test_what_a_frame_reads_is_held_until_its_last_descendant_is_gone(
     bucket: Harbour, spark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reading, "USE_CHECK_S", 0.05)
+    monkeypatch.setattr(reading, "LINGER_S", 0.2)
     settled(bucket, "held")
     frame = planned(spark, bucket, "held", 9)
     descendant = frame.where("k > 3").groupBy("s").count()

@@ -3,10 +3,11 @@
 `shards.read.read_plan` chooses the parts. If a plan cannot be exact, or Spark cannot read the bucket, the data source
 reads the shard at the same time, and the log states the reason.
 
-A read hold retains the parts for as long as a Spark plan may read them: it ends when the JVM has released the last
-frame that was derived from this one. Under Spark Connect, plans are trees on the client, so the hold ends LINGER_S
-after the client has released the last of them, because the server may still be executing it. A view that the server
-stores is covered only while the client has frames of it.
+A read hold retains the parts for as long as a Spark plan may read them. It ends LINGER_S after the last frame that was
+derived from this one was released: by the JVM, or under Spark Connect, where plans are trees on the client, by the
+client. Until then a job may go on, an iterator may start the job of its next partition, or an RDD may be used. In the
+JVM, jobs over the RDDs that were being read at the release prolong this time. Nothing is known of an RDD that was idle
+then, nor of a view that a Connect server stores: the program has to keep the frame.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import datetime
-from typing import TYPE_CHECKING, NamedTuple
+from enum import Enum
+from itertools import islice
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from pyspark.sql.functions import broadcast, col
@@ -45,7 +48,10 @@ if TYPE_CHECKING:
 USE_CHECK_S = 5.0
 """Interval at which a hold checks whether its parts can still be read."""
 LINGER_S = 300.0
-"""Time that a job of Spark Connect may run after its client has released the frame."""
+"""Time that jobs, iterators and RDDs may read the parts after the last frame was released, or after the last known job.
+"""
+LINGERING_MAX = 32
+"""Number of released frames of this process whose parts are held; older ones end early. A table has HOLDS_MAX holds."""
 HOLDS_BEFORE_GC = 64
 """Number of holds from which on a read first makes Python and the JVM collect garbage, to release frames out of use."""
 SUPERSEDED_PREFIX = "_gone"
@@ -56,6 +62,9 @@ of the footer is verified when the plan is made."""
 log = structlog.get_logger()
 
 _holds: set[str] = set()
+"""Holds of frames that are not known to be released."""
+_lingering: dict[str, None] = {}
+"""Holds of released frames without a known job, in order of their release."""
 
 
 def read(
@@ -82,7 +91,7 @@ def read(
         gc.collect()
         if hasattr(spark, "_jvm"):
             spark._jvm.System.gc()
-    release: Future[_FrameUse] = Future()
+    release: Future[Callable[[], _Use]] = Future()
     held: Future[None] = Future()
     asyncio.run_coroutine_threadsafe(_hold_while_used(shard, at, held, release), portal.loop)
     held.result()
@@ -92,7 +101,7 @@ def read(
             log.warning("read through the data source", shard=name, as_of=at, because=because)
         in_use = _track_use(frame)
     except BaseException:
-        release.set_result(NO_USE)
+        release.set_result(_no_use)
         raise
     release.set_result(in_use)
     return frame
@@ -122,18 +131,15 @@ def frame_at(
             return reader.options(table=shard.name, as_of=str(at), **where).load(), str(why)
 
 
-class _FrameUse(NamedTuple):
-    """Usage of a frame. `goes_on`: return whether the frame may still be read; `linger_s`: how long readers may remain
-    after that."""
+class _Use(Enum):
+    """What is known about the readers of a frame's parts."""
 
-    goes_on: Callable[[], bool]
-    linger_s: float = 0.0
-
-
-NO_USE = _FrameUse(lambda: False)
+    CERTAIN = "a frame or a job may read them"
+    POSSIBLE = "the frame was released: jobs, iterators and RDDs may remain"
+    NONE = "nothing can read them"
 
 
-async def _hold_while_used(shard: LogShard, at: int, held: Future[None], release: Future[_FrameUse]) -> None:
+async def _hold_while_used(shard: LogShard, at: int, held: Future[None], release: Future[Callable[[], _Use]]) -> None:
     """Hold until no reader is left. `held` completes when the hold is in force, or fails with the reason why it is
     not."""
     name = shard.reader_name("dataframe")
@@ -141,22 +147,30 @@ async def _hold_while_used(shard: LogShard, at: int, held: Future[None], release
         async with hold_during(shard, name, at):
             _holds.add(name)
             held.set_result(None)
-            use = await asyncio.wrap_future(release)
-            while True:
-                if not await asyncio.to_thread(use.goes_on):
-                    break
+            find_use = await asyncio.wrap_future(release)
+            left_s = LINGER_S
+            while (use := await asyncio.to_thread(find_use)) is not _Use.NONE and left_s > 0:
+                if use is _Use.CERTAIN:
+                    left_s = LINGER_S
+                    _lingering.pop(name, None)
+                else:
+                    left_s -= USE_CHECK_S
+                    _holds.discard(name)
+                    _lingering.setdefault(name)
+                    if name in islice(_lingering, max(0, len(_lingering) - LINGERING_MAX)):
+                        break
                 await asyncio.sleep(USE_CHECK_S)
-            await asyncio.sleep(use.linger_s)
     except TidemillError as error:
         if held.done():
             raise
         held.set_exception(error)
     finally:
         _holds.discard(name)
+        _lingering.pop(name, None)
         await shard.aclose()
 
 
-def _track_use(frame: DataFrame) -> _FrameUse:
+def _track_use(frame: DataFrame) -> Callable[[], _Use]:
     """Return how to find out whether the parts that this frame reads are still in use.
 
     In the JVM, through a weak reference to the object that all copies of the plan's leaf share: the list of files, or
@@ -166,24 +180,45 @@ def _track_use(frame: DataFrame) -> _FrameUse:
     plan = getattr(frame, "_jdf", None)
     if plan is None:
         node = weakref.ref(frame._plan)
-        return _FrameUse(lambda: node() is not None, LINGER_S)
+        return lambda: _Use.POSSIBLE if node() is None else _Use.CERTAIN
     from py4j.protocol import Py4JError  # not part of pyspark-client
 
     leaf = plan.queryExecution().analyzed().collectLeaves().apply(0)
     kind = leaf.getClass().getSimpleName()
     if kind not in ("LogicalRelation", "DataSourceV2Relation"):
-        return NO_USE  # the rows are in the plan itself
-    weak = frame.sparkSession._jvm.java.lang.ref.WeakReference(
+        return _no_use  # the rows are in the plan itself
+    session: Any = frame.sparkSession  # find_use does not refer to it: its views may refer to the parts
+    context, convert = session._jsc.sc(), session._jvm.scala.jdk.javaapi.CollectionConverters
+    weak = session._jvm.java.lang.ref.WeakReference(
         leaf.relation().location() if kind == "LogicalRelation" else leaf.table()
     )
+    read_at_release: set[int] | None = None
 
-    def in_use() -> bool:
+    def find_use() -> _Use:
+        nonlocal read_at_release
         try:
-            return not weak.refersTo(None)
+            if context.isStopped():
+                return _Use.NONE
+            if not weak.refersTo(None):
+                return _Use.CERTAIN
+            if read_at_release is None:
+                read_at_release = _rdds_being_read(context, convert)
+            still = bool(read_at_release) and not read_at_release.isdisjoint(_rdds_being_read(context, convert))
         except (Py4JError, OSError):
-            return False  # the session has ended
+            return _Use.NONE  # the JVM has ended
+        return _Use.CERTAIN if still else _Use.POSSIBLE
 
-    return _FrameUse(in_use)
+    return find_use
+
+
+def _no_use() -> _Use:
+    return _Use.NONE
+
+
+def _rdds_being_read(context: Any, convert: Any) -> set[int]:
+    """Return the ids of the RDDs that active jobs compute. An iterator starts a job for each partition of one RDD."""
+    stages = convert.asJava(context.statusStore().activeStages())
+    return {rdd for stage in stages for rdd in convert.asJava(stage.rddIds())}
 
 
 def _reason_against_files(schema: ShardSchema) -> str:
