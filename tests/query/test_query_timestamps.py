@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime, timedelta, timezone
 from typing import Any
 
 import duckdb
@@ -75,3 +75,18 @@ def test_filters_compare_what_is_alike(world: World) -> None:
         for given in (where, [where]):
             with pytest.raises(InvalidError, match="column clock is a time without a zone"):
                 found(world, given)
+
+
+def test_a_date_key_equals_an_instant_by_its_date_in_utc(world: World) -> None:
+    async def run() -> None:
+        shard = await world.stores.shard("d", ShardSchema((Column("day", "date"), Column("n", "int64")), ("day",)))
+        rows = {"day": pa.array([date(2025, 12, 31), date(2026, 1, 1)]), "n": pa.array([31, 1])}
+        of_each = {TIME: pa.array([9, 9], pa.int64()), DIFF: pa.array([1, 1], pa.int64())}
+        await shard.compare_and_append(0, 10, [await shard.write_part(pa.table({**rows, **of_each}))], "")
+        await shard.aclose()
+
+    world.portal.call(run())
+    evening = datetime(2025, 12, 31, 19, tzinfo=timezone(timedelta(hours=-5)))
+    for same in (evening, evening.astimezone(UTC)):
+        for where in ([("day", "=", same)], pc.field("day") == pa.scalar(same)):
+            assert world.cluster.table("d").to_arrow(where=where).column("n").to_pylist() == [1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from datetime import UTC, date, datetime
+from datetime import UTC, date, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 
@@ -58,6 +58,12 @@ def test_every_column_of_a_key_must_be_named() -> None:
 @pytest.mark.parametrize("values", [[1 << 70], ["text"], [datetime(2026, 1, 1)], list(range(KEYS_MAX + 1))])
 def test_what_says_nothing_of_the_hash_leaves_all(values: list[Any]) -> None:
     assert key_hashes(of("int64"), {"k": values}) is None
+
+
+def test_an_instant_says_nothing_of_the_date_of_a_key() -> None:
+    evening = datetime(2025, 12, 31, 19, tzinfo=timezone(timedelta(hours=-5)))
+    assert key_hashes(of("date"), {"k": [date(2026, 1, 1), evening]}) is None
+    assert key_hashes(of("timestamp"), {"k": [evening]}) == hashes(of("timestamp"), (evening,))
 
 
 def test_without_a_key_every_row_may_be_meant() -> None:

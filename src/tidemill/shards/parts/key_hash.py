@@ -9,6 +9,7 @@ where its own equality is wider (citext, a nondeterministic collation, numeric w
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from datetime import datetime
 from decimal import Decimal
 from itertools import product
 from math import prod
@@ -83,4 +84,6 @@ def _normalize_floats(array: pa.Array) -> pa.Array:
 def _array(values: Sequence[Any], kind: pa.DataType) -> pa.Array:
     if pa.types.is_decimal(kind) and all(value is None or isinstance(value, Decimal | int) for value in values):
         return decimals_to_arrow([None if value is None else Decimal(value) for value in values], kind)
+    if pa.types.is_date(kind) and any(isinstance(value, datetime) and value.tzinfo is not None for value in values):
+        raise ValueError("Arrow converts it to its date there, and compares it as a date of UTC")
     return pa.array(values, kind)
