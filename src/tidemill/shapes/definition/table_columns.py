@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from tidemill.base.errors import MissingError
-from tidemill.capture.changes import Relation
+from tidemill.capture.catalog.schema_versions import classify_type_change
+from tidemill.capture.changes import Column, Relation
 from tidemill.capture.postgres.connection import from_clause_name
 from tidemill.shapes.where import Type
 from tidemill.shapes.where.types import UTF8, Folding
@@ -145,15 +146,18 @@ def read_present_columns(rows: Iterable[Sequence[Any]]) -> dict[str, PresentColu
 
 
 def changed_columns(relation: Relation, present: Mapping[str, PresentColumn]) -> list[str]:
-    """Return the names of the relation's columns that the table lacks now, or has with another type. The columns of a
-    relation that an older tidemill stored have no types.
+    """Return the names of the relation's columns that the table lacks now, or has with a type of other values. A wider
+    type has the same ones. The columns of a relation that an older tidemill stored have no types.
     """
-    return [
-        c.name
-        for c in relation.columns
-        if c.name not in present
-        or (c.type_oid and (c.type_oid, c.type_mod) != (present[c.name].type_oid, present[c.name].type_mod))
-    ]
+
+    def is_changed(column: Column) -> bool:
+        found = present.get(column.name)
+        if found is None or not column.type_oid:
+            return found is None
+        former, now = (column.type_oid, column.type_mod), (found.type_oid, found.type_mod)
+        return former != now and not classify_type_change(former, now)[0]
+
+    return [column.name for column in relation.columns if is_changed(column)]
 
 
 def build_table_columns(relation: Relation, rows: list[ColumnInfo]) -> TableColumns:
