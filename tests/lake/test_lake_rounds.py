@@ -27,10 +27,11 @@ from tidemill.lake.publisher import LakePublisher
 from tidemill.lake.settings import PREFIX
 from tidemill.metastore.rows.catalogue import PipelineRow
 from tidemill.objects.store import ObjectStore
-from tidemill.shards.api import Binding, Column
+from tidemill.shards.api import Binding, Column, HistoryLostError
 from tidemill.shards.handle import LogShard
 from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.shards.registry import drop_shard, list_created_shards, open_remap, tombstones_name
+from tidemill.shards.state.commands import Create
 from tidemill.shards.state.state import ShardState
 
 T = START_MS
@@ -315,6 +316,34 @@ async def test_a_publication_that_failed_is_repeated_after_an_interval(tmp_path:
     assert objects.reads["b"] == reads > 0
     lake.clock.advance(int(lake.settings.interval_s * 1000) + 1)
     assert json.loads((await tables.load("b")).metadata)["current-snapshot-id"]
+
+
+async def test_an_error_that_heals_is_not_repeated(tmp_path: Path) -> None:
+    lake = Lake(tmp_path)
+    shard = await lake.table("empty", SCHEMA)
+    fails = [True]
+
+    async def pipelines() -> Any:
+        if fails:
+            raise UnavailableError("consensus does not answer.")
+        return await lake.pipelines()
+
+    tables = LakeTables(lake.stores(), pipelines)
+    with pytest.raises(UnavailableError, match="consensus does not answer"):
+        await tables.load("empty")
+    fails.clear()
+    with pytest.raises(HistoryLostError):
+        await tables.load("empty")
+    await append(shard, 0, T + 10, [(1, "x", T + 5, 1)])
+    first = await tables.load("empty")
+    await drop_shard(lake.counting, lake.objects, lake.clock, lake.rand, await created_shard(lake, "empty"))
+    again = await lake.filled("empty")
+    found = await tables.load("empty")
+    assert again.shard_id in found.metadata_location and again.shard_id not in first.metadata_location
+
+
+async def created_shard(lake: Lake, name: str) -> Create:
+    return next(each for each in await list_created_shards(lake.counting) if each.name == name)
 
 
 async def test_a_request_that_is_cancelled_leaves_the_publication_to_the_next(tmp_path: Path) -> None:

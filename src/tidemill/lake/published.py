@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from weakref import WeakValueDictionary
 
 import msgspec
 
-from tidemill.base.errors import MissingError
+from tidemill.base.errors import ClosedError, ConflictError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.lake.catalogue import PublishedTable
 from tidemill.lake.common_time import common_sources
 from tidemill.lake.pointer import load_table
@@ -22,7 +22,11 @@ from tidemill.lake.publish.stored import LakeStores
 from tidemill.lake.publish.table_publisher import hold_period_ms
 from tidemill.lake.publisher import ReadPipelines, publish_now
 from tidemill.lake.vectors.part_columns import PartColumns
+from tidemill.shards.api import HistoryLostError
 from tidemill.shards.registry import list_created_shards, shard_exists, table_of_tombstones
+
+HEALING = (UnavailableError, UnknownOutcomeError, ConflictError, ClosedError, HistoryLostError)
+"""Errors that say nothing of the next try."""
 
 
 class _Outcome(msgspec.Struct, frozen=True):
@@ -35,9 +39,10 @@ class _Outcome(msgspec.Struct, frozen=True):
 class LakeTables:
     """Implementation of `catalogue.routes.PublishedTables`.
 
-    Requests publish one table once per `lake.interval_s`, also if that fails: many readers of a large table that was
-    never published evaluate it once. Requests for several tables evaluate one at a time, in the memory of one
-    evaluation. A table without a change is not evaluated, and so waits for none.
+    Requests publish one table once per `lake.interval_s`, also if its evaluation fails: many readers of a large table
+    that was never published evaluate it once. Requests for several tables evaluate one at a time, in the memory of one
+    evaluation. A table without a change is not evaluated, and so waits for none. Errors that heal by themselves are not
+    repeated.
     """
 
     def __init__(self, stores: LakeStores, read_pipelines: ReadPipelines) -> None:
@@ -69,35 +74,46 @@ class LakeTables:
             found = None
         if found is None or stores.clock.now_ms() - found.pointer.published_ms > hold_period_ms(stores.settings):
             async with self._turns.setdefault(table, asyncio.Lock()):
-                await self._publish_unless_recent(table)
+                await self._publish_unless_recent(table, is_published=found is not None)
             found = await load_table(stores.consensus, stores.objects, table)
         return PublishedTable(found.location, found.metadata)
 
-    @asynccontextmanager
-    async def _evaluation(self) -> AsyncIterator[None]:
-        async with self._evaluating:
-            try:
-                yield
-            finally:
-                self._columns.clear()
+    async def _publish_unless_recent(self, table: str, *, is_published: bool) -> None:
+        """Publish the table, or repeat the error of the last interval. A table of this name that was published then,
+        and is not any more, was created again."""
+        clock, is_evaluated = self._stores.clock, False
 
-    async def _publish_unless_recent(self, table: str) -> None:
-        """Publish the table, or repeat the error of the last interval."""
-        clock = self._stores.clock
+        @asynccontextmanager
+        async def evaluation() -> AsyncIterator[None]:
+            nonlocal is_evaluated
+            async with self._evaluating:
+                is_evaluated = True
+                try:
+                    yield
+                finally:
+                    self._columns.clear()
+
         oldest_s = clock.monotonic_s() - self._stores.settings.interval_s
         self._outcomes = {name: found for name, found in self._outcomes.items() if found.at_s > oldest_s}
         recent = self._outcomes.get(table)
-        if recent is not None:
-            if recent.error is not None:
-                raise _copy_error(recent.error)
+        if recent is not None and recent.error is not None:
+            raise _copy_error(recent.error)
+        if recent is not None and (is_published or await self._is_published(table)):
             return
         try:
             sources = common_sources(await self._read_pipelines())
-            await publish_now(self._stores, table, sources, columns=self._columns, evaluation=self._evaluation)
+            await publish_now(self._stores, table, sources, columns=self._columns, evaluation=evaluation)
         except Exception as error:
-            self._outcomes[table] = _Outcome(clock.monotonic_s(), _copy_error(error))
+            if is_evaluated and not isinstance(error, HEALING):
+                self._outcomes[table] = _Outcome(clock.monotonic_s(), _copy_error(error))
             raise
         self._outcomes[table] = _Outcome(clock.monotonic_s(), None)
+
+    async def _is_published(self, table: str) -> bool:
+        with suppress(MissingError):
+            await load_table(self._stores.consensus, self._stores.objects, table)
+            return True
+        return False
 
 
 def _copy_error(error: Exception) -> Exception:
