@@ -150,6 +150,19 @@ def test_while_a_group_is_loaded_sync_means_joining_again_and_a_heartbeat_succee
         return await take_over(group)
 
     monkeypatch.setattr(store, "take_over", slow)
+    head = store.head
+    moved = [False]
+
+    async def moving(group: str) -> Any:
+        found = await head(group)
+        moved[0] = True
+        return found
+
+    with monkeypatch.context() as patched:  # the group moves to another node while its row is read
+        patched.setattr(store, "head", moving)
+        patched.setattr(groups_here, "_is_own", lambda group: not moved[0])
+        answer = ask(client, 12, 4, group_id="loaded", member_id="m", group_instance_id=None, generation_id=3)
+        assert int(answer.error_code) == error_codes.NOT_COORDINATOR
     monkeypatch.setattr(coordinator, "OPENING_S", 0.05)
     member = {"group_id": "loaded", "member_id": "m", "group_instance_id": None, "generation_id": 3}
     synced = ask(client, 14, 5, **member, protocol_type="consumer", protocol_name="range", assignments=())

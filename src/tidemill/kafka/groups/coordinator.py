@@ -121,10 +121,10 @@ class GroupCoordinator:
         led = self._led.get(group)
         if led is not None:
             return led
-        if not creates and group not in self._opening and not await self._exists(group):
-            raise GroupUnavailableError(error_codes.UNKNOWN_MEMBER_ID)
-        if group in self._led:
-            return self._led[group]
+        if not creates and group not in self._opening:
+            if not await self._exists(group):
+                raise GroupUnavailableError(error_codes.UNKNOWN_MEMBER_ID)
+            return await self.get(group, growing=growing)  # every check again: the answer took time
         if group not in self._opening:
             if len(self._led) + len(self._opening) >= self._limits.groups_max:
                 log.warning(
@@ -148,7 +148,10 @@ class GroupCoordinator:
 
     async def _exists(self, group: str) -> bool:
         try:
-            return await self.rows.head(group) is not None
+            async with asyncio.timeout(OPENING_S):
+                return await self.rows.head(group) is not None
+        except TimeoutError:
+            raise GroupUnavailableError(error_codes.COORDINATOR_LOAD_IN_PROGRESS) from None
         except TidemillError as error:
             raise GroupUnavailableError(error_codes.COORDINATOR_NOT_AVAILABLE) from error
 
@@ -163,6 +166,8 @@ class GroupCoordinator:
 
     async def _open(self, group: str) -> GroupRunner:
         try:
+            if not self._is_own(group):  # the task may start later: no other coordinator is fenced then
+                raise GroupUnavailableError(error_codes.NOT_COORDINATOR)
             taken = await self.rows.take_over(group)
             if self._closed or not self._is_own(group):
                 raise GroupUnavailableError(error_codes.NOT_COORDINATOR)
