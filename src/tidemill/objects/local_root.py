@@ -46,8 +46,12 @@ class LocalRoot:
                 self._calls.mkdir(self.temporary)
             self._calls.fsync_directory(self.path)  # After power loss, too, the others must find it prepared.
         elif not os.path.isdir(self.temporary):
-            found = f"has no {TEMPORARY}" if os.path.isdir(self.path) else "does not exist"
-            raise UnavailableError(f"the object directory {found}: root={self.path}.", fix=_FIX)
+            if not os.path.isdir(self.path):
+                raise UnavailableError(f"the object directory does not exist: root={self.path}.", fix=_FIX)
+            raise UnavailableError(
+                f"the object directory has no {TEMPORARY}: root={self.path}.",
+                fix=f"{_FIX} A complete copy of the directory needs an empty {TEMPORARY}.",
+            )
         self._opened = _identity(self.temporary)
 
     def check(self) -> None:

@@ -80,12 +80,12 @@ def _run_deep_check(config: Config, out: Output, contents: bool) -> NoReturn:
 
     clock, rand = SystemClock(), Rand()
     directory = local_directory(config.objects_url)
-    if directory is not None and not Path(directory).exists():
-        raise MissingError(
-            f"the bucket does not exist: path={directory}.",
-            fix="Check that its file system is mounted, objects.url and --config.",
-        )
     with BlockingPortal() as portal, ProgressBars() as bars:
+        if directory is not None and not Path(directory).exists() and not _may_have_cluster(config, portal):
+            raise MissingError(
+                f"there is no cluster: the bucket does not exist: path={directory}.",
+                fix="Correct objects.url or --config.",
+            )
         objects = portal.call(open_objects(config.objects_url, clock, rand, create=False))
         consensus: Consensus
         try:
