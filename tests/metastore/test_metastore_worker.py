@@ -19,6 +19,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ClosedError, InvalidError, MissingError, UnavailableError
 from tidemill.metastore.lsm.compaction.executor import DEATHS_TOLERATED, SizeBasedExecutor
 from tidemill.metastore.lsm.compaction.picker import Job, Progress, pick_full_compaction
+from tidemill.metastore.lsm.compaction.worker import client
 from tidemill.metastore.lsm.compaction.worker.client import WorkerExecutor
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.options import Options
@@ -123,6 +124,29 @@ async def test_a_killed_worker_is_unavailable_once_and_the_next_job_has_a_new_on
         assert await again.merge(job_of(shelf)) and again.pid != old and again.deaths == 0
     finally:
         await again.aclose()
+
+
+async def test_a_stopped_worker_is_killed_and_the_next_job_has_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a merge waited for it indefinitely, so level 0 grew until every commit waited, and nothing was
+    reported."""
+    shelf = shelf_at(tmp_path)
+    await fill(shelf)
+    worker = WorkerExecutor(str(tmp_path), OPTIONS)
+    try:
+        await worker.merge(job_of(shelf))
+        stopped = worker.pid
+        assert stopped is not None
+        os.kill(stopped, signal.SIGSTOP)
+        with monkeypatch.context() as patched:
+            patched.setattr(client, "SILENT_S", 0.5)
+            with pytest.raises(UnavailableError, match="silent during a job and was killed: silent_s=0.5"):
+                await worker.merge(job_of(shelf))
+        await until_dead(stopped)
+        assert await worker.merge(job_of(shelf)) and worker.pid != stopped and worker.deaths == 0
+    finally:
+        await worker.aclose()
 
 
 async def test_a_cancelled_merge_kills_the_worker(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ async def test_f128_a_subset_needs_only_the_columns_that_it_uses(postgres_dsn: s
 
 
 async def test_a_column_that_became_wider_is_served_before_the_capture_has_noticed(postgres_dsn: str) -> None:
-    """Its values are the same, and the capture may be far behind."""
+    # Its values are the same, and the capture may be far behind.
     async with ShapeWorld(postgres_dsn, "CREATE TABLE t (id int PRIMARY KEY, v varchar(2), n int)") as world:
         await world.db.execute("INSERT INTO t VALUES (1, 'a', 5)")
         world.hold()

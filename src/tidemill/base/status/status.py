@@ -40,6 +40,9 @@ RESTARTS_MAX = 3
 A restart in the middle of a long step is no failure, but a driver that dies in every such step is one.
 """
 
+CLOCK_AHEAD_MS = 60_000
+"""Distance by which the clock of another machine may be ahead. A report from further in the future is blind."""
+
 
 class StageState(StrEnum):
     MOVING = "moving"
@@ -127,11 +130,18 @@ class DerivedStatus(msgspec.Struct, frozen=True):
         return "" if self.state is StageState.IDLE else self.mark.held_by
 
 
+def age_of_report(at_ms: int, now_ms: int) -> int:
+    """Return the age of a report. One from far in the future has an unknown age, by a clock that was or is wrong: it is
+    as old as the difference, so that it is never read as health."""
+    age_ms = now_ms - at_ms
+    return -age_ms if age_ms < -CLOCK_AHEAD_MS else max(0, age_ms)
+
+
 def derive_status(
     mark: StageStatus, process: str, at_ms: int, now_ms: int, moved_recently_ms: int = 2_000, left: bool = False
 ) -> DerivedStatus:
     """Derive the state of one stage, from its status and the age of its report; `left` as in the report."""
-    age_ms = max(0, now_ms - at_ms)
+    age_ms = age_of_report(at_ms, now_ms)
     standing_ms = max(0, (at_ms if left else now_ms) - (mark.failing_since_ms or mark.since_ms))
     if age_ms > STATUS_BLIND_AFTER_MS:
         state = StageState.BLIND
@@ -224,11 +234,13 @@ def derive_process(report: StatusReport, now_ms: int) -> DerivedStatus:
 
     A node becomes blind sooner than its stage statuses, unless it was stopped in order.
     """
-    age_ms = max(0, now_ms - report.at_ms)
+    age_ms = age_of_report(report.at_ms, now_ms)
     node = report.process.startswith(NODE) and not report.left
     blind = age_ms > (NODE_BLIND_AFTER_MS if node else STATUS_BLIND_AFTER_MS)
     holder = f"pid {report.pid} on {report.host}" if report.pid else ""
     reason = f"has not reported for {age_ms // 1000} s: it is stopped, disconnected or dead" if blind else ""
+    if blind and report.at_ms > now_ms:
+        reason = f"reported {age_ms // 1000} s in the future: its clock, or that of this process, is or was wrong"
     mark = StageStatus(PROCESS + report.process, 0, 1 if blind else 0, holder if blind else "", reason, report.at_ms)
     return DerivedStatus(mark, report.process, StageState.BLIND if blind else StageState.IDLE, age_ms, age_ms)
 
@@ -319,7 +331,7 @@ class StatusTracker:
             elsewhere = old is None or old.position != position or (was_idle and position < target)
             restarts = 0 if elsewhere else restarts
             moved = elsewhere or old is None or (progress and progress != old.progress and restarts < RESTARTS_MAX)
-            since_ms = now_ms if moved or old is None else old.since_ms
+            since_ms = now_ms if moved or old is None else min(old.since_ms, now_ms)  # the clock may be set back
             if restarts >= RESTARTS_MAX:
                 reason = f"{reason + '; ' if reason else ''}restarted {restarts} times at this position"
             budget_ms = self.budget_ms if budget_ms is None else budget_ms
@@ -348,7 +360,7 @@ class StatusTracker:
                 self._earlier[name] = msgspec.structs.replace(earlier, error="")
             self._failures[name] = UnitFailure(
                 error,
-                old.since_ms if old is not None else now_ms,
+                min(old.since_ms, now_ms) if old is not None else now_ms,
                 old.tries + 1 if old is not None else 1,
                 parked,
                 held_by or ("operator" if parked else ""),

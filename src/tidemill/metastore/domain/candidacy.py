@@ -13,7 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import TidemillError, ends_process
+from tidemill.base.errors import FencedError, TidemillError, ends_process
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.leader_election import Body, LeaseRequest, run_while_leading
 from tidemill.metastore.domain.settings import DomainContext
@@ -104,6 +104,8 @@ class Candidacy:
                     if ends_process(error):
                         raise
                     self.failures.record(error)
+                    if isinstance(error, FencedError):
+                        pause_s = RETRY_FIRST_S  # only a later term helps, and each try is one
                     _log.warning("could not lead", domain=context.name, cause=error.message)
                 await asyncio.sleep(context.rand.uniform(pause_s / 2, pause_s))
                 pause_s = min(2 * pause_s, RETRY_MAX_S)

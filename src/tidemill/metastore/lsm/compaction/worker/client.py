@@ -26,6 +26,8 @@ NICE = 5
 IDLE_S = 60.0
 EXIT_GRACE_S = 2.0
 """Time that a process gets to exit after its pipe closed."""
+SILENT_S = 120.0
+"""Time without a message during a job after which the process is killed. It reports each slice of a merge."""
 _MAIN = "tidemill.metastore.lsm.compaction.worker.main"
 
 
@@ -57,13 +59,22 @@ class WorkerExecutor:
     async def merge(self, job: Job, progress: Progress | None = None) -> list[FileMeta]:
         """Execute a job, see `CompactionExecutor`.
 
-        Also raises UnavailableError if the process cannot be started or dies.
+        Also raises UnavailableError if the process cannot be started, dies, or is silent for SILENT_S.
         """
         async with self._turn:
             if self._closed:
                 raise ClosedError("the compaction worker is closed.")
             try:
                 return await self._run_in_worker(job, progress)
+            except TimeoutError as error:  # it is stopped, or waits for something that does not come
+                await self._kill_process()
+                self._deaths += 1
+                raise UnavailableError(
+                    f"the compaction worker is silent during a job and was killed: silent_s={SILENT_S:g}"
+                    f" deaths_in_a_row={self._deaths} level={job.level} rows={job.rows}.",
+                    fix="If this repeats, check the object store and the machine's load. The job is retried"
+                    " automatically.",
+                ) from error
             except (asyncio.IncompleteReadError, ConnectionError) as error:
                 returncode = await self._kill_process(grace_s=EXIT_GRACE_S)
                 if self._closed:
@@ -88,9 +99,12 @@ class WorkerExecutor:
         process = await self._ensure_started()
         assert process.stdin is not None and process.stdout is not None
         process.stdin.write(frame(Work(job)))
-        await process.stdin.drain()
+        async with asyncio.timeout(SILENT_S):
+            await process.stdin.drain()
         while True:
-            message = from_worker.decode(await read_frame(process.stdout))
+            async with asyncio.timeout(SILENT_S):
+                data = await read_frame(process.stdout)
+            message = from_worker.decode(data)
             if isinstance(message, Done):
                 self._deaths = 0
                 return message.files
