@@ -5,9 +5,9 @@ reads the shard at the same time, and the log states the reason.
 
 A read hold retains the parts for as long as a Spark plan may read them. It ends LINGER_S after the last frame that was
 derived from this one was released: by the JVM, or under Spark Connect, where plans are trees on the client, by the
-client. Until then a job may go on, an iterator may start the job of its next partition, or an RDD may be used. In the
-JVM, jobs over the RDDs that were being read at the release prolong this time. Nothing is known of an RDD that was idle
-then, nor of a view that a Connect server stores: the program has to keep the frame.
+client. Until then a job may continue, an iterator may start the job of its next partition, or an RDD may be used. In
+the JVM, jobs over the RDDs that were being read at the release prolong this time. Nothing is known of an RDD that was
+idle then, nor of a view that a Connect server stores: the program has to keep the frame.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def frame_at(
 
 
 class _Use(Enum):
-    """What is known about the readers of a frame's parts."""
+    """Answer to the question whether the parts of a frame are still in use."""
 
     CERTAIN = "a frame or a job may read them"
     POSSIBLE = "the frame was released: jobs, iterators and RDDs may remain"
