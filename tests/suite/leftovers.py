@@ -18,6 +18,8 @@ import pytest
 OF_THE_SPARK_SESSION = ("SPARK_", "PYSPARK_", "PYTHONPATH", "JAVA_HOME")
 """Set for the one session of the run, which outlives the test that needs it first."""
 OF_PYTEST = ("PYTEST_",)
+OF_IMPORTS = ("_RJEM_MALLOC_CONF",)
+"""Set by the import of Polars, in the test that needs it first."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD)
 
 
@@ -39,7 +41,7 @@ def nothing_left_behind() -> Iterator[None]:
 
 
 def _state() -> dict[str, Any]:
-    passed_over = (*OF_THE_SPARK_SESSION, *OF_PYTEST)
+    passed_over = (*OF_THE_SPARK_SESSION, *OF_PYTEST, *OF_IMPORTS)
     found: dict[str, Any] = {f"${k}": v for k, v in os.environ.items() if not k.startswith(passed_over)}
     found |= {number.name: signal.getsignal(number) for number in SIGNALS}
     return found | {"cwd": os.getcwd(), "log level": logging.root.level, "logs off": logging.root.manager.disable}
