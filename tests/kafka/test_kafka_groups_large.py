@@ -9,28 +9,34 @@ from typing import Any
 from uuid import UUID
 
 import confluent_kafka as ck
+import msgspec
 import pytest
 
 from support.kafka.groups.moved import LIMITS, World
-from support.kafka.groups.world import See
+from support.kafka.groups.world import See, stored_members
 from support.kafka.harness import RealBroker
 from support.waiting import eventually
 from tidemill.base.config.listeners import KafkaSection
 from tidemill.base.limits import METASTORE_VALUE_BYTES
 from tidemill.kafka import KafkaSettings, error_codes
+from tidemill.kafka.groups import group_records
 from tidemill.kafka.groups.classic.state import HeartbeatAnswer
 from tidemill.kafka.groups.consumer import requests, sizes
 from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest, Topic
+from tidemill.kafka.groups.group_records import Rows, member_rows, restore_group
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.topic_patterns import TopicView
-from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_PARTITIONS
+from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_PARTITIONS, GROUPS
 from tidemill.metastore.rows.groups import (
     ConsumerMember,
     GroupMemberRow,
     GroupPartitionsRow,
+    GroupRow,
     partition_rows,
     with_partitions,
 )
+from tidemill.metastore.rows.key_encoding import Column, Kind
+from tidemill.metastore.rows.row_family import Family
 
 
 class Topics(See):
@@ -109,7 +115,7 @@ async def test_a_member_has_as_many_topics_as_a_cluster_may_and_leaves_no_rows()
         assert len(await world.metastore.rows(GROUP_PARTITIONS, "g")) > 1, "it holds them until it has revoked them"
         owned = left.assignment
         assert (await led.consumer_heartbeat(HeartbeatRequest("m1", 1, owned=owned), seen)).epoch == 2
-        assert len(await world.metastore.rows(GROUP_PARTITIONS, "g")) == 1, "surplus rows are deleted"
+        assert not await world.metastore.rows(GROUP_PARTITIONS, "g"), "its own row has room for them now"
         assert (await led.consumer_heartbeat(HeartbeatRequest("m1", -1), seen)).error == 0
         assert not await world.metastore.rows(GROUP_MEMBERS, "g")
         assert not await world.metastore.rows(GROUP_PARTITIONS, "g")
@@ -128,7 +134,7 @@ def test_partitions_in_every_state_survive_their_rows_and_no_row_is_too_large() 
     stored = [GROUP_PARTITIONS.encode(row) for row in rows]
     assert max(len(value) for _, value in stored) < METASTORE_VALUE_BYTES
     read = [GROUP_PARTITIONS.decode(key, value) for key, value in stored]
-    (member,) = with_partitions([GroupMemberRow("g", "m", consumer=ConsumerMember())], read)
+    (member,) = with_partitions([GroupMemberRow("g", "m", consumer=ConsumerMember(partition_rows=len(read)))], read)
     assert member.consumer is not None
     for wanted, found in ((held, member.consumer.held), (revoking, member.consumer.revoking)):
         assert {topic: frozenset(partitions) for topic, partitions in found.items()} == wanted
@@ -142,9 +148,108 @@ def test_a_topic_that_is_held_and_wanted_needs_its_id_and_six_bytes() -> None:
     assert len(GROUP_PARTITIONS.encode(rows[0])[1]) < 1_000 * (16 + 6) + 16
 
 
-def test_a_member_without_rows_of_partitions_has_those_of_its_own_row() -> None:
+@pytest.mark.parametrize("stale", ["other", "m"])
+def test_a_member_whose_row_counts_no_rows_of_partitions_has_those_of_its_own_row(stale: str) -> None:
     old = GroupMemberRow("g", "m", consumer=ConsumerMember(held={"t": (1,)}, target={"t": (1,)}))
-    assert with_partitions([old], [GroupPartitionsRow("g", "other", 0, ())]) == [old]
+    assert with_partitions([old], [GroupPartitionsRow("g", stale, 0, ((bytes(16), 1, (7,)),))]) == [old]
+
+
+class OldConsumerMember(msgspec.Struct, frozen=True, array_like=True):
+    """`ConsumerMember` of a version that does not know rows of partitions."""
+
+    epoch: int = 0
+    previous: int = -1
+    rack_id: str | None = None
+    topics: tuple[str, ...] = ()
+    pattern: str = ""
+    assignor: str | None = None
+    held: dict[str, tuple[int, ...]] = {}
+    revoking: dict[str, tuple[int, ...]] = {}
+    target: dict[str, tuple[int, ...]] = {}
+    away: bool = False
+
+
+class OldGroupMemberRow(msgspec.Struct, frozen=True):
+    group: str
+    member_id: str
+    instance_id: str | None = None
+    client_id: str = ""
+    client_host: str = ""
+    session_ms: int = 0
+    rebalance_ms: int = 0
+    protocols: tuple[tuple[str, bytes], ...] = ()
+    assignment: bytes = b""
+    consumer: OldConsumerMember | None = None
+
+
+OLD_MEMBERS = Family(
+    GROUP_MEMBERS.tag, "member", OldGroupMemberRow, Column("group", Kind.TEXT), Column("member_id", Kind.TEXT)
+)
+
+
+async def test_a_node_of_an_older_version_reads_members_of_1000_topics_and_writes_rows_that_are_read() -> None:
+    async with World() as world:
+        seen, led = Topics(2_000), await world.node().get("g")
+        for member in ("m1", "m2"):
+            assert (await led.consumer_heartbeat(joins(member), seen)).error == 0
+        assert await world.metastore.rows(GROUP_PARTITIONS, "g"), "one member had all topics"
+        assert (await revoked(led, "m1", 1, seen)).epoch == 2
+        assert len((await led.consumer_heartbeat(HeartbeatRequest("m2", 2), seen)).assignment or ()) == 1_000
+        assert not await world.metastore.rows(GROUP_PARTITIONS, "g")
+        old = await world.metastore.rows(OLD_MEMBERS, "g")
+        assert [len(row.consumer.held) for row in old if row.consumer] == [1_000, 1_000]
+        assert [len(row.consumer.target) for row in old if row.consumer] == [1_000, 1_000]
+
+
+async def test_rows_of_partitions_that_an_older_version_left_behind_have_no_meaning_and_are_deleted() -> None:
+    async with World() as world:
+        seen, led = Topics(2_000), await world.node().get("g")
+        assert (await led.consumer_heartbeat(joins("m1"), seen)).error == 0
+        assert await world.metastore.rows(GROUP_PARTITIONS, "g")
+        consumer = OldConsumerMember(2, 1, pattern="t0000", held={"t": (1,)}, target={"t": (1,)})
+        row = OldGroupMemberRow("g", "m1", rebalance_ms=9, consumer=consumer)
+        head = await world.metastore.get(GROUPS, "g")
+        assert head is not None
+        heads = GROUPS.encode(msgspec.structs.replace(head, owner="old", generation=2, target_epoch=2))
+        await world.metastore.commit([heads, OLD_MEMBERS.encode(row)])
+        led = await world.node().get("g")
+        assert isinstance(led.group, ConsumerGroup)
+        member = led.group.members["m1"]
+        assert member.held == member.target == {"t": frozenset({1})} and led.group.owners == {("t", 1): "m1"}
+        assert (await led.consumer_heartbeat(HeartbeatRequest("m1", 2), seen)).error == 0
+        assert not await world.metastore.rows(GROUP_PARTITIONS, "g")
+
+
+def test_a_batch_without_room_for_partitions_in_the_rows_of_members_has_them_in_rows_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = ConsumerGroup("g", LIMITS)
+    for member_id in ("m1", "m2"):
+        requests.heartbeat(group, 0, joins(member_id), Topics(500))
+    rows, stored = member_rows(group, {}, frozenset({"m1", "m2"}))
+    assert stored == {"m1": 0, "m2": 0}
+    monkeypatch.setattr(group_records, "GROUP_BYTES_MAX", 30_000)
+    fewer, stored = member_rows(group, stored, frozenset({"m1", "m2"}))
+    assert stored == {"m1": 1, "m2": 1}
+    assert sum(len(key) + len(value) for key, value in fewer) < 30_000
+    assert restored(rows).owners == restored(fewer).owners == group.owners
+
+
+def restored(rows: Rows) -> ConsumerGroup:
+    group = restore_group(GroupRow("g", "consumer"), stored_members(dict(rows)), LIMITS, 0)
+    assert isinstance(group, ConsumerGroup)
+    return group
+
+
+def test_two_members_that_hold_one_partition_can_leave() -> None:
+    held = ConsumerMember(1, held={"t": (1,)}, target={"t": (1,)})
+    members = [GroupMemberRow("g", member_id, consumer=held) for member_id in ("m1", "m2")]
+    group = restore_group(GroupRow("g", "consumer", generation=1, target_epoch=1), members, LIMITS, 0)
+    assert isinstance(group, ConsumerGroup)
+    for left in ("m1", "m2"):
+        assert group.owners == {("t", 1): "m2"}
+        assert requests.heartbeat(group, 0, HeartbeatRequest(left, -1), Topics(0)).error == 0
+    assert not group.owners and not group.members
 
 
 async def test_f232_a_subscription_of_more_than_one_write_can_hold_is_rejected_and_changes_nothing(

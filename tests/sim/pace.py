@@ -55,7 +55,9 @@ CHOICES: dict[str, dict[str, tuple[float, ...]]] = {
         "FEW_BLOCKS": (0, 4),
     },
     "metastore.lsm.table_cache": {"DECODE_SLICE": (1, 64)},
-    "metastore.rows.groups": {"PARTITIONS_ROW_BYTES": (1, MANY), "ENTRY_PARTITIONS_MAX": (1, 2, 10_000)},
+    "metastore.rows.groups": {
+        "MEMBER_ROW_BYTES": (1, 100 << 10), "PARTITIONS_ROW_BYTES": (1, MANY), "ENTRY_PARTITIONS_MAX": (1, 2, 10_000),
+    },
     "shards.bindings.remap": {"WHOLE_RECORD_INTERVAL": (1, 2, 64), "WINDOW_BINDINGS": (2, 10, 2_000)},
     "shards.compaction.compaction": {"RUN_BATCHES": (2, 512), "RUN_BYTES": (1, MANY)},
     "shards.handle": {"INLINE_BUDGET_BYTES": (0, 300, MANY)},

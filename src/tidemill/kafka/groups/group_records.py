@@ -1,7 +1,8 @@
 """Durable state of a group: its rows, and the group rebuilt from them (layouts: `metastore.rows`).
 
 A group of the classic protocol is written as a whole; of one of the consumer protocol only the changed members are
-written. The partitions of a member are rows of their own, so that their number has no limit in the size of a value.
+written. The partitions of a large member are rows of their own, so that their number has no limit in the size of a
+value. Those of other members are in the member's row, which every version of tidemill reads.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from tidemill.kafka.groups.classic.state import ClassicGroup, ClassicMember, GroupLimits, Phase
+from tidemill.kafka.groups.consumer.sizes import GROUP_BYTES_MAX
 from tidemill.kafka.groups.consumer.state import ClassicSubscription, ConsumerGroup, ConsumerGroupMember, iterate_places
 from tidemill.kafka.groups.protocol_migration import begin_durable_rebalance
 from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_PARTITIONS
+from tidemill.metastore.rows import groups as group_rows
 from tidemill.metastore.rows.groups import (
     ConsumerMember,
     GroupMemberRow,
@@ -73,12 +76,9 @@ def member_rows(
     rows: Rows = []
     counts = {member_id: stored.get(member_id, 0) for member_id in group.members}
     if isinstance(group, ConsumerGroup):
-        for member_id in sorted(changed & group.members.keys()):
-            member = group.members[member_id]
-            rows.append(GROUP_MEMBERS.encode(_consumer_row(group.name, member)))
-            of_member = partition_rows(group.name, member_id, member.held, member.revoking, member.target)
-            rows += map(GROUP_PARTITIONS.encode, of_member)
-            counts[member_id] = len(of_member)
+        for member_id, of_member in _consumer_rows(group, changed).items():
+            rows += of_member
+            counts[member_id] = len(of_member) - 1
     else:
         rows += _classic_rows(group)
         counts = dict.fromkeys(group.members, 0)
@@ -110,7 +110,33 @@ def _classic_rows(group: ClassicGroup) -> Rows:
     ]
 
 
-def _consumer_row(group: str, member: ConsumerGroupMember) -> GroupMemberRow:
+def _consumer_rows(group: ConsumerGroup, changed: frozenset[str]) -> dict[str, Rows]:
+    """Return the rows of each changed member, its own row first.
+
+    Partitions need more bytes in the member's row. If the batch has no room for that, they are in rows of their own.
+    """
+    rows: dict[str, Rows] = {}
+    for member_id in sorted(changed & group.members.keys()):
+        key, value = GROUP_MEMBERS.encode(_consumer_row(group.name, group.members[member_id]))
+        is_small = len(value) <= group_rows.MEMBER_ROW_BYTES
+        rows[member_id] = [(key, value)] if is_small else _split_rows(group, member_id)
+    if sum(len(key) + len(value) for of_member in rows.values() for key, value in of_member) > GROUP_BYTES_MAX:
+        rows = {member_id: _split_rows(group, member_id) for member_id in rows}
+    return rows
+
+
+def _split_rows(group: ConsumerGroup, member_id: str) -> Rows:
+    member = group.members[member_id]
+    rows = partition_rows(group.name, member_id, member.held, member.revoking, member.target)
+    own_row = GROUP_MEMBERS.encode(_consumer_row(group.name, member, len(rows)))
+    return [own_row, *map(GROUP_PARTITIONS.encode, rows)]
+
+
+def _consumer_row(group: str, member: ConsumerGroupMember, rows_of_partitions: int = 0) -> GroupMemberRow:
+    """Return the member's row, which has its partitions unless there are rows of them."""
+    held, revoking, target = (
+        {} if rows_of_partitions else _partition_tuples(each) for each in (member.held, member.revoking, member.target)
+    )
     consumer = ConsumerMember(
         member.epoch,
         member.previous,
@@ -118,7 +144,11 @@ def _consumer_row(group: str, member: ConsumerGroupMember) -> GroupMemberRow:
         tuple(sorted(member.topics)),
         member.pattern,
         member.assignor,
-        away=member.away,
+        held,
+        revoking,
+        target,
+        member.away,
+        rows_of_partitions,
     )
     classic = member.classic
     return GroupMemberRow(
@@ -132,6 +162,10 @@ def _consumer_row(group: str, member: ConsumerGroupMember) -> GroupMemberRow:
         classic.protocols if classic is not None else (),
         consumer=consumer,
     )
+
+
+def _partition_tuples(partitions: Mapping[str, frozenset[int]]) -> dict[str, tuple[int, ...]]:
+    return {topic: tuple(sorted(numbers)) for topic, numbers in partitions.items()}
 
 
 def _partition_sets(partitions: Mapping[str, tuple[int, ...]]) -> dict[str, frozenset[int]]:

@@ -15,7 +15,9 @@ Invariant (fenced coordinator): rows of a group are written only with the expect
 coordinator that takes over the group changes that row first, which fences every earlier coordinator.
 
 Invariant (whole member): the rows of a member (`member` and its `partitions`, numbered from 0) are replaced in one
-batch. A member may have any number of topics, because its partitions are split over several rows.
+batch. The partitions of a member are in its own row if that stays below MEMBER_ROW_BYTES, and else in rows of their
+own, so a member may have any number of topics. The member's row has the number of those rows. Versions that do not know
+them leave them behind when they write the member: rows that the member's row does not count have no meaning.
 
 Offsets are keyed by topic id, so a re-created topic does not inherit the offsets of the old one. Configs belong to the
 administrator, so a group without members may have some. A group without configs has no config row.
@@ -74,8 +76,8 @@ class GroupRow(msgspec.Struct, frozen=True):
 class ConsumerMember(msgspec.Struct, frozen=True, array_like=True):
     """State of a member of the consumer protocol (`kafka.groups.consumer.state.ConsumerGroupMember`).
 
-    held, revoking, target    topic id → partitions. They are written to rows of their own (`partition_rows`);
-                              `with_partitions` adds them.
+    held, revoking, target    topic id → partitions
+    partition_rows            number of rows that have these three instead; 0 = they are here (`with_partitions`)
     """
 
     epoch: int = 0
@@ -88,6 +90,7 @@ class ConsumerMember(msgspec.Struct, frozen=True, array_like=True):
     revoking: dict[str, tuple[int, ...]] = {}
     target: dict[str, tuple[int, ...]] = {}
     away: bool = False
+    partition_rows: int = 0
 
 
 class GroupMemberRow(msgspec.Struct, frozen=True):
@@ -133,6 +136,8 @@ STATES: Final = ("held", "revoking", "target")
 TOPIC_BYTES: Final = 24
 PARTITION_BYTES: Final = 5
 """Bytes of a topic and of a partition in a row, at most."""
+MEMBER_ROW_BYTES: Final = 100 << 10
+"""Size of a member's row above which its partitions are in rows of their own: more than 1,000 topics."""
 PARTITIONS_ROW_BYTES: Final = 128 << 10
 """Size at which a further row begins; far below METASTORE_VALUE_BYTES."""
 ENTRY_PARTITIONS_MAX: Final = 10_000
@@ -195,7 +200,7 @@ def _entries(held: Partitions, revoking: Partitions, target: Partitions) -> Iter
 
 
 def with_partitions(members: Iterable[GroupMemberRow], rows: Iterable[GroupPartitionsRow]) -> list[GroupMemberRow]:
-    """Return the members of a group with the partitions of their rows."""
+    """Return the members of a group with their partitions, whichever rows have them."""
     of_members: dict[str, list[GroupPartitionsRow]] = {}
     for row in rows:
         of_members.setdefault(row.member_id, []).append(row)
@@ -203,7 +208,7 @@ def with_partitions(members: Iterable[GroupMemberRow], rows: Iterable[GroupParti
 
 
 def _with_partitions(member: GroupMemberRow, rows: list[GroupPartitionsRow]) -> GroupMemberRow:
-    if member.consumer is None or not rows:
+    if member.consumer is None or not member.consumer.partition_rows or len(rows) != member.consumer.partition_rows:
         return member
     found: tuple[dict[str, tuple[int, ...]], ...] = ({}, {}, {})
     for row in rows:

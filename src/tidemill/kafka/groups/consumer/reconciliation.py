@@ -137,7 +137,9 @@ def _assign_free(group: ConsumerGroup, member: ConsumerGroupMember, wanted: Part
 
 def free_partitions(group: ConsumerGroup, member: ConsumerGroupMember, these: Partitions) -> None:
     for place in iterate_places(these):
-        del group.owners[place]
+        # A durable state in which two members hold a partition must not end the group: it loses one holder at a time.
+        if group.owners.get(place) == member.member_id:
+            del group.owners[place]
     member.held = subtract_partitions(member.held, these)
 
 
