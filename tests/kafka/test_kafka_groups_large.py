@@ -276,7 +276,7 @@ def test_topics_that_are_created_beyond_the_room_of_a_group_are_left_out_until_t
     seen = Topics(100)
     group = ConsumerGroup("g", LIMITS)
     assert len(requests.heartbeat(group, 0, joins("m1"), seen).assignment or ()) == 100
-    fits = sizes.room_for_topics(group)
+    fits = sizes.room_for_topics(group, group.members.values())
     for n in range(300):
         seen.change(f"a{n:03}" if n % 2 else f"t1{n:04}", Topic(str(UUID(int=n + 2)), 1))
     answer = requests.heartbeat(group, 0, HeartbeatRequest("m1", 1), seen)

@@ -43,7 +43,18 @@ def join(group: ConsumerGroup, now: int, ask: JoinRequest, seen: TopicSnapshot) 
     if not ask.member_id and ask.instance_id is None and ask.knows_first:
         return JoinAnswer(error_codes.MEMBER_ID_REQUIRED, ask.new_id)
     subscription = decode_subscription(ask.protocols[0][1])
-    if excess_partitions(group, subscription.topics, "", seen, metadata_bytes(ask.protocols)) > 0:
+    before = _known_member(group, ask)
+    after = ConsumerGroupMember(
+        ask.member_id or ask.new_id,
+        ask.instance_id,
+        subscription.rack_id,
+        ask.client_id,
+        ask.client_host,
+        topics=subscription.topics,
+        held=before.held if before is not None else {},
+        classic=ClassicSubscription(ask.session_ms, ask.protocols),
+    )
+    if excess_partitions(group, before, after, seen) > 0:
         return JoinAnswer(error_codes.GROUP_MAX_SIZE_REACHED, ask.member_id)
     member = _joining_member(group, ask)
     _update_member(group, member, ask, subscription)
@@ -51,6 +62,11 @@ def join(group: ConsumerGroup, now: int, ask: JoinRequest, seen: TopicSnapshot) 
     reconciliation.reconcile(group, now, member, by_topic_id(subscription.owned, seen), is_join=True)
     member.until_ms, member.owes_until_ms = now + ask.session_ms, now + ask.rebalance_ms
     return JoinAnswer(0, member.member_id, member.epoch, CONSUMER, ask.protocols[0][0], NO_LEADER)
+
+
+def _known_member(group: ConsumerGroup, ask: JoinRequest) -> ConsumerGroupMember | None:
+    """Return the member that joins again; a static member may do so without its id."""
+    return group.members.get(ask.member_id or group.instances.get(ask.instance_id or "", ""))
 
 
 def join_error(group: ConsumerGroup, ask: JoinRequest) -> int:
@@ -62,15 +78,11 @@ def join_error(group: ConsumerGroup, ask: JoinRequest) -> int:
         return error_codes.INCONSISTENT_GROUP_PROTOCOL
     if len(ask.member_id.encode()) > ID_BYTES or "\x00" in ask.member_id:
         return error_codes.UNKNOWN_MEMBER_ID
-    before = group.members.get(ask.member_id)
-    if ask.instance_id is not None:
-        known = group.instances.get(ask.instance_id)
-        if ask.member_id:
-            code = member_error(group, ask.member_id, ask.instance_id)
-            if code:
-                return code
-        elif known is not None:
-            before = group.members[known]
+    before = _known_member(group, ask)
+    if ask.instance_id is not None and ask.member_id:
+        code = member_error(group, ask.member_id, ask.instance_id)
+        if code:
+            return code
     if ask.member_id and before is not None and before.classic is None:
         return error_codes.UNKNOWN_MEMBER_ID
     # A fenced member still uses its former partitions, which may have another owner. Under a current generation it

@@ -40,7 +40,7 @@ def update_target(group: ConsumerGroup, seen: TopicSnapshot) -> None:
                 if digest != group.digest:
                     group.digest = digest
                     _next_epoch(group)
-            group.topics_left_out = len(found) - len(fitting)
+            group.topics_left_out = sum(fitting.get(name) != topic for name, topic in found.items())
             group.found_version, group.found_names = seen.version, None if group.topics_left_out else wanted
         group.seen_version = seen.version
     if group.target_epoch != group.epoch:

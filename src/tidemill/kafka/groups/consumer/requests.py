@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Final
 
+import msgspec
+
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic.state import Answer, HeartbeatAnswer, Waiter, error_answer_for
 from tidemill.kafka.groups.consumer import reconciliation
@@ -24,7 +26,6 @@ from tidemill.kafka.groups.consumer.state import (
     HeartbeatRequest,
     TopicSnapshot,
     is_subset,
-    subscription_bytes,
 )
 
 ID_BYTES: Final = 255
@@ -98,23 +99,42 @@ def _join_rejection(group: ConsumerGroup, ask: HeartbeatRequest) -> HeartbeatAns
 
 
 def _size_rejection(group: ConsumerGroup, ask: HeartbeatRequest, seen: TopicSnapshot) -> HeartbeatAnswer | None:
-    member = group.members.get(ask.member_id)
-    topics = ask.topics if ask.topics is not None else member.topics if member is not None else frozenset()
-    pattern = ask.pattern if ask.pattern is not None else member.pattern if member is not None else ""
     if ask.topics is None and ask.pattern is None:
         return None
-    size = subscription_bytes(topics, pattern)
+    member = group.members.get(ask.member_id)
+    if ask.epoch == 0 and ask.instance_id in group.instances:
+        member = group.members[group.instances[ask.instance_id or ""]]
+    after = _with_subscription(member, ask)
+    size = after.subscription_bytes
     others = sum(each.subscription_bytes for each in group.members.values() if each is not member)
     if size > group.limits.member_bytes or size + others > group.limits.bytes:
         return HeartbeatAnswer(
             error_codes.GROUP_MAX_SIZE_REACHED, f"The subscription has {size} bytes and those of others {others} bytes."
         )
-    excess = excess_partitions(group, topics, pattern, seen, size)
+    excess = excess_partitions(group, member, after, seen)
     if excess > 0:
         return HeartbeatAnswer(
             error_codes.GROUP_MAX_SIZE_REACHED, f"The group would have {excess} partitions more than fit in one write."
         )
     return None
+
+
+def _with_subscription(member: ConsumerGroupMember | None, ask: HeartbeatRequest) -> ConsumerGroupMember:
+    """Return the member as it will be after the request. One that joins holds nothing."""
+    before = member or ConsumerGroupMember(ask.member_id)
+    return msgspec.structs.replace(
+        before,
+        member_id=ask.member_id,
+        instance_id=ask.instance_id or before.instance_id,
+        rack_id=ask.rack_id or before.rack_id,
+        client_id=ask.client_id,
+        client_host=ask.client_host,
+        topics=ask.topics if ask.topics is not None else before.topics,
+        pattern=ask.pattern if ask.pattern is not None else before.pattern,
+        assignor=ask.assignor or before.assignor,
+        held=before.held if ask.epoch else {},
+        classic=None,
+    )
 
 
 def _reset_member(group: ConsumerGroup, ask: HeartbeatRequest) -> None:

@@ -1,34 +1,50 @@
 """Size of a group of the consumer protocol in the metastore. Pure.
 
-    bytes of members + PLACE_BYTES · (held partitions + partitions of subscribed topics)  ≤  GROUP_BYTES_MAX
+    bytes of members + PLACE_BYTES · partitions that are held, subscribed to or both  ≤  GROUP_BYTES_MAX
 
 A group is written in one batch, in the worst case with all of its members. A partition is held by one member and in the
-target of one, so the left side limits every state between the current assignment and the target. A request that would
-exceed it is rejected before it changes anything. Topics that are created later and do not fit are left out.
+target of one, so the left side limits every state between the current assignment and the target. A subscription that
+adds topics and exceeds it is rejected before it changes anything. One that adds none, because the member or another one
+has it already, is accepted: topics for which there is no room are left out. Topics that a member holds and still wants
+are never left out, and `_reserve_bytes` keeps room for members that join later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from tidemill.base.limits import METASTORE_BATCH_BYTES
 from tidemill.kafka.groups.consumer.state import ConsumerGroup, ConsumerGroupMember, Topic, TopicSnapshot
 from tidemill.metastore.rows.groups import PARTITION_BYTES, TOPIC_BYTES
 
-PLACE_BYTES: Final = TOPIC_BYTES + PARTITION_BYTES
+PLACE_BYTES: Final = 2 * (TOPIC_BYTES + PARTITION_BYTES)
+"""Bytes of a partition, at most: one member may hold it while it is in the target of another."""
 MEMBER_BYTES: Final = 256
 """Bytes of a member without its texts, at most."""
 TEXT_BYTES: Final = 5
 """Bytes in front of a text, at most."""
 GROUP_BYTES_MAX: Final = METASTORE_BATCH_BYTES - (64 << 10)
 """Limit of the members' rows; the rest is for the head row."""
+RESERVE_SHARE: Final = 8
+"""Share of GROUP_BYTES_MAX, as 1 / share, that topics leave to members that join later."""
 
 
-def room_for_topics(group: ConsumerGroup, more_bytes: int = 0) -> int:
-    """Return how many partitions the subscribed topics may have; `more_bytes` are those of a member that joins."""
-    used_bytes = more_bytes + sum(_member_bytes(group, member) for member in group.members.values())
-    return max(0, (GROUP_BYTES_MAX - used_bytes) // PLACE_BYTES - len(group.owners))
+def room_for_partitions(group: ConsumerGroup, members: Iterable[ConsumerGroupMember]) -> int:
+    """Return how many partitions a group of these members has room for; negative if the members need too much."""
+    return (GROUP_BYTES_MAX - sum(_member_bytes(group, member) for member in members)) // PLACE_BYTES
+
+
+def room_for_topics(group: ConsumerGroup, members: Iterable[ConsumerGroupMember]) -> int:
+    """Return the part of `room_for_partitions` that topics may take which nobody holds yet."""
+    members = list(members)
+    return room_for_partitions(group, members) - _reserve_bytes(group, members) // PLACE_BYTES
+
+
+def _reserve_bytes(group: ConsumerGroup, members: Iterable[ConsumerGroupMember]) -> int:
+    further_bytes = group.limits.bytes - sum(member.subscription_bytes for member in members)
+    return min(GROUP_BYTES_MAX // RESERVE_SHARE, max(0, further_bytes))
 
 
 def _member_bytes(group: ConsumerGroup, member: ConsumerGroupMember) -> int:
@@ -38,27 +54,79 @@ def _member_bytes(group: ConsumerGroup, member: ConsumerGroupMember) -> int:
     return MEMBER_BYTES + keys_bytes + names_bytes + sum(len((text or "").encode()) for text in texts)
 
 
+def _held_counts(members: Iterable[ConsumerGroupMember]) -> Counter[str]:
+    """Return topic id → number of partitions that the members hold."""
+    counts: Counter[str] = Counter()
+    for member in members:
+        for topic_id, partitions in member.held.items():
+            counts[topic_id] += len(partitions)
+    return counts
+
+
 def excess_partitions(
-    group: ConsumerGroup, topics: frozenset[str], pattern: str, seen: TopicSnapshot, more_bytes: int
+    group: ConsumerGroup, before: ConsumerGroupMember | None, after: ConsumerGroupMember, seen: TopicSnapshot
 ) -> int:
-    """Return how many partitions too many the group would have with a subscription; at most 0 if it fits."""
-    known = group.topics or {}
-    names = topics | (seen.matching(pattern) if pattern else frozenset())
-    added = sum(topic.partitions for name in names - known.keys() if (topic := seen.topic(name)) is not None)
-    if not added:
+    """Return how many partitions too many the group would have once `after` replaces a member; at most 0 if it fits.
+
+    `before` is None for a new member. A subscription that adds no topics is too large only if the group has no room for
+    what its members hold.
+    """
+    if before is not None and after.topics <= before.topics and after.pattern in ("", before.pattern):
         return 0
-    return added + sum(topic.partitions for topic in known.values()) - room_for_topics(group, more_bytes)
+    members = [*(member for member in group.members.values() if member is not before), after]
+    held = _held_counts(members)
+    # The first member of an empty group continues with the subscription of members that left or were fenced.
+    is_restart = not group.members and group.epoch > 0
+    if is_restart or not _existing(
+        _subscribed_names([after], seen) - _subscribed_names(group.members.values(), seen), seen
+    ):
+        return held.total() - room_for_partitions(group, members)
+    topics = _existing(_subscribed_names(members, seen), seen).values()
+    unheld = sum(max(0, topic.partitions - held[topic.topic_id]) for topic in topics)
+    return held.total() + unheld - room_for_topics(group, members)
+
+
+def _subscribed_names(members: Iterable[ConsumerGroupMember], seen: TopicSnapshot) -> frozenset[str]:
+    subscribed = {(member.topics, member.pattern) for member in members}
+    matches = [seen.matching(pattern) for pattern in {pattern for _, pattern in subscribed if pattern}]
+    return frozenset().union(*(topics for topics, _ in subscribed), *matches)
+
+
+def _existing(names: Iterable[str], seen: TopicSnapshot) -> dict[str, Topic]:
+    return {name: topic for name in names if (topic := seen.topic(name)) is not None}
 
 
 def fitting_topics(group: ConsumerGroup, found: Mapping[str, Topic]) -> dict[str, Topic]:
-    """Return the topics for which the group has room: assigned topics first, then those first in order."""
-    room = room_for_topics(group)
-    if sum(topic.partitions for topic in found.values()) <= room:
+    """Return the topics for which the group has room: held topics first, then assigned ones, then those first in order.
+
+    A topic that a member holds and wants is always there; without room for its further partitions, it has none of them.
+    """
+    held = _held_counts(group.members.values())
+    room = room_for_topics(group, group.members.values()) - held.total()
+    unheld = {name: max(0, topic.partitions - held[topic.topic_id]) for name, topic in found.items()}
+    if sum(unheld.values()) <= room:
         return dict(found)
+    room = max(0, room)
+    ends = _wanted_ends(group, found)
     assigned = {topic_id for member in group.members.values() for topic_id in member.target}
-    kept: set[str] = set()
-    for name in sorted(found, key=lambda name: (found[name].topic_id not in assigned, name)):
-        if found[name].partitions <= room:
-            room -= found[name].partitions
-            kept.add(name)
-    return {name: topic for name, topic in found.items() if name in kept}
+    kept: dict[str, Topic] = {}
+    for name in sorted(found, key=lambda name: (name not in ends, found[name].topic_id not in assigned, name)):
+        if unheld[name] <= room:
+            room -= unheld[name]
+            kept[name] = found[name]
+        elif name in ends:
+            kept[name] = Topic(found[name].topic_id, min(ends[name], found[name].partitions))
+    return {name: kept[name] for name in found if name in kept}
+
+
+def _wanted_ends(group: ConsumerGroup, found: Mapping[str, Topic]) -> dict[str, int]:
+    """Return the topics of which a subscriber holds partitions, each with the end of the range of these."""
+    names = {topic.topic_id: name for name, topic in found.items()}
+    ends: dict[str, int] = {}
+    for member in group.members.values():
+        matches = group.matches.get(member.pattern, frozenset())
+        for topic_id, partitions in member.held.items():
+            name = names.get(topic_id)
+            if name is not None and (name in member.topics or name in matches):
+                ends[name] = max(ends.get(name, 0), max(partitions) + 1)
+    return ends
