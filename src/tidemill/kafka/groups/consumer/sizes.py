@@ -37,7 +37,7 @@ def room_for_partitions(group: ConsumerGroup, members: Iterable[ConsumerGroupMem
 
 
 def room_for_topics(group: ConsumerGroup, members: Iterable[ConsumerGroupMember]) -> int:
-    """Return the part of `room_for_partitions` that topics may take which nobody holds yet."""
+    """Return the part of `room_for_partitions` that topics may take which no member holds yet."""
     members = list(members)
     return room_for_partitions(group, members) - _reserve_bytes(group, members) // PLACE_BYTES
 
