@@ -30,14 +30,17 @@ class Bucket:
 
     def __init__(self, *, options: Options = OPTIONS) -> None:
         self.clock = ManualClock()
-        self.objects = MemoryObjects(self.clock)
-        self.files = SstFiles(self.objects, PREFIX)
-        self.manifests = BucketManifests(self.objects, PREFIX, Rand(1))
-        self.collector = GarbageCollector(self.files, self.manifests, options, self.clock)
+        self.use(MemoryObjects(self.clock), options)
         self.current: list[FileMeta] = []
         self.pinned: list[FileMeta] = []
         self.lowest_in_flight = 100
         self.replicated: tuple[int, int] | None = None
+
+    def use(self, objects: MemoryObjects, options: Options = OPTIONS) -> None:
+        self.objects = objects
+        self.files = SstFiles(objects, PREFIX)
+        self.manifests = BucketManifests(objects, PREFIX, Rand(1))
+        self.collector = GarbageCollector(self.files, self.manifests, options, self.clock)
 
     async def file(self, number: int, epoch: int = 2, nonce: str = "n") -> FileMeta:
         await self.files.put(FileName(epoch, number, nonce), b"rows")
@@ -373,10 +376,7 @@ class Failing(MemoryObjects):
 def failing_bucket(files: int) -> tuple[Bucket, Failing]:
     bucket = Bucket()
     objects = Failing(bucket.clock)
-    bucket.objects = objects
-    bucket.files = SstFiles(objects, PREFIX)
-    bucket.manifests = BucketManifests(objects, PREFIX, Rand(1))
-    bucket.collector = GarbageCollector(bucket.files, bucket.manifests, OPTIONS, bucket.clock)
+    bucket.use(objects)
     return bucket, objects
 
 
@@ -424,6 +424,42 @@ async def test_foreign_objects_under_the_prefix_are_left_alone() -> None:
     await bucket.objects.put(f"{PREFIX}sst/README", b"mine")
     await bucket.collect_late()
     assert await bucket.objects.get(f"{PREFIX}sst/README") == b"mine"
+
+
+class Repeating(MemoryObjects):
+    """A store whose listings have every entry twice."""
+
+    async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
+        page = [meta async for meta in super().list(prefix, start_after)]
+        for meta in page * 2:
+            yield meta
+
+
+async def test_a_listing_that_repeats_its_entries_ends_no_round() -> None:
+    bucket = Bucket()
+    bucket.use(Repeating(bucket.clock))
+    await bucket.manifest(1, [])
+    for number in range(1, 4):
+        await bucket.file(number)
+    await bucket.collect_late()
+    assert await bucket.numbers() == [] and await bucket.manifest_numbers() == [(2, 1)] * 2
+
+
+async def test_an_unexpected_error_of_a_round_is_told_and_the_next_round_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tidemill.metastore.lsm.gc.PAUSE_MIN_S", 0.0)
+    bucket = Bucket(options=msgspec.structs.replace(OPTIONS, gc_delay_ms=0))
+    told: list[str] = []
+
+    def roots() -> Roots:
+        if bucket.collector.error is None:
+            raise KeyError("a defect")
+        told.append(str(bucket.collector.error))
+        return bucket.roots()
+
+    with capture_logs() as logs:
+        await bucket.collector.run(roots, lambda: not told)
+    assert "KeyError" in told[0] and bucket.collector.error is None and bucket.collector.last is not None
+    assert [entry["log_level"] for entry in logs] == ["error"]
 
 
 async def test_two_rounds_at_once_take_turns() -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import AsyncIterator
 
 import pytest
 
 from support.metastore.checkpoint_world import World, damage, keys, manifest_of, persisted
 from support.waiting import until
+from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import ClusterReplacedError, InvalidError, MissingError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.maintenance.checkpoint.stages import build_checkpointer
@@ -17,13 +19,17 @@ from tidemill.maintenance.restore.restore import Restorer
 from tidemill.metastore.cluster_manifest import (
     ALIVE_PREFIX,
     CLUSTER_PREFIX,
+    ClusterManifest,
     Presence,
     SignOfLife,
     newest_manifest,
     signs_of_life,
+    upload_manifest,
     write_sign_of_life,
 )
 from tidemill.metastore.metastore import Metastore
+from tidemill.objects.memory import MemoryObjects
+from tidemill.objects.store import ObjectMeta
 
 
 def keeping(world: World, metastore: Metastore | None = None, node: str = "n1") -> CheckpointService:
@@ -124,6 +130,21 @@ async def test_a_manifest_that_goes_while_it_is_read_ends_no_node(monkeypatch: p
         assert not gone and not running.done()
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
+
+
+async def test_a_listing_that_repeats_its_entries_removes_no_manifest_that_counts() -> None:
+    class Repeating(MemoryObjects):
+        async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
+            page = [meta async for meta in super().list(prefix, start_after)]
+            for meta in page * 2:
+                yield meta
+
+    objects, rand = Repeating(SystemClock()), Rand(1)
+    for number in range(1, 6):
+        await upload_manifest(objects, rand, ClusterManifest("u", "", 1, ("d",), number), number)
+        found = await newest_manifest(objects)
+        assert found is not None and found.number == number
+    assert len({meta.key async for meta in objects.list(CLUSTER_PREFIX)}) == 3
 
 
 async def test_only_the_leader_of_domain_0_keeps_and_another_takes_over() -> None:

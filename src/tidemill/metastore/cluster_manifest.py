@@ -76,7 +76,7 @@ async def newest_manifest(objects: ObjectStore) -> FoundManifest | None:
     UnavailableError."""
     newest = ""
     async for found in objects.list(CLUSTER_PREFIX):
-        newest = found.key
+        newest = max(newest, found.key)
     if not newest:
         return None
     return await load_manifest(objects, newest)
@@ -97,8 +97,8 @@ async def upload_manifest(objects: ObjectStore, rand: Rand, manifest: ClusterMan
     """
     key = f"{CLUSTER_PREFIX}{number:020d}-{rand.nonce()}"
     await objects.put(key, encode(manifest))
-    names = [found.key async for found in objects.list(CLUSTER_PREFIX)]
-    for old in names[:-MANIFESTS_KEPT]:
+    names = {found.key async for found in objects.list(CLUSTER_PREFIX)}
+    for old in sorted(names)[:-MANIFESTS_KEPT]:
         await objects.delete(old)
     return key
 

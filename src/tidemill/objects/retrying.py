@@ -174,6 +174,8 @@ class RetryingObjects:
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
         """List objects; retries continue after the last object yielded.
 
+        What is not after it is skipped: a store that repeats a page yields each object once, and gets a notice.
+
         Waiting for a page does not count for `concurrency`.
         """
         retry = _Retry(self._clock, self._rand, self._budget_s)
@@ -183,6 +185,9 @@ class RetryingObjects:
             try:
                 number = self._health.begin_attempt("read")
                 async for meta in self._inner.list(prefix, start_after):
+                    if meta.key <= start_after:
+                        self.record_notice(f"the object store lists keys repeatedly or out of order: key={meta.key}")
+                        continue
                     start_after = meta.key
                     self._health.end_attempt(number, "read", None)
                     number = 0  # The caller may stop here.

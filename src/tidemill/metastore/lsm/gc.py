@@ -34,6 +34,7 @@ import structlog
 
 from tidemill.base.clock import Clock
 from tidemill.base.errors import ClosedError, MissingError, TidemillError, UnavailableError, UnknownOutcomeError
+from tidemill.base.runtime.tasks import error_sentence
 from tidemill.metastore.lsm.file_store import FileName, SstFiles
 from tidemill.metastore.lsm.manifest import FileMeta
 from tidemill.metastore.lsm.manifest_store import BucketManifests, ManifestName
@@ -121,6 +122,10 @@ class GarbageCollector:
                 await self.collect(roots, may_go_on)
             except TidemillError as error:
                 self.error = error if may_go_on() else None
+            except Exception as error:
+                # The next round retries it: if this loop ended, the leader would step down, and so would its successor.
+                self.error = TidemillError(f"garbage collection failed unexpectedly: reason={error_sentence(error)!r}.")
+                _log.exception("garbage collection failed unexpectedly")
             else:
                 self.error = None
 
@@ -165,7 +170,7 @@ class GarbageCollector:
         deleted, failed = await self._delete(due, self._files.delete, may_go_on)
         for name in due:
             if name not in failed:
-                del self._dead_since_s[_identity(name)]
+                self._dead_since_s.pop(_identity(name), None)
         return CollectionResult(
             deleted_files=deleted,
             deleted_manifests=deleted_manifests,

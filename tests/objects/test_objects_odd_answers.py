@@ -1,0 +1,57 @@
+"""Answers of a store that are wrong once: each object is listed once, and no single answer is final."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from support.objects.odd_s3 import OddS3
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.objects.buckets.s3 import S3Objects
+from tidemill.objects.memory import MemoryObjects
+from tidemill.objects.retrying import RetryingObjects
+from tidemill.objects.store import ObjectMeta
+
+DATA = bytes(range(256)) * 40
+
+
+@pytest.fixture
+def odd() -> Iterator[OddS3]:
+    server = OddS3()
+    yield server
+    server.close()
+
+
+def retrying(odd: OddS3, budget_s: float = 5.0) -> RetryingObjects:
+    config = {"endpoint": odd.endpoint, "region": "us-east-1", "access_key_id": "k", "secret_access_key": "s"}
+    inner = S3Objects("bucket", "", config, Rand(1), timeout_s=2.0)
+    return RetryingObjects(inner, SystemClock(), Rand(2), store="odd", budget_s=budget_s, coalesce=True)
+
+
+# listings --------------------------------------------------------------------------------------------
+
+
+async def test_a_listing_with_a_repeated_page_yields_each_object_once_and_tells_it(odd: OddS3) -> None:
+    for number in range(3):
+        odd.put(f"a/{number}", b"x")
+    store = retrying(odd)
+    assert [meta.key async for meta in store.list("a/")] == ["a/0", "a/1", "a/2"]
+    assert store.recent_fault() == ""
+    odd.repeats_pages = True
+    assert [meta.key async for meta in store.list("a/")] == ["a/0", "a/1", "a/2"]
+    assert [meta.key async for meta in store.list("a/", "a/0")] == ["a/1", "a/2"]
+    assert "repeatedly" in store.recent_fault() and store.trouble() == ""
+
+
+async def test_a_listing_that_ignores_where_to_start_begins_there() -> None:
+    class FromTheStart(MemoryObjects):
+        async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
+            async for meta in super().list(prefix):
+                yield meta
+
+    inner = FromTheStart(SystemClock())
+    for number in range(3):
+        await inner.put(f"a/{number}", b"x")
+    store = RetryingObjects(inner, SystemClock(), Rand(1), store="odd")
+    assert [meta.key async for meta in store.list("a/", "a/1")] == ["a/2"]
