@@ -465,6 +465,18 @@ def test_a_write_that_was_not_done_is_trouble_whatever_its_error(error: Exceptio
     assert store.trouble() == ""
 
 
+@pytest.mark.parametrize("error", [InvalidError("i."), UnknownOutcomeError("u."), UnavailableError("n.")])
+def test_a_read_that_was_not_done_is_trouble_but_a_missing_object_is_none(error: Exception) -> None:
+    clock = ManualClock()
+    store = StoreHealth(clock)
+    for _ in range(30):
+        store.end_attempt(store.begin_attempt("read"), "read", error)
+        clock.advance(100)
+    assert str(error) in store.trouble() and store.is_suspected("read")
+    store.end_attempt(store.begin_attempt("read"), "read", MissingError("m."))
+    assert store.trouble() == ""
+
+
 def test_f618_one_failed_write_among_successes_is_a_notice_and_no_trouble() -> None:
     clock = ManualClock()
     store = StoreHealth(clock)

@@ -8,6 +8,7 @@ import pytest
 
 from support.objects.odd_s3 import OddS3
 from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.errors import InvalidError, MissingError, UnavailableError
 from tidemill.objects.buckets.s3 import S3Objects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import RetryingObjects
@@ -55,3 +56,44 @@ async def test_a_listing_that_ignores_where_to_start_begins_there() -> None:
         await inner.put(f"a/{number}", b"x")
     store = RetryingObjects(inner, SystemClock(), Rand(1), store="odd")
     assert [meta.key async for meta in store.list("a/", "a/1")] == ["a/2"]
+
+
+# reads -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("oddity", ["short_reads", "absent_reads"])
+async def test_one_wrong_answer_to_a_read_is_retried_and_told(odd: OddS3, oddity: str) -> None:
+    odd.put("k", DATA)
+    store = retrying(odd)
+    setattr(odd, oddity, 1)
+    assert await store.get("k", 100, 1100) == DATA[100:1100]
+    assert "answered a read" in store.recent_fault()
+    for ranges in ([(100, 1100)], [(100, 1100), (5000, 5100)]):
+        setattr(odd, oddity, 1)
+        assert await store.get_ranges("k", ranges) == [DATA[start:end] for start, end in ranges]
+    if oddity == "absent_reads":
+        odd.absent_reads = 1
+        assert await store.get("k") == DATA
+
+
+async def test_a_store_that_keeps_answering_too_little_is_in_trouble_and_the_request_not_invalid(odd: OddS3) -> None:
+    odd.put("k", DATA)
+    store = retrying(odd, budget_s=0.3)
+    odd.short_reads = 1_000
+    with pytest.raises(UnavailableError, match="wrong number of bytes"):
+        await store.get("k", 100, 1100)
+    assert "wrong number of bytes" in store.recent_fault()
+
+
+async def test_what_the_object_does_not_have_stays_invalid_or_missing_at_once(odd: OddS3) -> None:
+    odd.put("k", DATA)
+    store = retrying(odd)
+    for start, end in ((len(DATA) - 5, len(DATA) + 5), (len(DATA) + 5, len(DATA) + 9)):
+        with pytest.raises(InvalidError, match=f"size_bytes={len(DATA)}"):
+            await store.get("k", start, end)
+    assert odd.reads == 2
+    with pytest.raises(MissingError):
+        await store.get("none")
+    with pytest.raises(MissingError):
+        await store.get_ranges("none", [(0, 1)])
+    assert odd.reads == 4

@@ -156,7 +156,8 @@ async def test_recent_batches_come_from_memory_and_old_ones_in_one_read_per_obje
         assert world.objects.gets == gets
 
 
-async def test_an_object_that_is_gone_fails_its_partition_alone() -> None:
+@pytest.mark.parametrize("left", ["gone", "shorter"])
+async def test_an_object_that_is_gone_or_too_short_fails_its_partition_alone(left: str) -> None:
     async with World(cache_bytes=0) as world:
         row = await world.topic()
         topics = world.node()
@@ -164,9 +165,11 @@ async def test_an_object_that_is_gone_fails_its_partition_alone() -> None:
         await topics.produce_nowait(row.topic_id, 1, batch("1"))
         (ref,) = await world.reader.plan(row.topic_id, 0, 0, 1)
         await world.objects.delete(ref.object_key)
+        if left == "shorter":
+            await world.objects.put(ref.object_key, b"short")
         reads = [FetchRead(row.topic_id, p, 0, 1 << 20) for p in (0, 1)]
         lost, fine = await topics.fetch(reads, max_wait_s=0, min_bytes=1, max_bytes=1 << 20)
-        assert isinstance(lost.error, CorruptError) and lost.batches == []
+        assert isinstance(lost.error, CorruptError) and left in lost.error.message and lost.batches == []
         assert values_of(fine.batches) == [(0, "1")]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.topics.l1_store import Faulty, add_of, added, opened
+from tidemill.base.errors import CorruptError
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.objects.memory import MemoryObjects
 from tidemill.topics.l1.extent_cache import LOOKUP_EXTENTS_MIN, ExtentCache
@@ -108,3 +109,16 @@ async def test_an_extent_that_takes_the_place_of_two_within_a_plan_gives_no_batc
         monkeypatch.setattr(reader, "index", index)
         found = await reader.plan("t", 0, 3, 20)
         assert [ref.base_offset for ref in found] == list(range(3, 20))
+
+
+async def test_an_object_without_what_its_extent_names_is_corrupt() -> None:
+    async with opened() as rows:
+        objects = MemoryObjects(rows._clock)
+        reader, extent = L1Reader(rows, objects), extent_of("one", 0, 9)
+        for state in ("missing", "shorter"):
+            with pytest.raises(CorruptError, match=state):
+                await reader.index(extent)
+            with pytest.raises(CorruptError, match=state):
+                await reader.data(extent)
+            if state == "missing":
+                await objects.put(extent.object_key, b"short")

@@ -1,7 +1,8 @@
 """Health of an object store, derived from the calls of this process: whether it answers, and whether it accepts writes.
 
 - Evidence: a write that was not done is evidence against the store, whichever error it has. The exception is the
-  ConflictError of a create that another writer won, proven by reading the object back.
+  ConflictError of a create that another writer won, proven by reading the object back. A read that was not done is
+  evidence too, unless the object is missing, confirmed by a second request.
 - Pending requests: a request without an answer is evidence from its beginning, long before its timeout.
 - Trouble: evidence becomes trouble if no request of its kind succeeds for CONFIRM_S. One failed write among successes,
   or a pause of a second, is only a notice: it is reported for NOTICE_S, and the node stays ready.
@@ -16,9 +17,8 @@ import asyncio
 from typing import Literal
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import ClosedError, ConflictError, TidemillError, UnavailableError, UnknownOutcomeError
+from tidemill.base.errors import ClosedError, ConflictError, MissingError
 from tidemill.base.runtime.tasks import error_sentence
-from tidemill.objects.store import MisconfiguredError
 
 CONFIRM_S = 2.0
 """Time of evidence without any success after which it is trouble: longer than a failover of a gateway's front end."""
@@ -137,15 +137,12 @@ class StoreHealth:
 
 
 def _is_store_success(error: BaseException, kind: AttemptKind) -> bool:
-    """Return whether the store worked despite the error: a lost create, a missing object, a bad range or key.
+    """Return whether the store worked despite the error: a lost create, an object that is missing.
 
-    For a write that was not done, only the proven ConflictError counts as an answer.
+    For a write that was not done, only the proven ConflictError counts as an answer. A rejected read is evidence: if
+    only this request was wrong, the next read that succeeds ends it.
     """
-    if kind != "read":
-        return isinstance(error, ConflictError)
-    return isinstance(error, TidemillError) and not isinstance(
-        error, UnavailableError | UnknownOutcomeError | ClosedError | MisconfiguredError
-    )
+    return isinstance(error, MissingError if kind == "read" else ConflictError)
 
 
 def _no_answer_text(kind: AttemptKind, waited_s: float) -> str:

@@ -3,6 +3,7 @@
 - Concurrency: at most `concurrency` requests of the inner store run at the same time. Reads and deletes leave a quarter
   of them free, so that a producer's put does not wait behind the thousands of objects that a reader requests.
 - UnavailableError is retried with jittered backoff until the time budget of the call is spent.
+- MissingError of a read is final only if a HEAD request confirms it: a gateway may lack an object for a moment.
 - UnknownOutcomeError: a put with this outcome is repeated. That is safe however late the lost
   request arrives, because it carries the same bytes under the same nonce to the same write-once key. If the store
   stores nonces, the object is read back first: our object is success, another's is ConflictError. In other stores that
@@ -29,6 +30,7 @@ import structlog
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import (
     ConflictError,
+    InvalidError,
     MissingError,
     TidemillError,
     UnavailableError,
@@ -160,7 +162,7 @@ class RetryingObjects:
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         return await self._meters["get"].measure(
-            lambda: self._run_with_retries("get", lambda: self._inner.get(key, start, end)), len
+            lambda: self._run_with_retries("get", lambda: self._read(key, self._inner.get(key, start, end))), len
         )
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -310,17 +312,36 @@ class RetryingObjects:
 
     async def _get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Pieces:
         if not self._coalesce or len(ranges) < 2 or any(not 0 <= start <= end for start, end in ranges):
-            return await self._run_with_retries("get_ranges", lambda: self._inner.get_ranges(key, ranges))
+            return await self._run_with_retries(
+                "get_ranges", lambda: self._read(key, self._inner.get_ranges(key, ranges))
+            )
         into = [b""] * len(ranges)
 
         async def fetch(request: RangeRequest) -> None:
-            data = await self._run_with_retries("get_ranges", lambda: self._inner.get(key, request.start, request.end))
+            data = await self._run_with_retries(
+                "get_ranges", lambda: self._read(key, self._inner.get(key, request.start, request.end))
+            )
             split_response(request, data, into)
 
         # gather raises the first failure; leaving the group then cancels the requests still in flight.
         async with Tasks(on_failure=lambda name, error: None) as tasks:
             await asyncio.gather(*(tasks.spawn(fetch(request), name=f"read {key}") for request in plan_reads(ranges)))
         return into
+
+    async def _read(self, key: str, answer: Awaitable[T]) -> T:
+        """Await an answer to a read. Raises MissingError only if a second request does not find the object either."""
+        try:
+            return await answer
+        except MissingError as missing:
+            try:
+                found = await self._inner.head(key)
+            except InvalidError as rejected:
+                raise to_unavailable(rejected) from missing
+            if found is None:
+                raise
+            raise UnavailableError(
+                f"the object store answered a read of an existing object with 'not found': key={key}."
+            ) from missing
 
     async def _run_with_retries(
         self,

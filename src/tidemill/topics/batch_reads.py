@@ -95,11 +95,12 @@ async def read_batches(
             damaged = await _find_damaged(key, refs, buffers)
             if damaged:
                 await _reread_damaged(ranges_of, key, damaged, buffers)
-        except (MissingError, InvalidError):
+        except InvalidError as error:
             # The log names the object, so its batches were acknowledged. This is neither the caller's mistake nor a
             # missing topic.
+            state = "gone" if isinstance(error, MissingError) else "shorter than the log says"
             failed[key] = CorruptError(
-                f"an object that a partition log names is gone: key={key}.",
+                f"an object that a partition log names is {state}: key={key}.",
                 fix="Restore it from a copy of the bucket, or see: tidemill topic lost",
             )
         except TidemillError as error:

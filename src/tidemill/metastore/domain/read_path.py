@@ -2,6 +2,9 @@
 
 A barrier before them is shared by concurrent callers: one read of consensus, begun after the last of them had called.
 Leadership may change during a read, and a follower's files may be deleted during it. Then the read restarts.
+
+A file that is missing is never reported as MissingError, which callers take for a missing row's name. The leader proves
+its term and reads once more; if the file is missing again, it is lost: CorruptError.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import TypeVar
 
 from tidemill.base.errors import (
     ClosedError,
+    CorruptError,
     FencedError,
     MissingError,
     TidemillError,
@@ -133,19 +137,22 @@ class DomainReads:
 
         Raises UnavailableError if leadership changed, or a file was deleted, after the first chunk.
         """
-        given, met = False, None
+        last: bytes | None = None
+        met, proved = None, None
         for _ in range(READ_ATTEMPTS):
             database = await self._serving_database()
             if database is None:
                 return
             try:
                 async for chunk in database.scan(lower, upper, reverse=reverse):
-                    given = True
+                    last = chunk[0][-1]
                     yield chunk
                 return
             except (ClosedError, FencedError, UnknownOutcomeError, MissingError) as error:
-                await self._prepare_restart(database, error)
-                if given:
+                proved = await self._prepare_restart(database, error, proved)
+                if last is not None:
+                    if proved is not None:
+                        await _read_beyond(last, proved, lower, upper, reverse=reverse)
                     raise UnavailableError(
                         f"the scan was interrupted: reason={error.message!r}.", fix="Scan again."
                     ) from error
@@ -164,7 +171,7 @@ class DomainReads:
         return database.snapshot()
 
     async def _read(self, read: Callable[[Database], Awaitable[T]], nothing: T) -> T:
-        met = None
+        met, proved = None, None
         for _ in range(READ_ATTEMPTS):
             database = await self._serving_database()
             if database is None:
@@ -172,7 +179,7 @@ class DomainReads:
             try:
                 return await read(database)
             except (ClosedError, FencedError, UnknownOutcomeError, MissingError) as error:
-                await self._prepare_restart(database, error)
+                proved = await self._prepare_restart(database, error, proved)
                 met = error
         raise self._attempts_exhausted_error(met)
 
@@ -186,26 +193,36 @@ class DomainReads:
             return self._follower.database
         return await self._follower.advance()
 
-    async def _prepare_restart(self, database: Database, error: TidemillError) -> None:
-        """Prepare a restart of a read. Raises `error` if a change of leadership or of files does not explain it."""
+    async def _prepare_restart(
+        self, database: Database, error: TidemillError, proved: Database | None
+    ) -> Database | None:
+        """Prepare a restart of a read. Raises `error` if a change of leadership or of files does not explain it.
+
+        Returns the leader's database if it lacks a file although its term stands; `proved` is the result of the attempt
+        before. Raises CorruptError if that is the same one.
+        """
         self._check_open()
         leader = self._leader
         if leader is not None and leader.database is database and not leader.has_ended:
             if isinstance(error, MissingError):
                 # Possibly superseded without knowing: the new leader may have deleted a file that this one still reads.
-                with contextlib.suppress(FencedError):
+                try:
                     await leader.check_still_leading()
-                    raise error
-                return
+                except FencedError:
+                    return None
+                if database is proved:
+                    raise _lost_error(error)
+                return database
             raise error
         if isinstance(error, MissingError) and database is self._follower.database:
             await self._follower.refresh()
+        return None
 
     def _attempts_exhausted_error(self, met: TidemillError | None) -> TidemillError:
         """Return the error of a read that failed at every attempt. A file missing from every version was not collected;
         it is lost."""
         if isinstance(met, MissingError):
-            return met
+            return _lost_error(met)
         return UnavailableError(
             f"leadership keeps changing: domain={self.name} attempts={READ_ATTEMPTS}.", fix="Retry."
         )
@@ -213,3 +230,22 @@ class DomainReads:
     def _check_open(self) -> None:
         if self._closed is not None:
             raise self._closed
+
+
+async def _read_beyond(last: bytes, database: Database, lower: bytes, upper: bytes | None, *, reverse: bool) -> None:
+    """Read the next rows of a scan that ended behind the row `last`. Raises CorruptError if a file is missing."""
+    if reverse:
+        upper = last
+    else:
+        lower = last
+    with contextlib.suppress(ClosedError, FencedError, UnknownOutcomeError):
+        try:
+            async for keys, _ in database.scan(lower, upper, reverse=reverse):
+                if keys[-1] != last:
+                    return
+        except MissingError as error:
+            raise _lost_error(error) from error
+
+
+def _lost_error(error: MissingError) -> CorruptError:
+    return CorruptError(error.message, fix=error.fix)

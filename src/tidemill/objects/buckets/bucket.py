@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import obstore
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import ClosedError, ConflictError, MissingError
+from tidemill.base.errors import ClosedError, ConflictError, MissingError, UnavailableError
 from tidemill.objects.buckets.errors import StoreLocation, translate_obstore_error, translate_rejected_create
 from tidemill.objects.buckets.pending_calls import wait_for_call
 from tidemill.objects.reads import plan_reads, split_response
@@ -101,10 +101,10 @@ class BucketObjects:
             data = bytes(await wait_for_call(obstore.get_range_async(self._store, path, start=start, end=end)))
         except Exception as error:
             if "<Code>InvalidRange</Code>" in str(error) or " 416 " in str(error):
-                check_range(key, start, end, await self._size(key))
+                raise await self._wrong_size_error(key, start, end, 0) from error
             raise translate_obstore_error(error, "get", key, self._place, writes=False) from error
-        if len(data) < end - start:
-            check_range(key, start, end, start + len(data))
+        if len(data) != end - start:
+            raise await self._wrong_size_error(key, start, end, len(data))
         return data
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
@@ -216,6 +216,14 @@ class BucketObjects:
         if found is None:
             raise MissingError(f"no such object: key={key} {self._place}.")
         return found.size_bytes
+
+    async def _wrong_size_error(self, key: str, start: int, end: int, received: int) -> UnavailableError:
+        """Return the error of an answer that is not the whole range. Raises InvalidError if the object is shorter."""
+        check_range(key, start, end, await self._size(key))
+        return UnavailableError(
+            f"the object store answered a read with a wrong number of bytes: key={key} start={start} end={end}"
+            f" received_bytes={received} {self._place}."
+        )
 
     def _meta(self, found: Any) -> ObjectMeta:
         modified_ms = int(found["last_modified"].timestamp() * 1000)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import CorruptError, MissingError, TidemillError
+from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
 from tidemill.base.limits import MIB
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.l1 import L1ExtentRow
@@ -158,8 +158,8 @@ class L1Reader:
 
         try:
             index = await read_verified(self._objects, extent.object_key, read)
-        except MissingError:
-            raise CorruptError(f"an object that an L1 extent names is missing: key={extent.object_key}.") from None
+        except InvalidError as error:
+            raise _lost_error(extent, error) from error
         if key not in self._indexes:
             self._indexes[key] = index
             self._held_bytes += index.cost_bytes
@@ -178,14 +178,20 @@ class L1Reader:
             return b""
         try:
             return await self._objects.get(extent.object_key, extent.first_byte + begin, extent.first_byte + end)
-        except MissingError:
-            raise CorruptError(f"an object that an L1 extent names is missing: key={extent.object_key}.") from None
+        except InvalidError as error:
+            raise _lost_error(extent, error) from error
 
 
 def open_l1_reader(
     metastore: Metastore, objects: ObjectStore, clock: Clock, rand: Rand, ahead: ReadAhead | None = None
 ) -> L1Reader:
     return L1Reader(ExtentStore(metastore, clock, rand), objects, ahead=ahead)
+
+
+def _lost_error(extent: L1ExtentRow, error: InvalidError) -> CorruptError:
+    """Return the error of an object that lacks what its extent names. It is not the reader's mistake."""
+    state = "missing" if isinstance(error, MissingError) else "shorter than the extent says"
+    return CorruptError(f"an object that an L1 extent names is {state}: key={extent.object_key}.")
 
 
 def region_of(extent: L1ExtentRow) -> L1Region:
