@@ -8,7 +8,7 @@ import pytest
 
 from support.objects.odd_s3 import OddS3
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import InvalidError, MissingError, UnavailableError
+from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.objects.buckets.s3 import S3Objects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import RetryingObjects
@@ -97,3 +97,39 @@ async def test_what_the_object_does_not_have_stays_invalid_or_missing_at_once(od
     with pytest.raises(MissingError):
         await store.get_ranges("none", [(0, 1)])
     assert odd.reads == 4
+
+
+# reading a put back ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [403, 400, 503])
+async def test_a_put_whose_read_back_is_rejected_is_read_back_again(odd: OddS3, status: int) -> None:
+    odd.unanswered_puts, odd.refused_heads, odd.refusal = 1, 2, status
+    store = retrying(odd)
+    await store.put("k", DATA)
+    assert odd.objects["k"][0] == DATA and odd.refused_heads == 0
+
+
+@pytest.mark.parametrize("status", [403, 400])
+async def test_a_put_whose_read_back_is_rejected_for_the_whole_budget_has_an_unknown_outcome(
+    odd: OddS3, status: int
+) -> None:
+    odd.unanswered_puts, odd.refused_heads, odd.refusal = 1, 1_000, status
+    store = retrying(odd, budget_s=0.4)
+    with pytest.raises(UnknownOutcomeError, match="cannot be read back"):
+        await store.put("k", DATA)
+    assert "k" in odd.objects
+    assert store._health._sides["read"].since_s is not None, "the rejected reads are evidence"
+
+
+@pytest.mark.parametrize("status", [403, 400, 503])
+async def test_a_conflict_that_cannot_be_read_back_is_not_taken_for_a_failure_of_the_put(
+    odd: OddS3, status: int
+) -> None:
+    odd.put("k", b"another writer's")
+    odd.refused_heads, odd.refusal = 1, status
+    with pytest.raises(ConflictError):
+        await retrying(odd).put("k", DATA)
+    odd.refused_heads = 1_000
+    with pytest.raises(UnknownOutcomeError):
+        await retrying(odd, budget_s=0.4).put("k", DATA)

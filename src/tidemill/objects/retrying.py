@@ -276,13 +276,14 @@ class RetryingObjects:
     async def _is_ours(self, key: str, data: Buffer | Sequence[Buffer], nonce: str, retry: _Retry) -> bool | None:
         """Return whether this put created the object (True), another one did (False), or it does not exist (None).
 
-        If reading back fails for the whole budget, the outcome of the put stays unknown.
+        If reading back fails or is rejected for the whole budget, the outcome of the put stays unknown.
         """
         while True:
             try:
-                ours = await self._compare_stored(key, data, nonce)
+                ours = await self._run_attempt("read", lambda: self._compare_stored(key, data, nonce))
                 break
-            except UnavailableError as error:
+            except (UnavailableError, InvalidError) as error:
+                # InvalidError too: a rejected read proves nothing about the put.
                 if not await retry.wait_before_retry():
                     raise UnknownOutcomeError(
                         f"the object may have been written, but cannot be read back: key={key}.",
@@ -293,22 +294,21 @@ class RetryingObjects:
         return ours
 
     async def _compare_stored(self, key: str, data: Buffer | Sequence[Buffer], nonce: str) -> bool | None:
-        async with self._slots:
-            if self._nonced is not None:
-                theirs = await self._nonced.nonce_of(key)
-                if theirs is None:
-                    return None
-                if theirs:
-                    return theirs == nonce
-            found = await self._inner.head(key)
-            if found is None:
+        if self._nonced is not None:
+            theirs = await self._nonced.nonce_of(key)
+            if theirs is None:
                 return None
-            if found.size_bytes != size_of(data):
-                return False
-            try:
-                return await self._inner.get(key) == b"".join(as_buffers(data))
-            except MissingError:
-                return None
+            if theirs:
+                return theirs == nonce
+        found = await self._inner.head(key)
+        if found is None:
+            return None
+        if found.size_bytes != size_of(data):
+            return False
+        try:
+            return await self._inner.get(key) == b"".join(as_buffers(data))
+        except MissingError:
+            return None
 
     async def _get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> Pieces:
         if not self._coalesce or len(ranges) < 2 or any(not 0 <= start <= end for start, end in ranges):

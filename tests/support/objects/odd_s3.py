@@ -16,13 +16,14 @@ class OddS3:
     short_reads       ranges whose answer lacks its second half, though the header promises it
     absent_reads      reads answered with 404
     unanswered_puts   creates that take effect and are answered with 503
-    refused_heads     HEAD requests answered with 403
+    refused_heads     HEAD requests answered with the status `refusal`
     repeats_pages     every listing has a second page equal to the first one
     """
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, str]] = {}
         self.short_reads = self.absent_reads = self.unanswered_puts = self.refused_heads = 0
+        self.refusal = 403
         self.repeats_pages = False
         self.reads = 0
         outer = self
@@ -98,7 +99,7 @@ class OddS3:
     def _head(self, to: BaseHTTPRequestHandler) -> None:
         found = self.objects.get(_key(to))
         if self._due("refused_heads"):
-            _answer(to, 403, b"")
+            _answer(to, self.refusal, b"")
         elif found is None:
             _answer(to, 404, b"")
         else:

@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 import obstore
 
 from tidemill.base.clock import Rand
-from tidemill.base.errors import ClosedError, ConflictError, MissingError, UnavailableError
+from tidemill.base.errors import (
+    ClosedError,
+    ConflictError,
+    InvalidError,
+    MissingError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.objects.buckets.errors import StoreLocation, translate_obstore_error, translate_rejected_create
 from tidemill.objects.buckets.pending_calls import wait_for_call
 from tidemill.objects.reads import plan_reads, split_response
@@ -182,8 +189,14 @@ class BucketObjects:
         except Exception as error:
             failure = translate_obstore_error(error, "put", key, self._place, writes=True)
             if isinstance(failure, ConflictError):
-                # Conflict is certain only if the object exists.
-                current = await self.head(key)
+                # Conflict is certain only if the object exists, and it may be ours: a gateway may repeat a create.
+                try:
+                    current = await self.head(key)
+                except (UnavailableError, InvalidError) as unread:
+                    raise UnknownOutcomeError(
+                        f"the object existed, but cannot be read back: key={key} reason={unread.message!r}.",
+                        fix=unread.fix,
+                    ) from error
                 if current is None:
                     raise translate_rejected_create(failure) from error
                 raise ConflictError(failure.message, current=current) from error
