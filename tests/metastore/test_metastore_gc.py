@@ -435,7 +435,7 @@ class Repeating(MemoryObjects):
             yield meta
 
 
-async def test_a_listing_that_repeats_its_entries_ends_no_round() -> None:
+async def test_f622_a_listing_that_repeats_its_entries_ends_no_round() -> None:
     bucket = Bucket()
     bucket.use(Repeating(bucket.clock))
     await bucket.manifest(1, [])
@@ -445,7 +445,9 @@ async def test_a_listing_that_repeats_its_entries_ends_no_round() -> None:
     assert await bucket.numbers() == [] and await bucket.manifest_numbers() == [(2, 1)] * 2
 
 
-async def test_an_unexpected_error_of_a_round_is_told_and_the_next_round_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_f622_an_unexpected_error_of_a_round_is_told_and_the_next_round_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("tidemill.metastore.lsm.gc.PAUSE_MIN_S", 0.0)
     bucket = Bucket(options=msgspec.structs.replace(OPTIONS, gc_delay_ms=0))
     told: list[str] = []

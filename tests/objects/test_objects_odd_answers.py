@@ -33,7 +33,7 @@ def retrying(odd: OddS3, budget_s: float = 5.0) -> RetryingObjects:
 # listings --------------------------------------------------------------------------------------------
 
 
-async def test_a_listing_with_a_repeated_page_yields_each_object_once_and_tells_it(odd: OddS3) -> None:
+async def test_f622_a_listing_with_a_repeated_page_yields_each_object_once_and_tells_it(odd: OddS3) -> None:
     for number in range(3):
         odd.put(f"a/{number}", b"x")
     store = retrying(odd)
@@ -62,7 +62,7 @@ async def test_a_listing_that_ignores_where_to_start_begins_there() -> None:
 
 
 @pytest.mark.parametrize("oddity", ["short_reads", "absent_reads"])
-async def test_one_wrong_answer_to_a_read_is_retried_and_told(odd: OddS3, oddity: str) -> None:
+async def test_f621_one_wrong_answer_to_a_read_is_retried_and_told(odd: OddS3, oddity: str) -> None:
     odd.put("k", DATA)
     store = retrying(odd)
     setattr(odd, oddity, 1)
@@ -103,7 +103,7 @@ async def test_what_the_object_does_not_have_stays_invalid_or_missing_at_once(od
 
 
 @pytest.mark.parametrize("status", [403, 400, 503])
-async def test_a_put_whose_read_back_is_rejected_is_read_back_again(odd: OddS3, status: int) -> None:
+async def test_f621_a_put_whose_read_back_is_rejected_is_read_back_again(odd: OddS3, status: int) -> None:
     odd.unanswered_puts, odd.refused_heads, odd.refusal = 1, 2, status
     store = retrying(odd)
     await store.put("k", DATA)

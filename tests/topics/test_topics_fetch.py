@@ -157,7 +157,7 @@ async def test_recent_batches_come_from_memory_and_old_ones_in_one_read_per_obje
 
 
 @pytest.mark.parametrize("left", ["gone", "shorter"])
-async def test_an_object_that_is_gone_or_too_short_fails_its_partition_alone(left: str) -> None:
+async def test_an_object_that_is_gone_fails_its_partition_alone(left: str) -> None:
     async with World(cache_bytes=0) as world:
         row = await world.topic()
         topics = world.node()

@@ -176,7 +176,7 @@ class RetryingObjects:
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
         """List objects; retries continue after the last object yielded.
 
-        What is not after it is skipped: a store that repeats a page yields each object once, and gets a notice.
+        Entries that are not after it are skipped: each object is listed once although a store repeats a page.
 
         Waiting for a page does not count for `concurrency`.
         """

@@ -3,8 +3,8 @@
 A barrier before them is shared by concurrent callers: one read of consensus, begun after the last of them had called.
 Leadership may change during a read, and a follower's files may be deleted during it. Then the read restarts.
 
-A file that is missing is never reported as MissingError, which callers take for a missing row's name. The leader proves
-its term and reads once more; if the file is missing again, it is lost: CorruptError.
+A file that is missing is never reported as MissingError, which callers take for a name that does not exist. The leader
+proves its term and reads a second time; if the file is missing again, it is lost: CorruptError.
 """
 
 from __future__ import annotations
