@@ -1,4 +1,4 @@
-"""A primary and a standby that replicates asynchronously.
+"""A primary and a standby that replicates asynchronously, unless `require_standby` is called.
 
 Once disconnected and promoted, it has lost what it did not receive.
 """
@@ -48,6 +48,19 @@ class Pair:
         with psycopg.connect(self.primary.dsn, autocommit=True) as connection:
             [end] = connection.execute("SELECT pg_current_wal_lsn()").fetchone() or ("",)
         until(self.standby.dsn, f"SELECT pg_last_wal_replay_lsn() >= '{end}'::pg_lsn")
+
+    def require_standby(self) -> None:
+        """Make commits on the primary wait for the standby from here on."""
+        with psycopg.connect(self.primary.dsn, autocommit=True) as connection:
+            connection.execute("ALTER SYSTEM SET synchronous_standby_names = '*'")
+            connection.execute("SELECT pg_reload_conf()")
+        until(self.primary.dsn, "SELECT count(*) = 1 FROM pg_stat_replication WHERE sync_state = 'sync'")
+
+    def rejoin(self) -> None:
+        """Replicate again, after `cut_off`."""
+        with psycopg.connect(self.standby.dsn, autocommit=True) as connection:
+            connection.execute(f"ALTER SYSTEM SET primary_conninfo = '{self.primary.dsn}'")
+            connection.execute("SELECT pg_reload_conf()")
 
     def cut_off(self) -> None:
         """Stop replication: from here on the standby receives nothing."""

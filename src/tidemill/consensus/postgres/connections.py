@@ -8,6 +8,8 @@
 A backend may continue with a commit after its client is gone. So a lane that lost a write first ends that backend: it
 waits for the session lock of the old session, which is free only once the old backend has ended. Until then the lane is
 `owing`, and reads of this client wait, so that a reader that resolves an UnknownOutcomeError sees the final state.
+
+What the old backend committed may not be on a synchronous standby: see `lost_writes`.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from psycopg import errors as pgerrors
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError, to_unavailable
-from tidemill.consensus.postgres import schema
+from tidemill.consensus.postgres import lost_writes, schema
 
 T = TypeVar("T")
 Connection = psycopg.AsyncConnection[Any]
@@ -33,6 +35,9 @@ UNAVAILABLE_AFTER_S = 15.0
 
 WORK_TIMEOUT_S = 30.0
 """Timeout of one piece of work, above the session's statement_timeout: only a dead network reaches it."""
+
+HANG_UP_TIMEOUT_S = 1.0
+"""Time for work to end after its socket was shut down: it only has to read the end of the stream."""
 
 BACKOFF_FIRST_S = 0.02
 BACKOFF_MOST_S = 1.0
@@ -109,8 +114,7 @@ class ConnectionLane:
         while True:
             connection = await self._connect_with_retry(deadline_s)
             try:
-                async with asyncio.timeout(WORK_TIMEOUT_S):
-                    done = await work(connection)
+                done = await self._answer_of(connection, work)
                 self._record_answer("")
                 return done
             except (psycopg.Error, TimeoutError, OSError) as error:
@@ -128,6 +132,26 @@ class ConnectionLane:
                 # Work interrupted in the middle leaves a connection in an unknown state.
                 await self._close_connection(owing=self._writes)
                 raise
+
+    async def _answer_of(self, connection: Connection, work: Callable[[Connection], Awaitable[T]]) -> T:
+        """Do `work` within its timeout. Raises its errors, or TimeoutError."""
+        if not self._writes:
+            async with asyncio.timeout(WORK_TIMEOUT_S):
+                return await work(connection)
+        # A task of its own: when a task is cancelled, the driver cancels its statement, and that ends the wait of a
+        # commit for its standbys.
+        working = asyncio.ensure_future(work(connection))
+        try:
+            await asyncio.wait((working,), timeout=WORK_TIMEOUT_S)
+            if working.done():
+                return working.result()
+        finally:
+            if not working.done():
+                lost_writes.hang_up(connection)
+                await asyncio.wait((working,), timeout=HANG_UP_TIMEOUT_S)
+                if not working.cancel() and not working.cancelled():
+                    working.exception()  # retrieved, or asyncio would report it
+        raise TimeoutError(f"no answer within {WORK_TIMEOUT_S:g} s")
 
     def _record_answer(self, refusal: str) -> None:
         self.answered_s = asyncio.get_running_loop().time()
@@ -184,7 +208,9 @@ class ConnectionLane:
             backoff_s = min(backoff_s * 2, BACKOFF_MOST_S)
 
     async def reconnect(self) -> Connection:
-        """Return a new, admitted session. For a writing lane, the lock proves that the previous session has ended."""
+        """Return a new, admitted session. For a writing lane, the lock proves that the previous session has ended, and
+        after a lost write a commit proves that what it left is replicated.
+        """
         async with asyncio.timeout(CONNECT_TIMEOUT_S * 2):
             connection = await connect(self._url)
             try:
@@ -192,14 +218,9 @@ class ConnectionLane:
                     await self._admit(connection)
                 if not self._writes:
                     return connection
-                if self._previous_backend:
-                    # Only an acceleration, and only for our own backend: the lock below is the proof.
-                    await connection.execute(
-                        "SELECT pg_terminate_backend(l.pid) FROM pg_locks l WHERE l.locktype = 'advisory'"
-                        " AND l.pid = %s AND l.objsubid = 1 AND ((l.classid::int8 << 32) | l.objid::int8) = %s",
-                        (self._previous_backend, self._session_lock),
-                    )
-                await connection.execute("SELECT pg_advisory_lock(%s)", (self._session_lock,))
+                await lost_writes.end_session(connection, self._previous_backend, self._session_lock)
+                if self.owing:
+                    await lost_writes.prove_replication(connection)
             except BaseException:
                 await connection.close()
                 raise
@@ -249,6 +270,11 @@ def translate_connect_error(error: BaseException, url: str) -> TidemillError:
         return InvalidError(
             f"PostgreSQL rejected the login: consensus.url={where!r} reason={reason!r}.",
             fix="Correct user, password, host and database in consensus.url.",
+        )
+    if isinstance(error, lost_writes.NotReplicatedError):
+        return UnavailableError(
+            f"PostgreSQL's synchronous standby does not confirm commits: consensus.url={where!r} reason={reason!r}.",
+            fix="Compare pg_stat_replication with synchronous_standby_names, and bring a standby back.",
         )
     if isinstance(error, TimeoutError | pgerrors.ConnectionTimeout):
         # No connection was refused: the server is slow, or its packets are dropped.
