@@ -7,7 +7,7 @@ import pytest
 
 from contracts.consensus import ConsensusContract, OpenClient
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import UnavailableError
+from tidemill.base.errors import ConflictError, UnavailableError
 from tidemill.consensus.api import Consensus, LogHead, read_all_changes
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.postgres.client import PostgresConsensus
@@ -87,4 +87,34 @@ async def test_of_thousands_of_logs_only_those_beside_a_changed_one_are_read(pos
         await connection.execute("UPDATE tidemill.logs SET next = next + 1 WHERE name ^@ 't/'")
     heads, token, count = await reported(token)
     assert len(heads) == count == 3001
+    await client.aclose()
+
+
+async def test_a_lease_of_a_clock_that_was_set_back_since_is_expired_until_its_holder_renews_it(
+    postgres_dsn: str,
+) -> None:
+    client = await open_consensus(postgres_dsn, SystemClock(), Rand())
+
+    async def set_back(by_ms: int) -> None:
+        async with await psycopg.AsyncConnection.connect(postgres_dsn, autocommit=True) as connection:
+            await connection.execute("UPDATE tidemill.leases SET expires_ms = expires_ms + %s", (by_ms,))
+
+    await client.acquire("dead", "a", 60_000)
+    await client.acquire("alive", "a", 60_000)
+    await set_back(30_000)
+    for lease in await client.leases(""):
+        assert lease.live and lease.remaining_ms == 60_000
+    with pytest.raises(ConflictError):
+        await client.acquire("dead", "b", 60_000)
+
+    await set_back(7_200_000)
+    assert [(lease.live, lease.remaining_ms) for lease in await client.leases("")] == 2 * [(False, 0)]
+    renewed = await client.acquire("alive", "a", 60_000)
+    assert renewed.live and renewed.term == 1 and renewed.remaining_ms <= 60_000
+    with pytest.raises(ConflictError):
+        await client.acquire("alive", "b", 60_000)
+    taken = await client.acquire("dead", "b", 60_000)
+    assert taken.live and taken.term == 2
+    with pytest.raises(ConflictError):
+        await client.acquire("dead", "a", 60_000)
     await client.aclose()

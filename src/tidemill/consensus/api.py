@@ -72,7 +72,8 @@ REPORT_PREFIX = "board/"
 class Lease(msgspec.Struct, frozen=True):
     """A lease as read. `term` grows by one whenever the holder changes and never repeats, so fence with it.
 
-    `live` and `remaining_ms` are as of the engine's clock at the time of the read.
+    `live` and `remaining_ms` (at most `ttl_ms`) are as of the engine's clock at the time of the read. A lease whose
+    engine's clock was set back since by more than `ttl_ms` is not live.
     """
 
     name: str

@@ -15,9 +15,17 @@ if TYPE_CHECKING:
 
 UNWRITTEN = LogHead(0, 0, 0)
 
+LEASE_SPAN_TTLS = 2
+"""Limit of a lease's remaining time, in its `ttl_ms`: a clock that is set back by one `ttl_ms` expires no lease."""
+
 
 class LeaseRow(msgspec.Struct, frozen=True):
-    """A lease as stored. A released one has holder "" and is never live; its term is not reused."""
+    """A lease as stored. A released one has holder "" and is never live; its term is not reused.
+
+    A lease is granted for `ttl_ms`. One that would last longer than LEASE_SPAN_TTLS times that was granted by a clock
+    that was set back since, or by another host's, and counts as expired. A live holder's next renewal is by the new
+    clock.
+    """
 
     name: str
     holder: str
@@ -26,9 +34,13 @@ class LeaseRow(msgspec.Struct, frozen=True):
     expires_ms: int
     info: bytes = b""
 
+    def is_live(self, now_ms: int) -> bool:
+        return bool(self.holder) and 0 < self.expires_ms - now_ms <= LEASE_SPAN_TTLS * self.ttl_ms
+
     def view(self, now_ms: int) -> Lease:
-        remaining_ms = max(0, self.expires_ms - now_ms) if self.holder else 0
-        return Lease(self.name, self.holder, self.term, self.ttl_ms, remaining_ms, remaining_ms > 0, self.info)
+        live = self.is_live(now_ms)
+        remaining_ms = min(self.expires_ms - now_ms, self.ttl_ms) if live else 0
+        return Lease(self.name, self.holder, self.term, self.ttl_ms, remaining_ms, live, self.info)
 
 
 class EngineState(Protocol):

@@ -304,7 +304,7 @@ class Acquire(Op[Lease], frozen=True, tag=10):
             term = 1
         elif row.holder == self.holder:
             term = row.term
-        elif row.holder and row.expires_ms > now_ms:
+        elif row.is_live(now_ms):
             raise lease_conflict_error(row.view(now_ms))
         else:
             term = row.term + 1

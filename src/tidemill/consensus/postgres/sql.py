@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from tidemill.consensus.engine_state import LEASE_SPAN_TTLS
+
 NOW_MS = "(extract(epoch FROM clock_timestamp()) * 1000)::int8"
 
 LOG_IDS = "SELECT name, id FROM tidemill.logs WHERE name = ANY(%b::text[])"
@@ -130,6 +132,7 @@ DELETE FROM tidemill.log_records WHERE log = %b::int8 AND position < (
 ) AND position < %b::int8
 """
 
+# The condition is the opposite of LeaseRow.is_live.
 ACQUIRE = f"""
 INSERT INTO tidemill.leases AS l (name, holder, term, ttl_ms, expires_ms, info)
 VALUES (%b::text, %b::text, 1, %b::int8, {NOW_MS} + %b::int8, %b::bytea)
@@ -138,6 +141,7 @@ ON CONFLICT (name) DO UPDATE SET
     term = l.term + (l.holder <> excluded.holder)::int4,
     expires_ms = {NOW_MS} + excluded.ttl_ms
 WHERE l.holder = excluded.holder OR l.holder = '' OR l.expires_ms <= {NOW_MS}
+    OR l.expires_ms > {NOW_MS} + {LEASE_SPAN_TTLS} * l.ttl_ms
 RETURNING name, holder, term, ttl_ms, expires_ms, info, {NOW_MS}
 """
 
