@@ -9,7 +9,7 @@ A backend may continue with a commit after its client is gone. So a lane that lo
 waits for the session lock of the old session, which is free only once the old backend has ended. Until then the lane is
 `owing`, and reads of this client wait, so that a reader that resolves an UnknownOutcomeError sees the final state.
 
-What the old backend committed may not be on a synchronous standby: see `lost_writes`.
+A commit of the old backend may not be on a synchronous standby: see `lost_writes`.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from psycopg import errors as pgerrors
 
 from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError, UnknownOutcomeError, to_unavailable
+from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.postgres import lost_writes, schema
 
 T = TypeVar("T")
@@ -86,6 +87,7 @@ class ConnectionLane:
         self._connection: Connection | None = None
         self._previous_backend = 0
         self._one_at_a_time = asyncio.Lock()
+        self._tasks = Tasks(_ignore_failure)
         self.owing = False
         self._renew = False
         self.refusal = ""
@@ -138,9 +140,13 @@ class ConnectionLane:
         if not self._writes:
             async with asyncio.timeout(WORK_TIMEOUT_S):
                 return await work(connection)
-        # A task of its own: when a task is cancelled, the driver cancels its statement, and that ends the wait of a
+
+        async def write() -> T:
+            return await work(connection)
+
+        # A separate task: when a task is cancelled, the driver cancels its statement, and that ends the wait of a
         # commit for its standbys.
-        working = asyncio.ensure_future(work(connection))
+        working: asyncio.Task[T] = self._tasks.spawn(write(), name="consensus-postgres-write")
         try:
             await asyncio.wait((working,), timeout=WORK_TIMEOUT_S)
             if working.done():
@@ -149,8 +155,7 @@ class ConnectionLane:
             if not working.done():
                 lost_writes.hang_up(connection)
                 await asyncio.wait((working,), timeout=HANG_UP_TIMEOUT_S)
-                if not working.cancel() and not working.cancelled():
-                    working.exception()  # retrieved, or asyncio would report it
+                working.cancel()
         raise TimeoutError(f"no answer within {WORK_TIMEOUT_S:g} s")
 
     def _record_answer(self, refusal: str) -> None:
@@ -241,7 +246,12 @@ class ConnectionLane:
                 await connection.close()
 
     async def aclose(self) -> None:
+        await self._tasks.aclose()
         await self._close_connection(owing=False)
+
+
+def _ignore_failure(name: str, error: BaseException) -> None:
+    """Ignore the error of a write: its lane reads it, or has reported the outcome as unknown."""
 
 
 def translate_server_error(error: psycopg.Error) -> TidemillError:

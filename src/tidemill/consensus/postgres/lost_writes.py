@@ -1,4 +1,4 @@
-"""What a lane does about a write whose connection was lost, so that synchronous replication keeps its promise.
+"""Handling of writes whose connection was lost, if commits wait for a synchronous standby.
 
 A commit that waits for a synchronous standby is invisible. PostgreSQL answers a cancel or a termination of the backend
 during this wait with a local commit: it becomes visible, and a failover can still lose it. A crash of the server during
@@ -6,7 +6,7 @@ the wait has the same effect.
 
     hang_up             a write is never cancelled: its socket is shut down, and its backend continues to wait
     end_session         a backend is terminated only where it cannot be committing
-    prove_replication   before the outcome of a lost write is read, this session commits a record of its own. WAL is
+    prove_replication   before the outcome of a lost write is read, the new session commits an empty record. WAL is
                         replicated in order, so that its confirmation covers all earlier commits
 """
 
@@ -40,7 +40,7 @@ class NotReplicatedError(psycopg.OperationalError):
 
 
 def hang_up(connection: psycopg.AsyncConnection[Any]) -> None:
-    """Shut the session's socket down. The work on it fails at once, and its backend is not told.
+    """Shut the session's socket down. The work on it fails immediately, and its backend gets no cancel request.
 
     The descriptor stays open until the connection is closed, since the event loop still watches it.
     """
