@@ -47,6 +47,15 @@ async def cold_node(world: DomainWorld, objects: Denying, *, leads: bool = True)
     return await world.node(replace(LEADS if leads else FOLLOWS, options=UNCACHED), objects=objects)
 
 
+async def test_a_lost_file_that_a_commit_compares_with_is_corruption_and_no_missing_row() -> None:
+    async with DomainWorld() as world:
+        objects = Denying(SystemClock())
+        node = await cold_node(world, objects)
+        objects.denies = 100
+        with pytest.raises(CorruptError, match="no such object"):
+            await node.commit([(b"k00007", b"new")], expects={b"k00007": 1})
+
+
 @pytest.mark.parametrize("leads", [True, False], ids=["leader", "follower"])
 async def test_a_file_that_is_missing_in_one_answer_is_read_again(leads: bool) -> None:
     async with DomainWorld() as world:

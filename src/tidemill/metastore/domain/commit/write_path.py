@@ -19,7 +19,15 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Set
 from typing import Protocol
 
-from tidemill.base.errors import ConflictError, FencedError, InvalidError, MissingError, TidemillError, UnavailableError
+from tidemill.base.errors import (
+    ConflictError,
+    CorruptError,
+    FencedError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+)
 from tidemill.base.limits import METASTORE_KEY_BYTES, METASTORE_VALUE_BYTES, MIB
 from tidemill.consensus.state_log.state_log import Applied, StateLog
 from tidemill.metastore.domain.codec import encode_command
@@ -196,10 +204,12 @@ class WritePath:
     async def _read_rows(self, keys: Iterable[bytes]) -> dict[bytes, ReadRow | None]:
         try:
             return {key: await self._database.get_row(key) for key in keys}
-        except MissingError:
+        except MissingError as error:
             # Possibly superseded without knowing: the new leader may have deleted a file that this one still reads.
             await self._stands()
-            raise
+            raise CorruptError(
+                error.message, fix=error.fix
+            ) from error  # a MissingError would mean that a row is absent
 
     # groups ---------------------------------------------------------------------------------------
 
