@@ -52,7 +52,7 @@ async def test_a_lost_file_that_a_commit_compares_with_is_corruption_and_no_miss
         objects = Denying(SystemClock())
         node = await cold_node(world, objects)
         objects.denies = 100
-        with pytest.raises(CorruptError, match="no such object"):
+        with pytest.raises(CorruptError, match="not in the bucket"):
             await node.commit([(b"k00007", b"new")], expects={b"k00007": 1})
 
 
