@@ -149,6 +149,22 @@ async def test_a_stopped_worker_is_killed_and_the_next_job_has_a_new_one(
         await worker.aclose()
 
 
+async def test_a_job_while_the_store_is_away_fails_and_its_worker_lives(tmp_path: Path) -> None:
+    shelf = shelf_at(tmp_path / "store")
+    await fill(shelf)
+    (tmp_path / "store").rename(tmp_path / "away")
+    worker = WorkerExecutor(str(tmp_path / "store"), OPTIONS)
+    try:
+        for _ in range(3):
+            with pytest.raises(UnavailableError, match="object directory"):
+                await worker.merge(job_of(shelf))
+        assert worker.deaths == 0 and worker.pid is not None
+        (tmp_path / "away").rename(tmp_path / "store")
+        assert await worker.merge(job_of(shelf))
+    finally:
+        await worker.aclose()
+
+
 async def test_a_cancelled_merge_kills_the_worker(tmp_path: Path) -> None:
     slow = msgspec.structs.replace(OPTIONS, compaction_bytes_per_s=10_000)
     shelf = shelf_at(tmp_path)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import subprocess
@@ -22,7 +23,7 @@ from support.waiting import until
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
 from tidemill.base.runtime.tasks import open_with_retry
-from tidemill.objects import health, local, retrying
+from tidemill.objects import health, local, local_root, retrying
 from tidemill.objects.durable_create import RealSyscalls
 from tidemill.objects.factory import open_objects
 from tidemill.objects.health import CONFIRM_S, NOTICE_S, StoreHealth
@@ -275,12 +276,40 @@ async def test_f508_a_directory_that_must_exist_is_not_created(tmp_path: Path, e
     if exists:
         root.mkdir(parents=True)
     before = sorted(tmp_path.rglob("*"))
-    with pytest.raises(UnavailableError, match=r"has no \.tmp" if exists else "does not exist") as raised:
+    with pytest.raises(UnavailableError, match="is empty" if exists else "does not exist") as raised:
         await open_objects(f"file://{root}", SystemClock(), Rand(), create=False)
     assert "mounted" in raised.value.fix
     assert sorted(tmp_path.rglob("*")) == before
     await (await open_objects(f"file://{root}", SystemClock(), Rand())).aclose()
     await (await open_objects(f"file://{root}", SystemClock(), Rand(), create=False)).aclose()
+
+
+async def test_a_copy_of_a_directory_without_its_temporary_one_is_the_directory(tmp_path: Path) -> None:
+    store = await open_objects(f"file://{tmp_path}/bucket", SystemClock(), Rand())
+    await store.put("a", b"1")
+    (tmp_path / "bucket" / ".tmp").rmdir()
+    again = await open_objects(f"file://{tmp_path}/bucket", SystemClock(), Rand(), create=False)
+    assert await again.get("a") == b"1"
+    await again.put("b", b"2")
+    await again.aclose()
+    await store.aclose()
+
+
+async def test_a_directory_of_another_user_is_not_taken_for_one_that_is_not_mounted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bucket" / ".tmp").mkdir(parents=True)
+    stat = os.stat
+
+    def refused(path: Any, **options: Any) -> Any:
+        if str(path).endswith("/.tmp"):
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return stat(path, **options)
+
+    monkeypatch.setattr(local_root.os, "stat", refused)
+    with pytest.raises(InvalidError, match="not permitted") as raised:
+        await open_objects(f"file://{tmp_path}/bucket", SystemClock(), Rand(), create=False)
+    assert "mounted" not in raised.value.fix
 
 
 async def test_f508_a_read_only_directory_is_waited_for_at_the_start(small: Mount) -> None:

@@ -98,6 +98,9 @@ async def test_a_column_that_became_wider_is_served_before_the_capture_has_notic
         found = await world.sync(table="t", where="n > 3 AND v LIKE 'a%'")
         assert [row["id"] for row in found.rows.values()] == ["1"]
         assert [row["value"]["id"] for row in (await subset(world, "n > 4")).json["data"]] == ["1"]
+        # The former type does not have this value: the request is right as soon as the wider one is known.
+        beyond = await world.get(table="t", where="n = $1", offset="-1", **{"params[1]": "3000000000"})
+        assert beyond.status == 503 and "redefined" in beyond.json["message"]
 
 
 async def test_f128_a_clause_for_the_new_type_of_a_column_is_503_until_the_type_is_known(postgres_dsn: str) -> None:

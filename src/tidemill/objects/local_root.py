@@ -6,7 +6,8 @@ like a store as soon as any process has prepared it. Therefore:
 - Invariant (created once): only a process that may create the store prepares an unprepared directory. For the others it
   is unavailable, until it is mounted.
 - Invariant (same directory): a process creates and removes names only in the directory that it opened, and concludes
-  only there that an object is missing. Device and inode of `.tmp` identify it.
+  only there that an object is missing. The inodes of the directory and of `.tmp` identify it. Device numbers do not:
+  some file systems have another one after each mount.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from tidemill.objects.durable_create import Syscalls
 
 TEMPORARY = ".tmp"
 
+_IN_EMPTY_FILE_SYSTEMS = {"lost+found"}
 _FIX = "Check that its file system is mounted, and objects.url."
 
 
@@ -45,20 +47,32 @@ class LocalRoot:
             with contextlib.suppress(FileExistsError):
                 self._calls.mkdir(self.temporary)
             self._calls.fsync_directory(self.path)  # After power loss, too, the others must find it prepared.
-        elif not os.path.isdir(self.temporary):
-            if not os.path.isdir(self.path):
-                raise UnavailableError(f"the object directory does not exist: root={self.path}.", fix=_FIX)
-            raise UnavailableError(
-                f"the object directory has no {TEMPORARY}: root={self.path}.",
-                fix=f"{_FIX} A complete copy of the directory needs an empty {TEMPORARY}.",
-            )
-        self._opened = _identity(self.temporary)
+        else:
+            self._find_prepared()
+        self._opened = self._identity()
+
+    def _find_prepared(self) -> None:
+        try:
+            os.stat(self.temporary)
+            return
+        except (FileNotFoundError, NotADirectoryError):
+            pass  # any other error is one of this directory
+        try:
+            names = set(os.listdir(self.path))
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise UnavailableError(f"the object directory does not exist: root={self.path}.", fix=_FIX) from error
+        if names <= _IN_EMPTY_FILE_SYSTEMS:
+            raise UnavailableError(f"the object directory is empty: root={self.path}.", fix=_FIX)
+        # A copy of the objects: names with a dot and empty directories are often omitted.
+        with contextlib.suppress(FileExistsError):
+            self._calls.mkdir(self.temporary)
+        self._calls.fsync_directory(self.path)
 
     def check(self) -> None:
         """Check that the path still leads to the directory that was opened: in another one, a missing object proves
         nothing, and a new one would be lost. Raises UnavailableError."""
         try:
-            found = _identity(self.temporary)
+            found = self._identity()
         except OSError as error:
             raise UnavailableError(
                 f"the object directory does not exist any more, {error.strerror}: root={self.path}.", fix=_FIX
@@ -66,13 +80,11 @@ class LocalRoot:
         if found != self._opened:
             raise UnavailableError(
                 f"another directory is in place of the object directory: root={self.path}.",
-                fix=f"{_FIX} If it was mounted again as another device, restart this process.",
+                fix=f"{_FIX} If its objects were copied to another one, restart this process.",
             )
 
-
-def _identity(path: str) -> tuple[int, int]:
-    found = os.stat(path, follow_symlinks=False)
-    return found.st_dev, found.st_ino
+    def _identity(self) -> tuple[int, int]:
+        return os.stat(self.path).st_ino, os.stat(self.temporary, follow_symlinks=False).st_ino
 
 
 def _make_directory(calls: Syscalls, path: str) -> None:

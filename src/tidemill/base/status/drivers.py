@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from tidemill.base.limits import STATUS_BLIND_AFTER_MS
-from tidemill.base.status.status import StatusReport, age_of_report
+from tidemill.base.status.status import StatusReport, may_be_alive
 
 KIND = "pipeline"
 
@@ -45,7 +44,7 @@ def driver_reports(reports: Iterable[StatusReport], pipeline: str) -> list[Statu
 
 
 def is_silent(report: StatusReport, now_ms: int) -> bool:
-    return age_of_report(report.at_ms, now_ms) > STATUS_BLIND_AFTER_MS
+    return not may_be_alive(report, now_ms)
 
 
 def processes_sharing_driver(report: StatusReport, reports: Iterable[StatusReport], now_ms: int) -> list[str]:

@@ -137,6 +137,18 @@ def age_of_report(at_ms: int, now_ms: int) -> int:
     return -age_ms if age_ms < -CLOCK_AHEAD_MS else max(0, age_ms)
 
 
+def may_be_alive(report: StatusReport, now_ms: int) -> bool:
+    """Return whether the process of a report may still run, for commands that require that it does not. One whose clock
+    is ahead may."""
+    return now_ms - report.at_ms <= _blind_after_ms(report)
+
+
+def _blind_after_ms(report: StatusReport) -> int:
+    """Return the age of its report from which a process is blind. A node is sooner, unless it was stopped in order."""
+    is_node = report.process.startswith(NODE) and not report.left
+    return NODE_BLIND_AFTER_MS if is_node else STATUS_BLIND_AFTER_MS
+
+
 def derive_status(
     mark: StageStatus, process: str, at_ms: int, now_ms: int, moved_recently_ms: int = 2_000, left: bool = False
 ) -> DerivedStatus:
@@ -235,8 +247,7 @@ def derive_process(report: StatusReport, now_ms: int) -> DerivedStatus:
     A node becomes blind sooner than its stage statuses, unless it was stopped in order.
     """
     age_ms = age_of_report(report.at_ms, now_ms)
-    node = report.process.startswith(NODE) and not report.left
-    blind = age_ms > (NODE_BLIND_AFTER_MS if node else STATUS_BLIND_AFTER_MS)
+    blind = age_ms > _blind_after_ms(report)
     holder = f"pid {report.pid} on {report.host}" if report.pid else ""
     reason = f"has not reported for {age_ms // 1000} s: it is stopped, disconnected or dead" if blind else ""
     if blind and report.at_ms > now_ms:

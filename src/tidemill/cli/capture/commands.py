@@ -12,7 +12,7 @@ import typer
 
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
-from tidemill.base.status.status import NODE, StageState, StatusReport, derive_process, this_process
+from tidemill.base.status.status import NODE, StatusReport, may_be_alive, this_process
 from tidemill.cli.context import (
     ConfigOption,
     DryRunOption,
@@ -189,7 +189,7 @@ def _require_no_live_node(opened: OpenStores, capture: str) -> None:
 
     reports = opened.portal.call(StatusBoard(opened.consensus, opened.rand).reports())
     now_ms = opened.clock.now_ms()
-    live = [r for r in reports if derive_process(r, now_ms).state is not StageState.BLIND and not _has_ended(r)]
+    live = [r for r in reports if may_be_alive(r, now_ms) and not _has_ended(r)]
     restarted = {mark.name for report in live for mark in report.marks if mark.name.startswith(NODE)}
     for report in reports:
         reported = report.process.startswith(NODE) and any(mark.name == f"capture:{capture}" for mark in report.marks)

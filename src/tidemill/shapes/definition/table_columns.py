@@ -145,9 +145,10 @@ def read_present_columns(rows: Iterable[Sequence[Any]]) -> dict[str, PresentColu
     return {name: PresentColumn(*column) for name, *column in rows}
 
 
-def changed_columns(relation: Relation, present: Mapping[str, PresentColumn]) -> list[str]:
-    """Return the names of the relation's columns that the table lacks now, or has with a type of other values. A wider
-    type has the same ones. The columns of a relation that an older tidemill stored have no types.
+def changed_columns(relation: Relation, present: Mapping[str, PresentColumn], *, exact: bool = True) -> list[str]:
+    """Return the names of the relation's columns that the table lacks now, or has with another type. Without `exact`, a
+    wider type is no other one: it has the same values. The columns of a relation that an older tidemill stored have no
+    types.
     """
 
     def is_changed(column: Column) -> bool:
@@ -155,7 +156,7 @@ def changed_columns(relation: Relation, present: Mapping[str, PresentColumn]) ->
         if found is None or not column.type_oid:
             return found is None
         former, now = (column.type_oid, column.type_mod), (found.type_oid, found.type_mod)
-        return former != now and not classify_type_change(former, now)[0]
+        return former != now and (exact or not classify_type_change(former, now)[0])
 
     return [column.name for column in relation.columns if is_changed(column)]
 

@@ -378,12 +378,12 @@ async def _check_identity(connection: psycopg.AsyncConnection[tuple[object, ...]
 async def _check_columns(
     connection: psycopg.AsyncConnection[tuple[object, ...]], relation: Relation, used: Collection[str]
 ) -> None:
-    """Check that the columns `used` have the names and types of the relation. With others the query would fail, or read
-    values that the relation does not describe, until the capture has noticed the change.
+    """Check that the columns `used` have the names and types of the relation, or wider types. With others the query
+    would fail, or read values that the relation does not describe, until the capture has noticed the change.
     """
     cursor = await connection.execute(PRESENT_SQL, (relation.oid,))
     present = read_present_columns(await cursor.fetchall())
-    if other := [name for name in changed_columns(relation, present) if name in used]:
+    if other := [name for name in changed_columns(relation, present, exact=False) if name in used]:
         raise TableReplacedError(f"the table was redefined: table={relation.name} columns={','.join(other)}.")
 
 

@@ -42,7 +42,7 @@ async def main() -> None:
     assert isinstance(setup, Setup)
     os.nice(setup.nice)
     clock = SystemClock()
-    objects = await open_objects(setup.objects_url, clock, Rand(), verify=False, create=False)
+    objects: ObjectStore | None = None
     throttle = Throttle(setup.options.compaction_bytes_per_s, clock)
     async with Tasks(_exit_after_failure) as tasks:
         tasks.spawn(_read_jobs(reader, jobs), name="merge-worker-stdin")
@@ -51,8 +51,14 @@ async def main() -> None:
                 job = await asyncio.wait_for(jobs.get(), setup.idle_s)
             except TimeoutError:
                 break
+            try:
+                objects = objects or await open_objects(setup.objects_url, clock, Rand(), verify=False, create=False)
+            except TidemillError as error:  # of this job: the store may be away for a while
+                _write_frame(answers, Failed.of(error))
+                continue
             _write_frame(answers, await _run(job, objects, setup.options, throttle, answers))
-    await objects.aclose()
+    if objects is not None:
+        await objects.aclose()
 
 
 def _exit_after_failure(name: str, error: BaseException) -> None:
