@@ -298,10 +298,10 @@ class SqliteConsensus(ConsensusClientBase):
         """
         found: list[Any] = []
         for at in range(0, len(ops), PROOF_OPS):
-            found += await self._ask(link, ops[at : at + PROOF_OPS])
+            found += await self._send_and_wait(link, ops[at : at + PROOF_OPS])
         return found
 
-    async def _ask(self, link: SequencerConnection, ops: Sequence[AnyOp]) -> list[Any]:
+    async def _send_and_wait(self, link: SequencerConnection, ops: Sequence[AnyOp]) -> list[Any]:
         assert link.transport is not None
         asked = {self._last_id + number: op for number, op in enumerate(ops, 1)}
         self._last_id += len(asked)

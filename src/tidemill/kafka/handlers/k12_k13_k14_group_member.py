@@ -34,7 +34,7 @@ def _heartbeat_error(body: Body, code: int) -> Body:
     return {"error_code": code}
 
 
-async def leave(context: Context, request: Request, body: Body) -> Body:
+async def leave_group(context: Context, request: Request, body: Body) -> Body:
     led = await context.groups.get(body["group_id"] or "", creates=False)
     if request.version < 3:
         return {"error_code": led.remove_members([(body["member_id"] or "", None)])[0], "members": []}
@@ -84,6 +84,6 @@ def _sync_error(body: Body, code: int) -> Body:
 
 APIS: Final = (
     Api(12, "heartbeat", 0, 4, begin_decoded(heartbeat, _heartbeat_error)),
-    Api(13, "leave_group", 0, 5, begin_decoded(leave, _leave_error)),
+    Api(13, "leave_group", 0, 5, begin_decoded(leave_group, _leave_error)),
     Api(14, "sync_group", 0, 5, begin_decoded(sync, _sync_error), abandon=True),
 )

@@ -145,7 +145,7 @@ class PartColumns:
 
         async def read() -> list[pa.Table]:
             if file is None:
-                whole = await self._whole(part)
+                whole = await self._whole_part(part)
                 return await self._cpu(lambda: decode_groups(part, lambda: open_part(part, whole), groups, names))
             metadata = file.metadata()
             ranges = byte_ranges(metadata, groups, names)
@@ -168,7 +168,7 @@ class PartColumns:
             return found
         async with self._slots:
             if _is_small(part):
-                data = await self._whole(part)
+                data = await self._whole_part(part)
                 footer = bytes(memoryview(data)[-footer_bytes(data) :])
             else:
                 footer = await read_verified(self._objects, part.object_key, lambda: self._footer(part))
@@ -176,7 +176,7 @@ class PartColumns:
         self._files.put(key, found, found.memory_bytes + _inline_bytes(key))
         return found
 
-    async def _whole(self, part: Part) -> Buffer:
+    async def _whole_part(self, part: Part) -> Buffer:
         """Return the bytes of a small part, verified; again from the store if they were dropped."""
         found = self._small.get(part.object_key)
         if found is not None:

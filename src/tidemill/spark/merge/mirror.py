@@ -137,7 +137,7 @@ class Mirror:
         `columns`: only these, which include the key's. `hashes`: only keys with a hash in [lower, upper); nothing else
         is read.
         """
-        runs = self.runs if hashes is None else [run.within(*hashes) for run in self.runs]
+        runs = self.runs if hashes is None else [run.within_hashes(*hashes) for run in self.runs]
         if columns is not None:
             runs = [SortedRun(run.rows.select(list(columns)), run.hashes, run.live, run.path) for run in runs]
         if not runs:

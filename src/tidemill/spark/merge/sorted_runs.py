@@ -91,7 +91,7 @@ class SortedRun:
         """Return the rows at places [lower, upper), as views."""
         return SortedRun(self.rows.slice(lower, upper - lower), self.hashes[lower:upper], self.live[lower:upper])
 
-    def within(self, lower: int, upper: int) -> SortedRun:
+    def within_hashes(self, lower: int, upper: int) -> SortedRun:
         """Return the rows with hashes in [lower, upper), as views; `upper` is at most 2 ** 64."""
         first = int(np.searchsorted(self.hashes, np.uint64(lower)))
         last = int(np.searchsorted(self.hashes, np.uint64(upper))) if upper < 1 << 64 else len(self)

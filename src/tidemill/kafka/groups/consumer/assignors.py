@@ -61,14 +61,14 @@ class _Work:
         self.givers: list[int] = []
 
     def add(self, member: int, topic: str, partition: int) -> None:
-        self._own(member, topic).add(partition)
+        self._own_partitions(member, topic).add(partition)
         self.counts[member] += 1
 
     def remove(self, member: int, topic: str, partition: int) -> None:
-        self._own(member, topic).remove(partition)
+        self._own_partitions(member, topic).remove(partition)
         self.counts[member] -= 1
 
-    def _own(self, member: int, topic: str) -> set[int]:
+    def _own_partitions(self, member: int, topic: str) -> set[int]:
         found = self.topics[member].get(topic, _NOTHING)
         if not isinstance(found, set):
             found = self.topics[member][topic] = set(found)
