@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,6 +126,41 @@ def test_a_member_that_leaves_and_closes_its_connection_at_once_has_left(
         return list(described[0].members)
 
     eventually(lambda: members() == [])
+
+
+def test_a_heartbeat_of_a_client_that_is_gone_reports_nothing_in_place_of_a_later_one(
+    broker: RealBroker, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the partitions of a member that had left were assigned, and the answer that said so had no reader."""
+    assert int(beat(client, "abandoned", "m1", 0).error_code) == error_codes.NONE
+    joined = beat(client, "abandoned", "m2", 0)
+    owned = nested(load_request_schema(68, 1), "topic_partitions")
+    (topic_id,) = {topic.topic_id for topic in beat(client, "abandoned", "m1", 1).assignment.topic_partitions}
+    assert int(joined.error_code) == error_codes.NONE
+    kept = (owned(topic_id=topic_id, partitions=(0, 1)),)
+    assert int(beat(client, "abandoned", "m1", 1, topic_partitions=kept).error_code) == error_codes.NONE
+    assert int(beat(client, "abandoned", "m2", 2).error_code) == error_codes.NONE
+    view, waits = k68_consumer_group_heartbeat.topics_view, threading.Event()
+
+    async def slow(*arguments: Any) -> Any:
+        if waits.is_set():
+            return await view(*arguments)
+        waits.set()
+        await asyncio.sleep(1.0)
+        return await view(*arguments)
+
+    monkeypatch.setattr(k68_consumer_group_heartbeat, "topics_view", slow)
+    with RawClient(broker.port) as gone:
+        asked = fields(
+            load_request_schema(68, 1), group_id="abandoned", member_id="m1", member_epoch=2, rebalance_timeout=SAME,
+            topic_partitions=None,
+        )  # fmt: skip
+        gone.send(68, 1, 7, encode(asked))
+        eventually(waits.is_set)
+    assert int(beat(client, "abandoned", "m2", -1).error_code) == error_codes.NONE
+    time.sleep(1.2)  # longer than the view takes: the abandoned heartbeat would have been processed
+    found = beat(client, "abandoned", "m1", 2)
+    assert [list(each.partitions) for each in found.assignment.topic_partitions] == [[0, 1, 2]]
 
 
 def test_while_a_group_is_loaded_sync_means_joining_again_and_a_heartbeat_succeeds(

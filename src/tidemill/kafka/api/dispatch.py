@@ -119,6 +119,7 @@ class Request(msgspec.Struct):
     throttle_ms  throttle time that the answer reports
     spent_s      time that the event loop worked for it, where a quota limits it
     reserving    set by `begin`: awaited before the next request of the connection begins
+    is_kept      set by `begin`: it is processed also when the client is gone, though its API is abandoned
     """
 
     key: int
@@ -130,6 +131,7 @@ class Request(msgspec.Struct):
     answered: bool = True
     sender: int = 0
     reserving: Awaitable[None] | None = None
+    is_kept: bool = False
     throttle_ms: int = 0
     spent_s: float = 0.0
     visitor: ClientIdentity = None  # type: ignore[assignment]  # set by the session, before `begin`

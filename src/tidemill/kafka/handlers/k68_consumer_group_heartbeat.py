@@ -2,28 +2,35 @@
 
 The answer comes once the state that it reports is durable. Named topics that are missing in the cache are looked for in
 the catalogue. A pattern matches only topics that the member may describe. The server generates the member ids of
-version 0. A heartbeat is processed also if its client closes the connection first: it may be the member's departure.
+version 0.
+
+A departure is processed also if its client closes the connection at once, as a consumer that ends does. Any other
+heartbeat is abandoned then: a change that its answer would report is not reported to the member's later ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Awaitable, Iterable
+from contextlib import suppress
 from typing import Final
 
 from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.kafka import error_codes
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
+from tidemill.kafka.api.dispatch import Api, PlainOutcome, Reply, Request, begin_decoded
 from tidemill.kafka.groups.classic.state import ClassicGroup, HeartbeatAnswer
 from tidemill.kafka.groups.consumer.assignors import Partitions
 from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import assigned_topics
 from tidemill.kafka.groups.topic_patterns import TopicView
-from tidemill.kafka.schema.codec_compiler import Body
+from tidemill.kafka.schema.codec_compiler import Body, decode_request
+from tidemill.kafka.schema.primitives import MalformedFrameError
 from tidemill.security.acls import Operation, Resource
 
 CLIENT_CHARS: Final = 255
+DEPARTURE_BYTES: Final = 4_096
+"""Limit of a request that is looked at before its turn. A departure has no subscription."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -128,4 +135,15 @@ def error_answer(body: Body, code: int) -> Body:
     }
 
 
-API = Api(68, "consumer_group_heartbeat", 0, 1, begin_decoded(handle, error_answer))
+_begin_heartbeat: Final = begin_decoded(handle, error_answer)
+
+
+def begin(context: Context, request: Request) -> Awaitable[Reply] | PlainOutcome:
+    if len(request.view) <= DEPARTURE_BYTES:
+        with suppress(MalformedFrameError):  # reported by the handler
+            body = decode_request(request.key, request.version, request.view, request.position)
+            request.is_kept = body["member_epoch"] < 0
+    return _begin_heartbeat(context, request)
+
+
+API = Api(68, "consumer_group_heartbeat", 0, 1, begin, abandon=True)

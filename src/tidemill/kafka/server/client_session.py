@@ -310,12 +310,13 @@ class ClientSession:
         if isinstance(work, PlainOutcome | asyncio.Future):
             work.add_done_callback(lambda done: self._request_done(done, request, slot, frame))
         else:
+            abandoned = api.abandon and not request.is_kept
             at_once = min(api.at_once, self._context.settings.concurrent_reads_max) if api.abandon else api.at_once
             turns = self._turns.get(key) or self._turns.setdefault(key, asyncio.Semaphore(at_once))
             metered = Metered(work, clock) if of_time and isinstance(work, Coroutine) else None
-            waiting = self._run_in_turn(metered or work, turns, slot if api.abandon else None)
+            waiting = self._run_in_turn(metered or work, turns, slot if abandoned else None)
             task = self._tasks.spawn(waiting, name=f"kafka.{api.name}")
-            if api.abandon:
+            if abandoned:
                 self._abandonable.add(task)
 
             def ended(done: asyncio.Future[Reply]) -> None:
