@@ -4,7 +4,7 @@ The answer comes once the state that it reports is durable. Named topics that ar
 the catalogue. A pattern matches only topics that the member may describe. The server generates the member ids of
 version 0.
 
-A departure is processed also if its client closes the connection at once, as a consumer that ends does. Any other
+A departure is processed also if its client closes the connection immediately, as a consumer that ends does. Any other
 heartbeat is abandoned then: a change that its answer would report is not reported to the member's later ones.
 """
 
@@ -30,7 +30,7 @@ from tidemill.security.acls import Operation, Resource
 
 CLIENT_CHARS: Final = 255
 DEPARTURE_BYTES: Final = 4_096
-"""Limit of a request that is looked at before its turn. A departure has no subscription."""
+"""Limit of a request that is decoded before its turn. A departure has no subscription."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
