@@ -162,7 +162,7 @@ def test_a_table_that_was_never_computed_is_an_error_with_its_reason_and_not_emp
     assert said.endswith("tidemill up.")
     with open_stores(cluster.config) as opened:
         waits = StageStatus("shard:by_v", 0, 1, "shard:orders", "opening", since_ms=1, unit="ms")
-        report = StatusReport("pipeline:shop", opened.clock.now_ms() + 600_000, (waits,))  # never silent
+        report = StatusReport("pipeline:shop", opened.clock.now_ms() + 50_000, (waits,))  # not silent for a minute
         opened.portal.call(StatusBoard(opened.consensus, opened.rand).publish(report))
     (said,) = errors()
     assert "state=stuck blocked_by=shard:orders reason='opening'" in said and "`tidemill why by_v`" in said
