@@ -22,9 +22,9 @@ LEASE_SPAN_TTLS = 2
 class LeaseRow(msgspec.Struct, frozen=True):
     """A lease as stored. A released one has holder "" and is never live; its term is not reused.
 
-    A lease is granted for `ttl_ms`. One that would last longer than LEASE_SPAN_TTLS times that was granted by a clock
-    that was set back since, or by another host's, and counts as expired. A live holder's next renewal is by the new
-    clock.
+    A lease is granted for `ttl_ms`. A remaining time above LEASE_SPAN_TTLS times `ttl_ms` shows that the clock was set
+    back, or that another host's clock granted the lease. Such a lease counts as expired. A live holder renews it by the
+    new clock.
     """
 
     name: str

@@ -55,9 +55,9 @@ def _rank(state: str, *, led: bool) -> int:
     """Return the rank of a captured table among those of its name; the lowest one is meant. `led`: a node leads its
     capture.
 
-    The search of one node prefers states in this order, too. A table that changes reach comes first, then one that will
-    have them again. A skipped table comes after one whose capture moves to another node, so that clients of the latter
-    do not have to start over.
+    The search of one node prefers states in this order, too. First come captured tables, then parked ones, whose
+    changes will continue. Skipped tables come after tables whose capture moves to another node, so that clients of the
+    latter do not have to start over.
     """
     if state in ("captured", "parked"):
         return (0 if state == "captured" else 1) if led else 2

@@ -86,7 +86,7 @@ class LocalObjects:
         *,
         create: bool = True,
     ) -> LocalObjects:
-        """Open a store; without `create`, one that exists.
+        """Open a store. Without `create`, it must exist.
 
         Raises InvalidError if the root cannot be used, UnavailableError if the disk is full or, without `create`, if
         the root is not a store: its file system may not be mounted.

@@ -1,13 +1,17 @@
-"""Parsing and comparison of schemas off the event loop, with a cache of recent results."""
+"""Parsing and comparison of schemas off the event loop, with caches of recent results.
+
+A parsed schema weighs its text and the texts that it refers to, a verdict weighs one and its problems. At most
+`registry.waiting` requests wait; a further one is rejected, since parsing takes longer than sending a schema.
+"""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from tidemill.base.config.sections import RegistrySection
 from tidemill.base.errors import UnavailableError
+from tidemill.base.runtime.memory_budget import RecentCache
 from tidemill.metastore.rows.registry import SchemaRow
 from tidemill.registry.limits import PARSED_BYTES, StepBudget
 from tidemill.registry.schema import ParsedSchema, SubmittedSchema
@@ -15,8 +19,6 @@ from tidemill.registry.schema_types import Place, find_problems, parse_schema
 from tidemill.shards.api import RunCpuWork
 
 CACHED_RESULTS = 10_000
-K = TypeVar("K")
-V = TypeVar("V")
 T = TypeVar("T")
 
 
@@ -59,29 +61,3 @@ class ParsePool:
             return await self._cpu(work)
         finally:
             self.under_way -= 1
-
-
-class RecentCache(Generic[K, V]):
-    """Cache of the most recently used values, up to a total weight."""
-
-    def __init__(self, limit: int) -> None:
-        self._limit = limit
-        self._found: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self.weight = 0
-
-    def get(self, key: K) -> V | None:
-        found = self._found.get(key)
-        if found is None:
-            return None
-        self._found.move_to_end(key)
-        return found[0]
-
-    def put(self, key: K, value: V, weight: int) -> None:
-        if weight > self._limit:
-            return
-        old = self._found.pop(key, None)
-        self.weight += weight - (old[1] if old is not None else 0)
-        self._found[key] = (value, weight)
-        while self.weight > self._limit:
-            _, (_, gone) = self._found.popitem(last=False)
-            self.weight -= gone

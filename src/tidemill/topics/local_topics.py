@@ -236,7 +236,7 @@ class LocalTopics:
         if not 0 <= wanted <= high_watermark:
             raise OffsetOutOfRangeError(f"the offset is outside the log: offset={before_offset} end={high_watermark}.")
         if wanted > led.state.log_start:
-            await self.retainer.check_unread(self._rows.topics[topic_id], partition, wanted)
+            await self.retainer.check_deletable(self._rows.topics[topic_id], partition, wanted)
             await led.advance_log_start_durably(wanted)
         return led.state.log_start
 

@@ -1,15 +1,20 @@
 """The memory budget of a process: named shares of one limit, counted and enforced by their owners.
 
 A share is requested before memory is allocated: its owner rejects the request instead of letting the process grow, and
-work that cannot wait fails as one unit. Allocations of libraries are not visible here; `resident_bytes` returns the
-system's figure.
+work that cannot wait fails as one unit. A cache stays within its share by itself (`RecentCache`). Allocations of
+libraries are not visible here; `resident_bytes` returns the system's figure.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from collections import OrderedDict
 from collections.abc import Callable
+from typing import Generic, TypeVar
+
+K = TypeVar("K")
+V = TypeVar("V")
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -95,3 +100,37 @@ class MemoryBudget:
     def shares(self) -> dict[str, tuple[int, int]]:
         """Return {name: (used, limit)} in bytes."""
         return {name: (used(), limit) for name, (limit, used) in sorted(self._shares.items())}
+
+
+class RecentCache(Generic[K, V]):
+    """Values up to a total weight of `limit`, in any unit. The least recently used ones are dropped first.
+
+    `most`: limit of the weight of one value, `limit` unless given. A heavier value is not cached.
+    """
+
+    def __init__(self, limit: int, most: int | None = None) -> None:
+        self._limit = limit
+        self._most = limit if most is None else most
+        self._found: OrderedDict[K, tuple[V, int]] = OrderedDict()
+        self.weight = 0
+
+    def get(self, key: K) -> V | None:
+        found = self._found.get(key)
+        if found is None:
+            return None
+        self._found.move_to_end(key)
+        return found[0]
+
+    def put(self, key: K, value: V, weight: int) -> None:
+        if weight > self._most:
+            return
+        old = self._found.pop(key, None)
+        self.weight += weight - (old[1] if old is not None else 0)
+        self._found[key] = (value, weight)
+        while self.weight > self._limit:
+            _, (_, gone) = self._found.popitem(last=False)
+            self.weight -= gone
+
+    def clear(self) -> None:
+        self._found.clear()
+        self.weight = 0

@@ -131,20 +131,20 @@ class DerivedStatus(msgspec.Struct, frozen=True):
 
 
 def age_of_report(at_ms: int, now_ms: int) -> int:
-    """Return the age of a report. One from far in the future has an unknown age, by a clock that was or is wrong: it is
-    as old as the difference, so that it is never read as health."""
+    """Return the age of a report. A report from far in the future comes from a wrong clock, and its age is unknown: the
+    difference counts as its age, so that it is never read as health."""
     age_ms = now_ms - at_ms
     return -age_ms if age_ms < -CLOCK_AHEAD_MS else max(0, age_ms)
 
 
 def may_be_alive(report: StatusReport, now_ms: int) -> bool:
-    """Return whether the process of a report may still run, for commands that require that it does not. One whose clock
-    is ahead may."""
+    """Return whether the process of a report may still run, for commands that require that it does not. A process with
+    a fast clock may."""
     return now_ms - report.at_ms <= _blind_after_ms(report)
 
 
 def _blind_after_ms(report: StatusReport) -> int:
-    """Return the age of its report from which a process is blind. A node is sooner, unless it was stopped in order."""
+    """Return the age of its report from which a process is blind. The limit is shorter for a node that runs."""
     is_node = report.process.startswith(NODE) and not report.left
     return NODE_BLIND_AFTER_MS if is_node else STATUS_BLIND_AFTER_MS
 
@@ -342,7 +342,7 @@ class StatusTracker:
             elsewhere = old is None or old.position != position or (was_idle and position < target)
             restarts = 0 if elsewhere else restarts
             moved = elsewhere or old is None or (progress and progress != old.progress and restarts < RESTARTS_MAX)
-            since_ms = now_ms if moved or old is None else min(old.since_ms, now_ms)  # the clock may be set back
+            since_ms = now_ms if moved or old is None else min(old.since_ms, now_ms)  # a clock that was set back
             if restarts >= RESTARTS_MAX:
                 reason = f"{reason + '; ' if reason else ''}restarted {restarts} times at this position"
             budget_ms = self.budget_ms if budget_ms is None else budget_ms
@@ -452,6 +452,19 @@ def _failing(name: str, mark: StageStatus | None, failure: UnitFailure) -> Stage
 def _join_reasons(reason: str, error: str) -> str:
     """Combine the reason for waiting and the error of the last try, each once."""
     return error if reason in error else f"{reason.rstrip('.')}; its last try: {error}"
+
+
+def process_exists(pid: int) -> bool:
+    """Return whether this machine has a process with the pid. A pid may have been reused."""
+    if pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # of another user
+        return True
+    return True
 
 
 @cache

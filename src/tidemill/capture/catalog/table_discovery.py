@@ -57,7 +57,7 @@ _GENERATED_KEY = """
  FROM pg_attribute g WHERE g.attrelid = i.indrelid AND g.attgenerated <> ''
   AND g.attnum = ANY ((i.indkey::int2[])[0:i.indnkeyatts - 1])
 """
-"""The generated columns g among those that make index i unique."""
+"""Generated columns g of the key of index i, without its INCLUDE columns."""
 
 MAX_STATEMENTS_SHOWN = 5
 """Maximum number of statements per table in one message."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -12,7 +11,7 @@ import typer
 
 from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError
 from tidemill.base.lsn import Lsn
-from tidemill.base.status.status import NODE, StatusReport, may_be_alive, this_process
+from tidemill.base.status.status import NODE, StatusReport, may_be_alive, process_exists, this_process
 from tidemill.cli.context import (
     ConfigOption,
     DryRunOption,
@@ -203,7 +202,7 @@ def _require_no_live_node(opened: OpenStores, capture: str) -> None:
 
 def _has_ended(report: StatusReport) -> bool:
     """Return whether the process of a report is known to be gone: on this machine, pids show it."""
-    return report.host == this_process()[1] and not Path(f"/proc/{report.pid}").exists()
+    return report.host == this_process()[1] and not process_exists(report.pid)
 
 
 def _print_drop_plan(capture: str, plan: TeardownResult, out: Output) -> None:

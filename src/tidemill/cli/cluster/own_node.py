@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import ssl
 from http.client import HTTPException
 from urllib.error import HTTPError, URLError
@@ -14,7 +13,7 @@ from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.config import Config
 from tidemill.base.errors import MissingError, TidemillError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.base.status.status import NODE, StatusReport, this_process
+from tidemill.base.status.status import NODE, StatusReport, process_exists, this_process
 from tidemill.cli.cluster.ready_block import local_url
 from tidemill.cli.shape import open_node
 
@@ -88,12 +87,4 @@ def _is_running_here(report: StatusReport) -> bool:
     """Return whether the process of a report exists on this machine, and did not leave in order. This process itself
     only has the pid of an earlier one, as the first process of a container that was restarted."""
     own_pid, host = this_process()
-    if report.left or report.host != host or report.pid in (0, own_pid):
-        return False
-    try:
-        os.kill(report.pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return not report.left and report.host == host and report.pid != own_pid and process_exists(report.pid)

@@ -1,8 +1,8 @@
 """Handler of DeleteRecords (21), versions 0 to 2: moves the log start to the given offset (−1: the high watermark).
 
-The change is durable when it is answered. Records that a pipeline has not read yet, and all records of a captured
-table's topic, are retained: POLICY_VIOLATION, and nothing of that partition is deleted. An offset beyond the end is
-OFFSET_OUT_OF_RANGE; one below the start changes nothing.
+The change is durable when it is answered. Records that a pipeline has not read yet are retained, and so are all records
+of a captured table's topic and of a topic that is only compacted: POLICY_VIOLATION, and nothing of that partition is
+deleted. An offset beyond the end is OFFSET_OUT_OF_RANGE; one below the start changes nothing.
 """
 
 from __future__ import annotations

@@ -52,8 +52,9 @@ async def store_offsets(
 
     Raises InvalidError if the transaction becomes too large. After UnavailableError and UnknownOutcomeError call again.
     """
+    _, _, generation = member
     try:
-        led = await groups.get(group, creates=member[2] < 0)
+        led = await groups.get(group, creates=generation < 0)
     except GroupUnavailableError as refused:
         return refused.code
     code = led.commit_error(*member, in_transaction=True)

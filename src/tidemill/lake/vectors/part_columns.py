@@ -11,15 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tidemill.base.limits import MIB, OBJECT_CONCURRENCY
+from tidemill.base.runtime.memory_budget import RecentCache
 from tidemill.lake.format.bounds import Bounds, bounds_of
 from tidemill.lake.vectors.part_files import (
     Array,
@@ -48,37 +48,6 @@ ENTRY_BYTES = 512
 
 Key = str | bytes
 """A part: the key of its object, or its inline bytes."""
-K = TypeVar("K")
-V = TypeVar("V")
-
-
-class _Cache(Generic[K, V]):
-    """Values up to a number of bytes; that which was not used for longest is dropped first."""
-
-    def __init__(self, limit_bytes: int) -> None:
-        self._found: OrderedDict[K, tuple[V, int]] = OrderedDict()
-        self._limit_bytes = limit_bytes
-        self.used_bytes = 0
-
-    def get(self, key: K) -> V | None:
-        found = self._found.get(key)
-        if found is None:
-            return None
-        self._found.move_to_end(key)
-        return found[0]
-
-    def put(self, key: K, value: V, size_bytes: int) -> None:
-        """Cache the value, unless it is there or would take more than a quarter of the limit."""
-        if key in self._found or size_bytes * 4 > self._limit_bytes:
-            return
-        self._found[key] = value, size_bytes + ENTRY_BYTES
-        self.used_bytes += size_bytes + ENTRY_BYTES
-        while self.used_bytes > self._limit_bytes:
-            self.used_bytes -= self._found.popitem(last=False)[1][1]
-
-    def clear(self) -> None:
-        self._found.clear()
-        self.used_bytes = 0
 
 
 class PartColumns:
@@ -88,17 +57,17 @@ class PartColumns:
         self._objects = objects
         self._cpu = cpu
         self._slots = asyncio.Semaphore(OBJECT_CONCURRENCY)
-        self._files: _Cache[Key, PartFile] = _Cache(cache_bytes // 8)
-        self._small: _Cache[str, Buffer] = _Cache(cache_bytes // 8)
+        self._files: RecentCache[Key, PartFile] = _bounded(cache_bytes // 8)
+        self._small: RecentCache[str, Buffer] = _bounded(cache_bytes // 8)
         """Bytes of small parts, by the keys of their objects."""
-        self._cache: _Cache[tuple[Key, int, str], Array] = _Cache(cache_bytes * 3 // 4)
+        self._cache: RecentCache[tuple[Key, int, str], Array] = _bounded(cache_bytes * 3 // 4)
         self.fetched_bytes = 0
         """Bytes read from the store since the start."""
 
     @property
     def memory_bytes(self) -> int:
         """Bytes of all that is cached."""
-        return self._files.used_bytes + self._small.used_bytes + self._cache.used_bytes
+        return self._files.weight + self._small.weight + self._cache.weight
 
     def clear(self) -> None:
         """Drop all that is cached."""
@@ -130,7 +99,7 @@ class PartColumns:
             for at, table in zip(places, tables, strict=True):
                 column = table.column(name)
                 out[at][name] = values = hashes_of(column) if name == HASH else np.asarray(column.to_numpy())
-                self._cache.put((key, groups[at], name), values, values.nbytes + _inline_bytes(key))
+                self._cache.put((key, groups[at], name), values, _cost_bytes(key, values.nbytes))
         return out
 
     async def rows(self, part: Part, groups: Sequence[int], schema: ShardSchema) -> list[pa.Table]:
@@ -173,7 +142,7 @@ class PartColumns:
             else:
                 footer = await read_verified(self._objects, part.object_key, lambda: self._footer(part))
             found = await self._cpu(lambda: open_file(part, footer))
-        self._files.put(key, found, found.memory_bytes + _inline_bytes(key))
+        self._files.put(key, found, _cost_bytes(key, found.memory_bytes))
         return found
 
     async def _whole_part(self, part: Part) -> Buffer:
@@ -184,7 +153,7 @@ class PartColumns:
         data = await read_part_bytes(self._objects, part)
         self.fetched_bytes += len(data)
         if part.object_key:
-            self._small.put(part.object_key, data, len(data))
+            self._small.put(part.object_key, data, _cost_bytes(part.object_key, len(data)))
         return data
 
     async def _footer(self, part: Part) -> bytes:
@@ -200,8 +169,14 @@ def _key(part: Part) -> Key:
     return part.object_key or part.inline
 
 
-def _inline_bytes(key: Key) -> int:
-    return len(key) if isinstance(key, bytes) else 0
+def _bounded(limit_bytes: int) -> RecentCache[Any, Any]:
+    """Return a cache in which one value takes at most a quarter of the limit."""
+    return RecentCache(limit_bytes, limit_bytes // 4)
+
+
+def _cost_bytes(key: Key, size_bytes: int) -> int:
+    """Return the memory of an entry; the key of an inline part has all of its bytes."""
+    return ENTRY_BYTES + size_bytes + (len(key) if isinstance(key, bytes) else 0)
 
 
 def _is_small(part: Part) -> bool:

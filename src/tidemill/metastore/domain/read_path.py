@@ -16,7 +16,6 @@ from typing import TypeVar
 
 from tidemill.base.errors import (
     ClosedError,
-    CorruptError,
     FencedError,
     MissingError,
     TidemillError,
@@ -27,6 +26,7 @@ from tidemill.base.runtime.tasks import FailureHandler, Tasks
 from tidemill.metastore.domain.follower import Follower
 from tidemill.metastore.domain.leader import Leader
 from tidemill.metastore.lsm.database import Database
+from tidemill.metastore.lsm.file_store import lost_file_error
 from tidemill.metastore.lsm.read_view import PENDING, Row
 from tidemill.metastore.lsm.snapshot import Snapshot
 from tidemill.metastore.lsm.version import prefix_end
@@ -211,7 +211,7 @@ class DomainReads:
                 except FencedError:
                     return None
                 if database is proved:
-                    raise _lost_error(error)
+                    raise lost_file_error(error)
                 return database
             raise error
         if isinstance(error, MissingError) and database is self._follower.database:
@@ -222,7 +222,7 @@ class DomainReads:
         """Return the error of a read that failed at every attempt. A file missing from every version was not collected;
         it is lost."""
         if isinstance(met, MissingError):
-            return _lost_error(met)
+            return lost_file_error(met)
         return UnavailableError(
             f"leadership keeps changing: domain={self.name} attempts={READ_ATTEMPTS}.", fix="Retry."
         )
@@ -244,8 +244,4 @@ async def _read_beyond(last: bytes, database: Database, lower: bytes, upper: byt
                 if keys[-1] != last:
                     return
         except MissingError as error:
-            raise _lost_error(error) from error
-
-
-def _lost_error(error: MissingError) -> CorruptError:
-    return CorruptError(error.message, fix=error.fix)
+            raise lost_file_error(error) from error

@@ -32,6 +32,11 @@ class FileName(msgspec.Struct, frozen=True):
     modified_ms: int = 0
 
 
+def lost_file_error(error: MissingError) -> CorruptError:
+    """Return the error of a lost file for callers of the database: they take a MissingError for an absent row."""
+    return CorruptError(error.message, fix=error.fix)
+
+
 class SstFiles:
     """Files of one domain. Translates the store's errors for missing and truncated files."""
 

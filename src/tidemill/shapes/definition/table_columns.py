@@ -17,9 +17,12 @@ from tidemill.capture.catalog.schema_versions import classify_type_change
 from tidemill.capture.changes import Column, Relation
 from tidemill.capture.postgres.connection import from_clause_name
 from tidemill.shapes.where import Type
+from tidemill.shapes.where.encodings import CODE_POINT_ORDERED
 from tidemill.shapes.where.types import UTF8, Folding
 
-DESCRIBE_SQL = """
+_ORDERED_ENCODINGS = ", ".join(f"'{name}'" for name in sorted(CODE_POINT_ORDERED))
+
+DESCRIBE_SQL = f"""
 WITH d AS (SELECT to_jsonb(p) AS j FROM pg_database p WHERE datname = current_database())
 SELECT a.attname::text,
        CASE WHEN et.oid IS NULL THEN bt.typname ELSE et.typname END::text AS type_name,
@@ -28,7 +31,7 @@ SELECT a.attname::text,
        CASE WHEN t.typtype = 'd' THEN t.typtypmod ELSE a.atttypmod END AS type_mod,
        a.attnotnull,
        CASE WHEN c.collname IS NULL THEN true
-            WHEN getdatabaseencoding() NOT IN ('UTF8', 'SQL_ASCII', 'LATIN1') THEN false
+            WHEN getdatabaseencoding() NOT IN ({_ORDERED_ENCODINGS}) THEN false
             WHEN c.collname = 'default'
             THEN coalesce(d.j->>'datlocprovider', 'c') = 'c' AND d.j->>'datcollate' ~* '^(C|POSIX|C.UTF-?8)$'
                  OR d.j->>'datlocprovider' = 'b'

@@ -22,7 +22,7 @@ from tidemill.shapes.where.types import UTF8, Type, Value, WhereError
 
 SQL_ASCII = "SQL_ASCII"
 CODE_POINT_ORDERED = frozenset({UTF8, SQL_ASCII, "LATIN1"})
-"""Encodings in which collation C orders by code points; also in DESCRIBE_SQL (definition/table_columns.py)."""
+"""Encodings in which collation C orders by code points."""
 
 _CASE_CONVERSIONS = {"lower": "lower", "upper": "upper", "~~*": "ILIKE", "!~~*": "NOT ILIKE"}
 

@@ -10,16 +10,16 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import structlog
 
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.errors import TidemillError
-from tidemill.base.limits import STATUS_BLIND_AFTER_MS, STATUS_PUBLISH_INTERVAL_S
+from tidemill.base.limits import STATUS_PUBLISH_INTERVAL_S
 from tidemill.base.runtime.memory_budget import resident_bytes
 from tidemill.base.runtime.tasks import error_sentence, needs_operator
-from tidemill.base.status.status import StatusReport, StatusTracker, this_process
+from tidemill.base.status.drivers import is_silent
+from tidemill.base.status.status import StatusReport, StatusTracker, process_exists, this_process
 from tidemill.consensus.api import Consensus
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.status.board import StatusBoard
@@ -89,9 +89,9 @@ def _is_from_live_driver(report: StatusReport, now_ms: int) -> bool:
     """Return whether the report comes from another live driver on this machine, which has the pipeline's directory and
     reports itself. A silent one is gone, and its pid may have been reused."""
     pid, host = this_process()
-    if report.host != host or report.pid in (pid, 0) or now_ms - report.at_ms > STATUS_BLIND_AFTER_MS:
+    if report.host != host or report.pid == pid or is_silent(report, now_ms):
         return False
-    return Path(f"/proc/{report.pid}").exists()
+    return process_exists(report.pid)
 
 
 def _failed_tracker(

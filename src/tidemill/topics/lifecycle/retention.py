@@ -170,9 +170,9 @@ class RetentionRunner:
                 self._due_ms[key] = self._initial_due_ms(key[0])
         self._logs.done(written)
 
-    async def check_unread(self, row: TopicRow, partition: int, offset: int) -> None:
-        """Raise RecordsStillNeededError if a reader still needs a record below `offset`, or if the topic is only
-        compacted.
+    async def check_deletable(self, row: TopicRow, partition: int, offset: int) -> None:
+        """Raise RecordsStillNeededError if records below `offset` may not be deleted: a reader needs one of them, or
+        the topic retains the newest record of each key.
 
         Also raises the errors of `holds`.
         """
@@ -180,7 +180,8 @@ class RetentionRunner:
             raise RecordsStillNeededError(
                 f"a captured table's topic is never truncated, because later pipelines need it: topic={row.name}."
             )
-        if is_compacted(row) and "delete" not in parse_stored_config(row.config).cleanup:
+        config = parse_stored_config(row.config)
+        if config.is_compacted and "delete" not in config.cleanup:
             raise RecordsStillNeededError(
                 f"the cleanup policy of the topic retains the newest record of each key: topic={row.name}.",
                 fix="Set cleanup.policy=compact,delete first.",

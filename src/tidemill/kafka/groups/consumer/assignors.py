@@ -140,8 +140,8 @@ def _assign_equally(work: _Work, free: list[Place]) -> None:
 class _Audience:
     """Members that are subscribed to the same topics, and these topics.
 
-    The heap has an entry of every member. An entry may be older than the member's last change: one that is too low is
-    corrected when it comes to the front, one that is too high is followed by another (`_Work.givers`).
+    The heap has an entry of every member, which may be older than the member's last change. An entry that is too low is
+    corrected at the front of the heap. An entry that is too high is followed by a newer one (`_Work.givers`).
     """
 
     def __init__(self, members: list[int]) -> None:

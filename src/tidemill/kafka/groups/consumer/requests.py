@@ -120,7 +120,7 @@ def _size_rejection(group: ConsumerGroup, ask: HeartbeatRequest, seen: TopicSnap
 
 
 def _with_subscription(member: ConsumerGroupMember | None, ask: HeartbeatRequest) -> ConsumerGroupMember:
-    """Return the member as it will be after the request. One that joins holds nothing."""
+    """Return the member in its state after the request. A joining member holds nothing."""
     before = member or ConsumerGroupMember(ask.member_id)
     return msgspec.structs.replace(
         before,

@@ -4,9 +4,9 @@
 
 A group is written in one batch, in the worst case with all of its members. A partition is held by one member and in the
 target of one, so the left side limits every state between the current assignment and the target. A subscription that
-adds topics and exceeds it is rejected before it changes anything. One that adds none, because the member or another one
-has it already, is accepted: topics for which there is no room are left out. Topics that a member holds and still wants
-are never left out, and `_reserve_bytes` keeps room for members that join later.
+adds topics and exceeds the limit is rejected before it changes anything. A subscription without new topics is accepted:
+topics without room are left out. Topics that a member holds and still wants are never left out, and `_reserve_bytes`
+keeps room for members that join later.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def excess_partitions(
 ) -> int:
     """Return how many partitions too many the group would have once `after` replaces a member; at most 0 if it fits.
 
-    `before` is None for a new member. A subscription that adds no topics is too large only if the group has no room for
-    what its members hold.
+    `before` is None for a new member. A subscription without new topics is too large only if the partitions that the
+    members hold exceed the room.
     """
     if before is not None and after.topics <= before.topics and after.pattern in ("", before.pattern):
         return 0

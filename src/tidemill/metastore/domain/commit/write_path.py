@@ -21,7 +21,6 @@ from typing import Protocol
 
 from tidemill.base.errors import (
     ConflictError,
-    CorruptError,
     FencedError,
     InvalidError,
     MissingError,
@@ -34,6 +33,7 @@ from tidemill.metastore.domain.codec import encode_command
 from tidemill.metastore.domain.commands import WriteBatch
 from tidemill.metastore.domain.commit.key_claims import ClaimQueue, KeyClaim
 from tidemill.metastore.domain.state import ROW_OVERHEAD_BYTES, DomainState
+from tidemill.metastore.lsm.file_store import lost_file_error
 from tidemill.metastore.lsm.memtable import batch_bytes
 
 GROUP_BYTES = 1 * MIB
@@ -207,9 +207,7 @@ class WritePath:
         except MissingError as error:
             # Possibly superseded without knowing: the new leader may have deleted a file that this one still reads.
             await self._stands()
-            raise CorruptError(
-                error.message, fix=error.fix
-            ) from error  # a MissingError would mean that a row is absent
+            raise lost_file_error(error) from error
 
     # groups ---------------------------------------------------------------------------------------
 
