@@ -1,7 +1,7 @@
 """The memory budget of a process: named shares of one limit, counted and enforced by their owners.
 
 A share is requested before memory is allocated: its owner rejects the request instead of letting the process grow, and
-work that cannot wait fails as one unit. A cache stays within its share by itself (`RecentCache`). Allocations of
+work that cannot wait fails as one unit. A cache drops what was used longest ago (`RecentCache`). Allocations of
 libraries are not visible here; `resident_bytes` returns the system's figure.
 """
 
