@@ -93,6 +93,12 @@ def test_a_long_history_of_many_clients_is_searched_quickly() -> None:
     assert linearizable(calls, START, register_model)
 
 
+def test_unknown_calls_that_change_nothing_are_not_placed() -> None:
+    """The search would try every subset of them: 2 to the power of 40."""
+    unknown = [Call(f"c{i}", ("cas", 9, b"late"), 0) for i in range(40)]
+    assert not linearizable([*unknown, Call("r", ("read",), 1, 2, (5, b"other"), True)], START, register_model)
+
+
 def test_topic_oracles_fire() -> None:
     log = [(0, b"a"), (1, b"b"), (2, b"c")]
     check_log(0, log)
