@@ -110,6 +110,22 @@ def test_a_finished_set_up_is_not_repeated_not_even_through_a_symbolic_link(fini
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+def test_another_installation_in_the_environment_is_replaced_by_the_clone(finished: Path) -> None:
+    install = [finished / ".venv/bin/python", "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", finished]
+    subprocess.run(install, check=True)
+    assert not imported_file(finished).is_relative_to(finished / "src")
+    set_up(finished)
+
+
+def test_a_copied_or_moved_clone_runs_its_own_code(finished: Path) -> None:
+    copy = finished.with_name("copy")
+    shutil.copytree(finished, copy, symlinks=True)
+    assert imported_file(copy).is_relative_to(finished)
+    set_up(copy)
+    moved = copy.rename(finished.with_name("moved"))
+    set_up(moved)
+
+
 def test_an_environment_whose_python_was_removed_is_created_again(finished: Path) -> None:
     for python in (finished / ".venv" / "bin").glob("python*"):
         python.unlink()
