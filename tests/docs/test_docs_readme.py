@@ -53,6 +53,9 @@ def test_its_versions_are_those_of_the_code() -> None:
     rows = dict(re.findall(r"^\| ([^|]+) \| ([^|]+) \|$", section(README, "Status and versions"), re.MULTILINE))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["requires-python"] == f">={rows['Python'].split()[0]}"
+    (newest,) = re.findall(r"^NEWEST=(\d+)$", (ROOT / "dev").read_text(), re.MULTILINE)
+    for name in ("README.md", "CONTRIBUTING.md", "docs/start/install.md"):
+        assert f"to 3.{newest}" in (ROOT / name).read_text(), name
     (spark,) = [name for name in project["optional-dependencies"]["spark"] if name.startswith("pyspark")]
     named = re.findall(r"\d+\.\d+", rows["Spark"])
     assert named and all(f"{version}.0" in SpecifierSet(spark.removeprefix("pyspark")) for version in named)

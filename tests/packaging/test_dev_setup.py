@@ -43,6 +43,13 @@ def build_editable(directory, settings=None, metadata=None):
 def build_wheel(directory, settings=None, metadata=None):
     return build(directory, {"tidemill/__init__.py": ""})
 '''
+FAKE = """#!/bin/sh
+case $1 in
+    --version) echo "Python {version}" ;;
+    -c) exec {real} -c 'import sys; sys.version_info = ({minor}); exec(sys.argv[1])' "$2" ;;
+    *) exit 9 ;;
+esac
+"""
 
 
 @pytest.fixture
@@ -131,3 +138,33 @@ def test_an_environment_whose_python_was_removed_is_created_again(finished: Path
         python.unlink()
         python.symlink_to(finished / "removed")
     set_up(finished)
+
+
+@pytest.mark.parametrize(
+    ("available", "chosen"),
+    [
+        ({"python3": "3.14.2", "python3.11": "3.11.7"}, "3.14.2"),
+        ({"python3": "3.15.0", "python3.11": "3.11.7", "python3.13": "3.13.9"}, "3.13.9"),
+        ({"python3": "3.9.2", "python3.12": "3.12.1"}, "3.12.1"),
+        ({"python3": "3.15.0"}, "3.15.0"),
+        ({"python3": "3.9.2"}, ""),
+    ],
+    ids=str,
+)
+def test_a_python_for_which_every_locked_package_has_a_wheel_is_preferred(
+    clone: Path, available: dict[str, str], chosen: str
+) -> None:
+    programs = clone / "bin"
+    programs.mkdir()
+    for tool in ("dirname", "cmp"):
+        (programs / tool).symlink_to(str(shutil.which(tool)))
+    for name, version in available.items():
+        fake = FAKE.format(version=version, minor=version.replace(".", ", "), real=PYTHONS / NAME)
+        (programs / name).write_text(fake)
+        (programs / name).chmod(0o755)
+    done = setup(clone, str(programs))
+    if chosen:
+        assert f"dev: setting up: Python {chosen} in .venv" in done.stderr
+        assert ("have no wheel" in done.stderr) is (chosen == "3.15.0"), done.stderr
+    else:
+        assert done.returncode == 2 and "needs Python 3.11 or newer" in done.stderr
