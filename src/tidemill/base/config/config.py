@@ -108,12 +108,17 @@ def exposed_servers(config: Config) -> list[str]:
 def find_file(path: Path | None = None, *, environ: Mapping[str, str] | None = None) -> Path | None:
     """Return the file that `load` reads; None when none was named and the default one is absent.
 
-    Raises InvalidError when a named file does not exist.
+    Raises InvalidError when a named file does not exist, or its directory cannot be entered.
     """
     environ = os.environ if environ is None else environ
     chosen = path or Path(environ.get("TIDEMILL_CONFIG", DEFAULT_FILE))
-    if chosen.exists():
+    try:
+        chosen.stat()
         return chosen
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except OSError as error:
+        raise _unreadable(chosen, error) from error
     if path is not None:
         raise InvalidError(f"no such configuration file: path={chosen}.", fix="Create it, or correct --config.")
     if "TIDEMILL_CONFIG" in environ:
@@ -316,7 +321,11 @@ def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise InvalidError(
-            f"the configuration cannot be read: path={path} reason={reason}.", fix="Use a readable TOML file."
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError | UnicodeDecodeError) -> InvalidError:
+    reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+    return InvalidError(
+        f"the configuration cannot be read: path={path} reason={reason}.", fix="Use a readable TOML file."
+    )
