@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import postgast
 import pytest
 import yaml
 
@@ -129,17 +130,33 @@ def test_every_service_is_pinned_and_finds_its_files_and_volumes() -> None:
                 assert condition == {"condition": "service_healthy"} and "healthcheck" in COMPOSE["services"][other]
         for volume in service.get("volumes", []):
             source = volume.split(":")[0]
-            assert (PACKAGING / source).exists() if source.startswith(".") else source in COMPOSE["volumes"], (
-                name,
-                source,
+            assert source in COMPOSE["volumes"], (
+                f"{name}: a file of the clone may be unreadable in the container: {source}"
             )
+        for config in service.get("configs", []):
+            assert config["source"] in COMPOSE["configs"] and Path(config["target"]).name == config["source"]
+            assert config["mode"] == 0o444, "the default is 0440 in some versions"
         for port in service.get("ports", []):
             assert port.startswith("127.0.0.1:"), "passwords are in the file"
 
 
-def test_the_node_of_compose_has_a_valid_configuration_a_bucket_and_a_pipeline() -> None:
-    environment = COMPOSE["services"]["node"]["environment"]
-    config = load(PACKAGING / "compose" / "tidemill.toml", environ=environment)
+def configs_of_compose(directory: Path) -> Path:
+    """Write the files of compose.yaml as Docker Compose does, and return their directory."""
+    for name, config in COMPOSE["configs"].items():
+        pieces = config["content"].split("$$")
+        assert not any("$" in piece for piece in pieces), "Docker Compose replaces a variable before tidemill does"
+        (directory / name).write_text("$".join(pieces))
+    return directory
+
+
+def test_the_node_of_compose_has_a_valid_configuration_a_bucket_and_a_pipeline(tmp_path: Path) -> None:
+    environment, files = COMPOSE["services"]["node"]["environment"], configs_of_compose(tmp_path)
+    image = dict(text.split("=") for text in steps("node", "ENV")[-1].split())
+    for name in ("node", "shop"):
+        targets = [config["target"] for config in COMPOSE["services"][name]["configs"]]
+        assert targets == [image["TIDEMILL_CONFIG"], "/etc/tidemill/pipeline.py"]
+    config = load(files / "tidemill.toml", environ=environment)
+    assert config.capture["shop"].dsn == environment["SHOP_DSN"]
     assert config.consensus.url.startswith("postgresql://") and config.node.advertised_host == "localhost"
     bucket, _, options = parse_s3(config.objects.url, environment)
     assert (bucket, options["endpoint"]) == ("tidemill", "http://objects:9000")
@@ -147,8 +164,21 @@ def test_the_node_of_compose_has_a_valid_configuration_a_bucket_and_a_pipeline()
     assert COMPOSE["services"]["objects"]["environment"]["MINIO_ROOT_PASSWORD"] == options["secret_access_key"]
     assert list(config.pipeline) == ["shop"] and COMPOSE["services"]["shop"]["command"][-1] == "shop"
     assert Path(config.pipeline["shop"].file).name == "pipeline.py"
-    checked = check_file(PACKAGING / "compose" / "pipeline.py", "shop")
+    checked = check_file(files / "pipeline.py", "shop")
     assert not checked.problems
+
+
+def test_postgresql_of_compose_is_healthy_when_the_database_of_consensus_exists(tmp_path: Path) -> None:
+    service, environment = COMPOSE["services"]["postgres"], COMPOSE["services"]["node"]["environment"]
+    _, _, database = environment["TIDEMILL_CONSENSUS__URL"].rpartition("/")
+    check = service["healthcheck"]["test"]
+    assert check[:2] == ["CMD", "psql"], "pg_isready succeeds without the database"
+    assert check[check.index("-d") + 1] == database and check[-2:] == ["-c", "select 1"]
+    (script,) = service["configs"]
+    assert Path(script["target"]).parent == Path("/docker-entrypoint-initdb.d")
+    text = (configs_of_compose(tmp_path) / script["source"]).read_text()
+    postgast.parse(text)
+    assert f"CREATE DATABASE {database};" in text
 
 
 # systemd ------------------------------------------------------------------------------------------------
