@@ -137,6 +137,25 @@ def test_metadata_hides_what_may_not_be_described(shared: FakeBroker) -> None:
         assert ask_metadata(client, None).topics == ()
 
 
+def test_pages_of_all_topics_name_nothing_that_may_not_be_described(shared: FakeBroker) -> None:
+    for name in ("page-a", "page-b-hidden", "page-c", "page-d-hidden"):
+        shared.create_topic(name, 1)
+    undo = [allow(shared, "alice", Operation.DESCRIBE, Resource.TOPIC, name) for name in ("page-a", "page-c")]
+    schema = load_request_schema(75, 0)
+    pages, cursor = [], None
+    with as_user(shared, "alice") as client:
+        while not pages or cursor is not None:
+            at = None if cursor is None else fields(nested(schema, "cursor"), **cursor)
+            body = fields(schema, topics=(), response_partition_limit=1, cursor=at)
+            answer = client.ask(75, 0, encode(body))
+            named = answer.next_cursor and answer.next_cursor.topic_name
+            cursor = named and {"topic_name": named, "partition_index": answer.next_cursor.partition_index}
+            pages.append(([topic.name for topic in answer.topics], named))
+    assert pages == [(["page-a"], "page-c"), (["page-c"], None)]
+    for each in undo:
+        each()
+
+
 def test_of_several_topics_those_that_are_allowed_are_worked_on(shared: FakeBroker) -> None:
     shared.create_topic("mine", 1)
     shared.create_topic("theirs", 1)

@@ -1,8 +1,8 @@
 """Handler of DescribeTopicPartitions (75), version 0: topics by name, one page of partitions at a time (KIP-966).
 
 A page has at most PARTITIONS_PER_PAGE partitions, over topics in the order of their names; `next_cursor` names the
-start of the next page. An empty list of topics requests all. Leader epoch and replicas are as in Metadata; there are no
-eligible leader replicas.
+start of the next page. An empty list of topics requests all that the client may describe: neither a page nor its cursor
+names another one. Leader epoch and replicas are as in Metadata; there are no eligible leader replicas.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tidemill.kafka.api.dispatch import Api, Request, begin_decoded
 from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.kafka.schema.primitives import ZERO_UUID
 from tidemill.metastore.catalogue import TopicRow
+from tidemill.security.acls import Operation, Resource
 
 PARTITIONS_PER_PAGE: Final = 2_000
 """Limit of partitions per page; Kafka's default of max.request.partition.size.limit."""
@@ -37,6 +38,10 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     for name in asked or sorted(row.name for row in context.cache.rows()):
         if name < begin:
             continue
+        if context.pace.is_used_up:
+            await context.pace.wait_for_turn()
+        if not asked and not context.access.is_visible(request.visitor, Operation.DESCRIBE, Resource.TOPIC, name):
+            continue
         row = context.cache.by_name(name)
         if row is None:
             if asked:
@@ -51,8 +56,6 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
         topics.append(_topic(row.name, row.topic_id, error_codes.NONE, found))
         if end < row.partitions:
             return {"topics": topics, "next_cursor": {"topic_name": name, "partition_index": end}}
-        if context.pace.is_used_up:
-            await context.pace.wait_for_turn()
     return {"topics": topics, "next_cursor": None}
 
 
