@@ -4,6 +4,7 @@ write rules.
 
 from __future__ import annotations
 
+import datetime
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -152,6 +153,36 @@ def test_pages_of_all_topics_name_nothing_that_may_not_be_described(shared: Fake
             cursor = named and {"topic_name": named, "partition_index": answer.next_cursor.partition_index}
             pages.append(([topic.name for topic in answer.topics], named))
     assert pages == [(["page-a"], "page-c"), (["page-c"], None)]
+    for each in undo:
+        each()
+
+
+def test_a_described_transaction_names_only_topics_that_may_be_described(shared: FakeBroker) -> None:
+    names = ("of-transaction-seen", "of-transaction-hidden")
+    for name in names:
+        shared.create_topic(name, 1)
+    undo = [
+        allow(shared, "alice", Operation.DESCRIBE, Resource.TRANSACTIONAL_ID, "tx-described"),
+        allow(shared, "alice", Operation.DESCRIBE, Resource.TOPIC, names[0]),
+    ]
+    init, add_partitions, describe = (load_request_schema(key, version) for key, version in ((22, 1), (24, 3), (65, 0)))
+    minute = datetime.timedelta(minutes=1)
+    asked = encode(fields(describe, transactional_ids=("tx-described",)))
+    with as_user(shared, "root") as root, as_user(shared, "alice") as client:
+        made = root.ask(22, 1, encode(fields(init, transactional_id="tx-described", transaction_timeout=minute)))
+        topics = tuple(fields(nested(add_partitions, "v3_and_below_topics"), name=n, partitions=(0,)) for n in names)
+        body = fields(
+            add_partitions,
+            v3_and_below_transactional_id="tx-described",
+            v3_and_below_producer_id=made.producer_id,
+            v3_and_below_producer_epoch=made.producer_epoch,
+            v3_and_below_topics=topics,
+        )
+        assert code(root.ask(24, 3, encode(body))) == 0
+        for asker, seen in ((root, set(names)), (client, {names[0]})):
+            [found] = asker.ask(65, 0, asked).transaction_states
+            assert (int(found.error_code), found.transaction_state) == (0, "Ongoing")
+            assert {each.topic for each in found.topics} == seen
     for each in undo:
         each()
 

@@ -309,6 +309,12 @@ def _hide_groups(asking: CheckedRequest, body: Body, answer: Body) -> None:
             group |= {"error_code": error_codes.TOPIC_AUTHORIZATION_FAILED, "group_state": "", "members": []}
 
 
+def _hide_transaction_topics(asking: CheckedRequest, body: Body, answer: Body) -> None:
+    """Remove the topics of transactions that the client may not describe."""
+    for state in answer["transaction_states"]:
+        state["topics"] = [each for each in state["topics"] if asking.is_visible(_O.DESCRIBE, _R.TOPIC, each["topic"])]
+
+
 def _check_topic_partitions(asking: CheckedRequest, body: Body) -> Verdict:
     """Check DESCRIBE of the named topics; of all topics the handler lists the visible ones, because it pages them."""
     if not body["topics"]:
@@ -416,7 +422,10 @@ CHECKS: Final[dict[int, Sequence[Check]]] = {
     51: (_check_cluster(_O.ALTER),),
     60: NO_CHECK,
     61: (_check_each(_R.TOPIC, _O.READ, "topics"),),
-    65: (_check_each(_R.TRANSACTIONAL_ID, _O.DESCRIBE, "transactional_ids", "transaction_states"),),
+    65: (
+        _check_each(_R.TRANSACTIONAL_ID, _O.DESCRIBE, "transactional_ids", "transaction_states"),
+        lambda _, body: Verdict(body, after=_hide_transaction_topics),
+    ),
     66: (_filter_answer(_R.TRANSACTIONAL_ID, _O.DESCRIBE, "transaction_states", "transactional_id"),),
     68: (_READ_GROUP, _check_all(_R.TOPIC, _O.DESCRIBE, "subscribed_topic_names")),
     69: (
