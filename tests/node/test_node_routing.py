@@ -5,19 +5,24 @@ from __future__ import annotations
 import asyncio
 import json
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import pytest
+from starlette.types import ASGIApp
 
+from support.shapes.signing import KEYS, query_of
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.api import Lease
 from tidemill.metastore.catalogue import CaptureTableRow
+from tidemill.node.http.auth import AuthDependencies, AuthMiddleware
 from tidemill.node.http.server import build_application
 from tidemill.node.shape_routing import ShapeRouting
 from tidemill.shapes import ShapeService, ShapeSettings, shape_routes
+from tidemill.shapes.definition.planner import ShapeRequest
 from tidemill.shapes.definition.server_defined import ServerDefinedShape
+from tidemill.shapes.definition.signed_urls import SigningKeys
 from tidemill.shapes.http.authorization import ShapeAuthorizer
 
 
@@ -176,24 +181,35 @@ class Capture:
 
 
 class Nodes:
-    """Nodes a, b and c with the shapes of the captures that they lead. `async with Nodes(cluster) as nodes`."""
+    """Nodes a, b and c with the shapes of the captures that they lead. `async with Nodes(cluster) as nodes`.
 
-    def __init__(self, cluster: Cluster, settings: ShapeSettings | None = None) -> None:
+    With `signing`, the nodes authenticate clients.
+    """
+
+    def __init__(
+        self, cluster: Cluster, settings: ShapeSettings | None = None, signing: SigningKeys | None = None
+    ) -> None:
         self._cluster: Any = cluster
+        self._signing = signing
+        self._secret = settings.secret if settings is not None else ""
         self.captures = {name: Capture() for name in cluster.led_by}
         self.services = {node: ShapeService(SystemClock(), Rand(1), StatusTracker(), settings) for node in "abc"}
-        self._apps: dict[str, ShapeRouting] = {}
+        self._apps: dict[str, ASGIApp] = {}
 
     async def __aenter__(self) -> Nodes:
         for capture, node in self._cluster.led_by.items():
             self.services[node].add_database(capture, "", lambda: [], self.captures[capture])
         named = [ServerDefinedShape("mine", "both"), ServerDefinedShape("nowhere", "unknown")]
         for node, service in self.services.items():
-            grants = ShapeAuthorizer(SystemClock(), named)
+            clock = SystemClock()
+            grants = ShapeAuthorizer(clock, named, self._signing)
             app = build_application(shape_routes(service, grants))
-            routing = ShapeRouting(app, self._cluster, self._cluster, f"{node}/1", SystemClock(), grants)
+            routing = ShapeRouting(app, self._cluster, self._cluster, f"{node}/1", clock, grants, self._secret)
             service.set_leaders(routing.is_led_elsewhere)
-            self._apps[f"http://{node}"] = routing
+            guard = AuthMiddleware(routing, clock, within_tls=True, grants=grants)
+            unused: Any = None
+            guard.parties = AuthDependencies(unused, None, routing.topics_of)
+            self._apps[f"http://{node}"] = routing if self._signing is None else guard
         return self
 
     async def __aexit__(self, *exc: object) -> None:
@@ -299,3 +315,35 @@ async def test_the_mark_of_routing_is_no_parameter_of_the_request() -> None:
         status, body, visited = await nodes.get("a", "shape=nowhere&offset=-1")
         assert (status, body["message"], visited) == (503, "This shape cannot be served as it is defined.", "acb")
         assert (await nodes.get("a", "table=unknown&offset=-1&tidemill_asked=shop,crm,other"))[::2] == (400, "a")
+
+
+@pytest.mark.parametrize("table", ["orders", "people", "both", "unknown"])
+async def test_a_request_without_a_valid_signature_or_secret_does_not_learn_which_node_captures_a_table(
+    table: str,
+) -> None:
+    expires_s = SystemClock().now_ms() // 1000 + 60
+    signed = query_of(ShapeRequest(table), expires_s)
+    forged = [(name, "0" if name == "signature" else value) for name, value in signed]
+    async with Nodes(Cluster(), signing=SigningKeys(KEYS)) as nodes:
+        for query, status in (
+            (f"table={table}&signature=0&x=1", 400),
+            (f"table={table}&signature=0&tidemill_asked=crm", 401),
+            (f"table={table}&table={table}&signature=0", 400),
+            (f"shape=mine&table={table}&signature=0", 400),
+            (urlencode(forged), 401),
+            (f"{urlencode(forged)}&tidemill_asked=crm", 401),
+        ):
+            found, body, visited = await nodes.get("a", f"offset=-1&{query}")
+            assert (found, visited) == (status, "a"), (query, body)
+            assert table not in str(body)
+    async with Nodes(Cluster(), ShapeSettings(secret="s")) as nodes:
+        for query in (f"table={table}&offset=-1", f"table={table}&offset=-1&secret=x"):
+            assert (await nodes.get("a", query))[::2] == (401, "a")
+
+
+async def test_a_signed_request_visits_every_capture_of_a_table_that_no_row_names() -> None:
+    query = urlencode([*query_of(ShapeRequest("unknown"), SystemClock().now_ms() // 1000 + 60), ("offset", "-1")])
+    async with Nodes(Cluster(), signing=SigningKeys(KEYS)) as nodes:
+        status, body, visited = await nodes.get("a", query)
+        assert (status, visited) == (400, "acb")
+        assert body["errors"]["table"][0].startswith('table "public"."unknown" is not captured.')

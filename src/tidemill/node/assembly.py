@@ -145,7 +145,13 @@ async def assemble(node: NodeContext, app: SwitchableApp) -> None:
     await _join_cluster(node, member)
     node.stack.push_async_callback(shapes.aclose)
     routing = ShapeRouting(
-        build_application(routes), storage.catalogue, storage.consensus, node.instance, node.clock, node.grants
+        build_application(routes),
+        storage.catalogue,
+        storage.consensus,
+        node.instance,
+        node.clock,
+        node.grants,
+        shapes.settings.secret,
     )
     shapes.set_leaders(routing.is_led_elsewhere)
     app.app = routing

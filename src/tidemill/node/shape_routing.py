@@ -6,6 +6,8 @@ answers 307 with that node's address; browsers and the published client follow i
 - Invariant (one answer): every node gives a table without its capture's name the same meaning, from rows and leases
   that all nodes read: the only capture that carries it. Of several on different nodes, all nodes answer as one node
   with all of these captures does.
+- Invariant (no disclosure): a request without the secret of the shapes, or with a signature that is not valid, is not
+  routed, because a redirect and an error name captured tables and nodes. The shape room of this node refuses it.
 - Invariant (every capture is asked): a table that no row names may have been created a moment ago, and only its capture
   knows. So a request for it visits the nodes of all captures, in the order of their names, until one has the table. The
   redirect lists the captures that do not have it (`ASKED_PARAM`).
@@ -29,9 +31,11 @@ from tidemill.capture.naming import table_name, topic_name
 from tidemill.consensus.api import Consensus, Lease
 from tidemill.metastore.catalogue import Catalogue
 from tidemill.node.captures.balancer import node_of
+from tidemill.shapes.definition.permissions import AccessDeniedError
 from tidemill.shapes.definition.planner import SHARD_PREFIXES, parse_shard_name, parse_table_name
-from tidemill.shapes.http.authorization import NAME_PARAM, ShapeAuthorizer
+from tidemill.shapes.http.authorization import NAME_PARAM, ShapeAuthorizer, check_secret, client_host, is_signed
 from tidemill.shapes.http.error_status import NOT_CAPTURED_KEY, ROUTING_ERROR_KEY
+from tidemill.shapes.http.params import BadRequestError
 from tidemill.shapes.tables.table_search import several_databases_error
 
 CACHE_S = 1.0
@@ -104,7 +108,7 @@ class _UnlessNotCaptured:
 
 
 class ShapeRouting:
-    """ASGI middleware for `/v1/shape`. `holder` is this process's name in capture leases."""
+    """ASGI middleware for `/v1/shape`. `holder`: this process's name in capture leases. `secret`: `shapes.secret`."""
 
     def __init__(
         self,
@@ -114,9 +118,11 @@ class ShapeRouting:
         holder: str,
         clock: Clock,
         grants: ShapeAuthorizer | None = None,
+        secret: str = "",
     ) -> None:
         self._app = app
         self._grants = grants or ShapeAuthorizer(clock)
+        self._secret = secret
         self._catalogue = catalogue
         self._consensus = consensus
         self._holder = holder
@@ -139,7 +145,7 @@ class ShapeRouting:
         asked = QueryParams(query)
         table = self._grants.requested_table(asked)
         route = _Route()
-        if table and not table.startswith(SHARD_PREFIXES):
+        if table and not table.startswith(SHARD_PREFIXES) and self._has_credential(asked, client_host(scope)):
             route = await self._find_route(table, asked_before)
         if route.rivals:
             scope[ROUTING_ERROR_KEY] = several_databases_error(
@@ -163,6 +169,18 @@ class ShapeRouting:
         else:
             mark = f"&{ASKED_PARAM}={quote(','.join(missing), safe=',')}" if missing else ""
             await RedirectResponse(f"{url}/v1/shape?{query}{mark}", 307, headers=NO_STORE)(scope, receive, send)
+
+    def _has_credential(self, query: QueryParams, host: str) -> bool:
+        """Return whether the signature, or without one the secret, is valid. Tokens and passwords are checked before
+        (`http.auth`)."""
+        try:
+            if is_signed(query):
+                self._grants.authorize(query, None, host)
+            else:
+                check_secret(query, self._secret)
+        except (AccessDeniedError, BadRequestError):
+            return False
+        return True
 
     async def _find_route(self, table: str, asked_before: Sequence[str]) -> _Route:
         await self._refresh_owners()

@@ -176,7 +176,7 @@ class AuthMiddleware:
         """Pass on a request with a valid signature, for any client. The shape room checks the signature
         again, and serves what it signs."""
         try:
-            with suppress(BadRequestError):  # the shape room words that error
+            with suppress(BadRequestError):  # routing passes such a request to the shape room, which words that error
                 self._grants.authorize(query, None, host)
         except AccessDeniedError as denied:
             await self._send_refusal(scope, send, denied.status, str(denied))

@@ -12,6 +12,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Final
@@ -56,6 +57,13 @@ def client_host(scope: Scope) -> str:
 
 def is_signed(query: QueryParams) -> bool:
     return SIGNATURE_PARAM in query
+
+
+def check_secret(query: QueryParams, secret: str) -> None:
+    """Raise AccessDeniedError if a secret is configured and the query has another one."""
+    given = query.get("secret") or query.get("api_secret") or ""
+    if secret and not hmac.compare_digest(given.encode("utf-8", "replace"), secret.encode()):
+        raise AccessDeniedError(401, "Unauthorized - Invalid API secret")
 
 
 class ShapeAuthorizer:

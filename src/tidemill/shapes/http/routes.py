@@ -7,7 +7,6 @@ One request: check the secret, or what it may read (`authorization`) → reserve
 from __future__ import annotations
 
 import asyncio
-import hmac
 import re
 from collections.abc import Awaitable, Callable
 
@@ -23,7 +22,14 @@ from tidemill.base.errors import UnavailableError
 from tidemill.shapes.definition.definition import ShapeDefinition
 from tidemill.shapes.definition.permissions import AccessDeniedError, Grant
 from tidemill.shapes.http import subsets
-from tidemill.shapes.http.authorization import NAME_PARAM, ShapeAuthorizer, client_host, is_signed, requester_of
+from tidemill.shapes.http.authorization import (
+    NAME_PARAM,
+    ShapeAuthorizer,
+    check_secret,
+    client_host,
+    is_signed,
+    requester_of,
+)
 from tidemill.shapes.http.connections import AdmissionControl, AdmissionSlot
 from tidemill.shapes.http.error_status import ROUTING_ERROR_KEY, ErrorResponder, store_grant, stored_grant
 from tidemill.shapes.http.params import ShapeParams, check_utf8, parse_params
@@ -126,17 +132,12 @@ class _ShapeEndpoint:
 
         return handle
 
-    def _check_secret(self, request: Request) -> None:
-        secret = self._settings.secret
-        if secret and not hmac.compare_digest(_secret_of(request).encode("utf-8", "replace"), secret.encode()):
-            raise AccessDeniedError(401, "Unauthorized - Invalid API secret")
-
     def _authorize(self, request: Request) -> Grant:
         """Return what a request for a shape may read; a signature replaces the secret. Raises AccessDeniedError,
         BadRequestError, and the error of routing."""
         query = request.query_params
         if not is_signed(query):
-            self._check_secret(request)
+            check_secret(query, self._settings.secret)
         check_utf8(request.scope["query_string"])
         right = self._grants.authorize(query, requester_of(request.scope), client_host(request.scope))
         store_grant(request, right)
@@ -180,7 +181,7 @@ class _ShapeEndpoint:
         return Response(orjson.dumps({"status": status}), code, headers, media_type="application/json")
 
     async def live_shapes(self, request: Request) -> Response:
-        self._check_secret(request)
+        check_secret(request.query_params, self._settings.secret)
         headers = {**BASE_HEADERS, "cache-control": "no-cache"}
         return Response(orjson.dumps(self._service.shapes()), 200, headers, media_type="application/json")
 
@@ -260,7 +261,3 @@ async def _read_body(request: Request) -> bytes | None:
         if len(body) > MAX_BODY_BYTES:
             return None
     return bytes(body)
-
-
-def _secret_of(request: Request) -> str:
-    return request.query_params.get("secret") or request.query_params.get("api_secret") or ""
