@@ -27,8 +27,9 @@ from kio.index import load_request_schema
 
 from kafka import KafkaConsumer, TopicPartition
 from support.kafka.harness import FakeBroker, RealBroker
-from support.kafka.raw import RawClient, batch, code, encode, example, fetch_body, fields, nested, produce_body
+from support.kafka.raw import RawClient, batch, code, decode, encode, example, fetch_body, fields, nested, produce_body
 from support.kafka.security import PASSWORD, add, allow, as_user, confluent, gate
+from support.kafka.session_reader import Fetcher, body_of
 from support.waiting import eventually
 from tidemill.kafka import error_codes
 from tidemill.kafka.api import required_operations
@@ -228,6 +229,40 @@ def test_a_denial_wins_over_what_is_allowed_and_both_are_told(shared: FakeBroker
     )  # fmt: skip
     for each in undo:
         each()
+
+
+@pytest.mark.parametrize(("version", "epoch"), [(4, -1), (12, 0), (13, 0)])
+def test_a_fetch_that_waits_returns_nothing_that_may_no_longer_be_read(
+    shared: FakeBroker, version: int, epoch: int
+) -> None:
+    rows = [shared.create_topic(f"{name}-{version}", 1) for name in ("waits", "stays")]
+    waits, stays = ((row.name, 0) for row in rows)
+    forbid, undo = [allow(shared, "alice", Operation.READ, Resource.TOPIC, row.name) for row in rows]
+    ids = {row.name: uuid.UUID(row.topic_id) for row in rows}
+    with (
+        as_user(shared, "root") as writer,
+        as_user(shared, "alice") as client,
+        Fetcher(shared.port, rows, version) as reader,
+    ):
+        ask_metadata(writer, None)
+        body = body_of(version, ids, {waits: 0, stays: 0}, epoch=epoch, max_wait_ms=60_000)
+        client.send(1, version, 7, body)
+        eventually(lambda: shared.topics.fetching == 1)
+        forbid()
+        produced = writer.ask(0, 8, produce_body(waits[0], [(0, batch([b"v"]))]))
+        assert int(produced.responses[0].partition_responses[0].error_code) == 0
+        answer = reader.read(decode(1, version, client.receive()[1]))
+        assert {place: (got.code, got.batches) for place, got in answer.reported.items()} == {
+            waits: (error_codes.TOPIC_AUTHORIZATION_FAILED, ()), stays: (0, ())
+        }  # fmt: skip
+        assert (answer.session_id > 0) == (epoch == 0)
+        if answer.session_id:
+            forbid = allow(shared, "alice", Operation.READ, Resource.TOPIC, waits[0])
+            more = body_of(version, ids, {}, session_id=answer.session_id, epoch=1)
+            again = reader.read(client.ask(1, version, more))
+            assert again.reported[waits].batches == ((0, 1),), "it is allowed again"
+            forbid()
+    undo()
 
 
 def test_an_idempotent_producer_needs_a_topic_that_it_may_write(shared: FakeBroker) -> None:

@@ -1,7 +1,7 @@
 """Partitions that one reader fetches, as Fetch names them, and the answer for each.
 
-Invariant (authorized reads): nothing is read that the client may not read. Authorization is checked when a partition is
-named, and for all partitions again when the rules have changed.
+Invariant (authorized reads): nothing is returned that the client may not read. Authorization is checked when a
+partition is named, and for all partitions again when the rules have changed: before a fetch, and before its answer.
 
 Invariant (errors are rechecked): a partition that cannot be read (missing or not allowed) is resolved again at every
 fetch and reported in every answer.
@@ -98,7 +98,7 @@ class FetchedPartitions:
                     await pace.wait_for_turn()
 
     async def refresh(self) -> None:
-        """Resolve refused partitions again before a fetch, and all partitions if the access rules have changed."""
+        """Resolve refused partitions again, and all partitions if the access rules have changed."""
         rules = self._context.access.rules
         again = [(key, asked) for key, (asked, _) in self._refused.items()]
         if rules is not self._rules:
@@ -143,6 +143,9 @@ class FetchedPartitions:
             await self._await_missing()
             gone = [cast(Key, key) for key, got in answered if isinstance(got.error, MissingError)]
             found |= {key: PartitionRecords(key[1], self._refused[key][1]) for key in gone if key in self._refused}
+        while self._context.access.rules is not self._rules:  # they changed during the wait
+            await self.refresh()
+            found |= {key: PartitionRecords(key[1], code) for key, (_, code) in self._refused.items()}
         return found
 
     def close(self) -> None:
