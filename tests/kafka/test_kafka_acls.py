@@ -265,6 +265,19 @@ def test_a_fetch_that_waits_returns_nothing_that_may_no_longer_be_read(
     undo()
 
 
+@pytest.mark.parametrize("key", [8, 9])
+def test_offsets_of_a_topic_that_this_node_learns_during_the_request_are_refused(shared: FakeBroker, key: int) -> None:
+    undo = allow(shared, "alice", Operation.READ, Resource.GROUP, "g")
+    with as_user(shared, "alice") as client:
+        row = shared.create_topic(f"learnt-{key}", 1)
+        body = example(key, 10, row.name, uuid.UUID(row.topic_id))
+        assert [code(client.ask(key, 10, body)) for _ in range(2)] == [29, 29]
+        undo_read = allow(shared, "alice", Operation.READ, Resource.TOPIC, row.name)
+        assert code(client.ask(key, 10, body)) == 0
+    undo_read()
+    undo()
+
+
 def test_an_idempotent_producer_needs_a_topic_that_it_may_write(shared: FakeBroker) -> None:
     body = encode(fields(load_request_schema(22, 1), transactional_id=None))
     with as_user(shared, "alice") as client:

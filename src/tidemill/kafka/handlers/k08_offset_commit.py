@@ -19,6 +19,7 @@ from tidemill.kafka.schema.codec_compiler import Body
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows import GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
+from tidemill.security.acls import Operation
 
 METADATA_CHARS_MAX = 4096
 BY_ID = 10
@@ -38,6 +39,8 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     accepted: list[Body] = []
     for topic in body["topics"]:
         row = find_topic(context, topic, by_id=by_id)
+        if by_id:  # the id was perhaps not known here when the request was checked
+            row = context.access.topic(request.visitor, Operation.READ, topic["topic_id"], row, is_id=True)
         partitions: list[Body] = []
         for asked in topic["partitions"]:
             if context.pace.is_used_up:
