@@ -38,7 +38,7 @@ from tidemill.kafka import KafkaSettings
 from tidemill.kafka.net.listener_security import UNAUTHENTICATED_REQUEST_BYTES
 from tidemill.kafka.net.memory_budget import BudgetedSession, MemoryBudget
 from tidemill.security.sasl import MECHANISMS, Authenticator, AuthFailureThrottle
-from tidemill.security.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, ScramServer
+from tidemill.security.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, Credential, ScramServer, decoy_credential
 from tidemill.security.users import Users
 
 CLASSIC = ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
@@ -564,7 +564,11 @@ async def test_the_authenticator_takes_turns_with_passwords() -> None:
     async def credential(user: str, mechanism: int) -> None:
         return None
 
+    async def decoy(user: str) -> Credential:
+        return decoy_credential(user, SCRAM_SHA_512, b"secret", ())
+
     users.credential = credential  # type: ignore[method-assign,assignment]
+    users.decoy = decoy  # type: ignore[method-assign,assignment]
     real = asyncio.to_thread
 
     async def counted(*arguments: Any) -> Any:

@@ -10,17 +10,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tidemill.base.clock import Rand, SystemClock
+from tidemill.consensus.memory import MemoryConsensus, MemoryState
+from tidemill.metastore.factory import create_metastore
+from tidemill.objects.memory import MemoryObjects
+from tidemill.security.sasl import Authenticator
 from tidemill.security.scram import (
+    ITERATIONS_MIN,
     NAMES,
+    SALT_BYTES,
     SCRAM_SHA_256,
     SCRAM_SHA_512,
     AuthenticationFailedError,
     Credential,
+    CredentialForm,
     ScramServer,
     decoy_credential,
     derive_credential,
+    form_of,
     matches_password,
 )
+from tidemill.security.users import ANY_MECHANISM, Users
 
 RFC_SALT = base64.b64decode("W22ZaJ0SNY7soEsUEjb6gQ==")
 RFC_FIRST = b"n,,n=user,r=rOprNGfwEbeRWgbNEkqO"
@@ -75,14 +85,51 @@ def test_only_the_right_password_gets_in(mechanism: int, user: str) -> None:
 
 def test_a_decoy_fits_no_password_and_looks_like_a_user_every_time() -> None:
     first, again = (
-        decoy_credential("nobody", SCRAM_SHA_512, b"secret"),
-        decoy_credential("nobody", SCRAM_SHA_512, b"secret"),
+        decoy_credential("nobody", SCRAM_SHA_512, b"secret", ()),
+        decoy_credential("nobody", SCRAM_SHA_512, b"secret", ()),
     )
     real = derive_credential("u", SCRAM_SHA_512, "p", first.salt)
-    assert first == again != decoy_credential("nobody", SCRAM_SHA_512, b"other")
+    assert first == again != decoy_credential("nobody", SCRAM_SHA_512, b"other", ())
+    assert first.salt != decoy_credential("nobody", SCRAM_SHA_256, b"secret", ()).salt, "as of a user"
     assert (len(first.salt), first.iterations) == (len(real.salt), real.iterations)
     assert len(first.stored_key) == len(real.stored_key)
     assert not matches_password(first, "")
+
+
+async def test_decoys_are_those_of_every_node_and_have_the_forms_of_stored_credentials() -> None:
+    clock, state, objects = SystemClock(), MemoryState(), MemoryObjects(SystemClock())
+    consensus = [MemoryConsensus(clock, state) for _ in range(2)]
+    metastores = [create_metastore(each, objects, clock, Rand(), holder=f"n{i}") for i, each in enumerate(consensus)]
+    first, second = (Users(each, clock) for each in metastores)
+    try:
+        names = [f"user-{i}" for i in range(64)]
+        before = [await first.decoy(name, SCRAM_SHA_512) for name in names]
+        assert before == [await second.decoy(name, SCRAM_SHA_512) for name in names]
+        assert {(len(each.salt), each.iterations) for each in before} == {(SALT_BYTES, ITERATIONS_MIN)}
+        assert len({each.salt for each in before}) == 64
+        exchanges = [Authenticator(users, Rand()).start_exchange("SCRAM-SHA-512") for users in (first, second)]
+        challenges = [(await each.step(b"n,,n=nobody,r=x")).reply.split(b",", 1)[1] for each in exchanges]
+        assert challenges[0] == challenges[1], "salt and iterations"
+        for user, mechanism, salt, iterations in (
+            ("a", SCRAM_SHA_512, b"\x00" * 64, 8_192),
+            ("b", SCRAM_SHA_256, b"1ru4zzt" * 4, 4_097),
+            ("b", SCRAM_SHA_512, b"1ru4zzt" * 4, 16_384),
+            ("c", SCRAM_SHA_256, b"\x00" * 9, 5_000),
+        ):
+            await first.put(derive_credential(user, mechanism, "p", salt, iterations))
+
+        async def forms(mechanism: int) -> set[CredentialForm]:
+            decoys = [await first.decoy(name, mechanism) for name in names]
+            return {form_of(each.mechanism, each.salt, each.iterations) for each in decoys}
+
+        a, b = CredentialForm(SCRAM_SHA_512, 64, 8_192), CredentialForm(SCRAM_SHA_512, 28, 16_384, is_text=True)
+        c = CredentialForm(SCRAM_SHA_256, 9, 5_000)
+        assert await forms(SCRAM_SHA_512) == {a, b}
+        assert await forms(SCRAM_SHA_256) == {c, CredentialForm(SCRAM_SHA_256, 28, 4_097, is_text=True)}
+        assert await forms(ANY_MECHANISM) == {a, b, c}, "a password is checked against one credential of each user"
+    finally:
+        for each in (*metastores, *consensus):
+            await each.aclose()
 
 
 @pytest.mark.parametrize(
@@ -147,6 +194,6 @@ def test_whatever_arrives_is_refused_or_goes_on(first: bytes, final: bytes) -> N
     except AuthenticationFailedError:
         return
     assert user
-    server.server_first(decoy_credential(user, SCRAM_SHA_256, b"s"))
+    server.server_first(decoy_credential(user, SCRAM_SHA_256, b"s", ()))
     with pytest.raises(AuthenticationFailedError):
         server.server_final(final)

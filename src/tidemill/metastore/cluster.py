@@ -1,6 +1,7 @@
 """The cluster: its identity, its number of domains, and the domain of each key.
 
     register  metastore/cluster    msgpack map: format 1, uuid, domains, created_ms, label, incarnation, restoring
+    register  metastore/secret     random bytes that only processes of the cluster know
 
     domain of a key = crc32c(entity) mod domains
 
@@ -26,6 +27,7 @@ from tidemill.consensus.api import Consensus, Versioned
 from tidemill.metastore.rows.key_encoding import entity_of
 
 REGISTER = "metastore/cluster"
+SECRET_REGISTER = "metastore/secret"
 FORMAT = 1
 DOMAINS_MAX = 64
 RETRY_PAUSE_S = 0.02
@@ -63,7 +65,7 @@ async def read_cluster(consensus: Consensus) -> tuple[Cluster, int] | None:
     """Return the cluster and the version of its register; None before it was created. Raises CorruptError,
     InvalidError."""
     found = await consensus.head(REGISTER)
-    return None if found is None else (_decode(found), found.seq)
+    return None if found is None else (_decode(found.data), found.seq)
 
 
 async def read_before_creation(
@@ -120,17 +122,32 @@ async def open_cluster(
     return cluster
 
 
+async def read_secret(consensus: Consensus, rand: Rand) -> bytes:
+    """Return the secret of the cluster. The first caller creates it; a restored cluster has its own."""
+    found = await consensus.head(SECRET_REGISTER)
+    if found is not None:
+        return found.data
+    return await _write_register(consensus, rand, SECRET_REGISTER, rand.nonce().encode(), 0)
+
+
 async def write_cluster(consensus: Consensus, rand: Rand, cluster: Cluster, expected_seq: int) -> Cluster:
     """Write the register's next version; return the stored one: `cluster`, or the version another writer wrote
     first."""
+    data = msgspec.msgpack.encode(cluster)
+    stored = await _write_register(consensus, rand, REGISTER, data, expected_seq)
+    return cluster if stored == data else _decode(stored)
+
+
+async def _write_register(consensus: Consensus, rand: Rand, register: str, data: bytes, expected_seq: int) -> bytes:
+    """Write a register's next version; return the stored one, as `write_cluster` does."""
     nonce = rand.nonce()
     while True:
         try:
-            await consensus.cas(REGISTER, expected_seq, msgspec.msgpack.encode(cluster), nonce)
-            return cluster
+            await consensus.cas(register, expected_seq, data, nonce)
+            return data
         except ConflictError as conflict:
             if isinstance(conflict.current, Versioned):
-                return _decode(conflict.current)
+                return conflict.current.data
             raise
         except UnknownOutcomeError:
             # The next attempt resolves it: either it succeeds, or the conflict returns what is stored, maybe this
@@ -138,9 +155,9 @@ async def write_cluster(consensus: Consensus, rand: Rand, cluster: Cluster, expe
             await asyncio.sleep(RETRY_PAUSE_S)
 
 
-def _decode(found: Versioned) -> Cluster:
+def _decode(data: bytes) -> Cluster:
     try:
-        cluster = msgspec.msgpack.decode(found.data, type=Cluster)
+        cluster = msgspec.msgpack.decode(data, type=Cluster)
     except msgspec.DecodeError as error:
         raise CorruptError(f"the cluster register is unreadable: register={REGISTER} cause={error}.") from error
     if cluster.format != FORMAT:

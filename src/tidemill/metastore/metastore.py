@@ -28,7 +28,7 @@ from tidemill.base.errors import (
 from tidemill.base.runtime.tasks import Backoff, Tasks, error_sentence
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.api import Chunk, DomainRows, VersionedRow
-from tidemill.metastore.cluster import Cluster, domain_of, open_cluster
+from tidemill.metastore.cluster import Cluster, domain_of, open_cluster, read_secret
 from tidemill.metastore.rows.key_encoding import Part, names_entity
 from tidemill.metastore.rows.row_family import Family
 
@@ -79,6 +79,7 @@ class Metastore:
         self._opened: _OpenDomains | None = None
         self._kept: dict[bytes, tuple[object, list[Any]]] = {}
         """First byte of a catalogue family's keys → its stamp and rows at the last read."""
+        self._secret = b""
         self._opening = asyncio.Lock()
         self._closed = False
         self._tending = Tasks(self._reopening_failed)
@@ -90,6 +91,13 @@ class Metastore:
 
     async def cluster(self) -> Cluster:
         return (await self._open()).cluster
+
+    async def secret(self) -> bytes:
+        """Return random bytes that only processes of the cluster know. Raises UnavailableError."""
+        if not self._secret:
+            await self._open()
+            self._secret = await read_secret(self._consensus, self._rand)
+        return self._secret
 
     async def domains(self) -> Sequence[DomainRows]:
         return tuple((await self._open()).domains)

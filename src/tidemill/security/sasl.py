@@ -6,7 +6,7 @@ principal or with AuthenticationFailedError.
     OAUTHBEARER            gs2 header · 01 auth=Bearer TOKEN 01 [key=value 01…] 01 (RFC 7628)
 
 Invariant: neither a reply nor its timing reveals whether a user exists. An unknown user is checked against a decoy
-credential.
+credential, which every node derives alike (`users`).
 
 Key derivation is expensive: at most DERIVED_AT_ONCE passwords are derived concurrently, in threads. Failed
 authentications, of any kind, are delayed by client address: each failure is answered more slowly than the one before.
@@ -29,7 +29,6 @@ from tidemill.security.scram import (
     SCRAM_SHA_512,
     AuthenticationFailedError,
     ScramServer,
-    decoy_credential,
     matches_password,
 )
 from tidemill.security.users import Users
@@ -70,7 +69,6 @@ class Authenticator:
         self.users = users
         self.tokens = tokens
         self._rand = rand
-        self._secret = rand.nonce().encode()
         self._deriving = asyncio.Semaphore(DERIVED_AT_ONCE)
 
     def start_exchange(self, mechanism: str) -> SaslExchange:
@@ -80,7 +78,7 @@ class Authenticator:
             assert self.tokens is not None
             return _OauthBearer(self.tokens)
         number = next(number for number, name in NAMES.items() if name == mechanism)
-        return _Scram(self.users, ScramServer(number, self._rand.nonce()), self._secret)
+        return _Scram(self.users, ScramServer(number, self._rand.nonce()))
 
     async def verify_password(self, user: str, password: str) -> str:
         """Return the principal of a user with this password. Raises AuthenticationFailedError."""
@@ -88,9 +86,9 @@ class Authenticator:
             raise AuthenticationFailedError("user name missing or password too long", user)
         first, second = await asyncio.gather(*(self.users.credential(user, each) for each in _STRONGEST_FIRST))
         found = first or second
+        decoy = await self.users.decoy(user)
         async with self._deriving:
-            stored = found or decoy_credential(user, SCRAM_SHA_512, self._secret)
-            fits = await asyncio.to_thread(matches_password, stored, password)
+            fits = await asyncio.to_thread(matches_password, found or decoy, password)
         if found is None or not fits:
             raise AuthenticationFailedError("wrong password or unknown user", user)
         return USER + user
@@ -114,10 +112,9 @@ class _Plain:
 
 
 class _Scram:
-    def __init__(self, users: Users, server: ScramServer, secret: bytes) -> None:
+    def __init__(self, users: Users, server: ScramServer) -> None:
         self._users = users
         self._server = server
-        self._secret = secret
         self._user: str | None = None
 
     async def step(self, message: bytes) -> SaslStep:
@@ -125,9 +122,9 @@ class _Scram:
             return SaslStep(self._server.server_final(message), USER + self._user)
         mechanism = self._server.mechanism
         user = self._server.read_client_first(message)
-        found = await self._users.credential(user, mechanism) or decoy_credential(user, mechanism, self._secret)
+        found, decoy = await self._users.credential(user, mechanism), await self._users.decoy(user, mechanism)
         self._user = user
-        return SaslStep(self._server.server_first(found))
+        return SaslStep(self._server.server_first(found or decoy))
 
 
 class _OauthBearer:

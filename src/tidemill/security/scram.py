@@ -15,6 +15,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+from collections.abc import Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -30,6 +31,7 @@ ITERATIONS_MAX: Final = 16_384
 SALT_BYTES: Final = 24
 SIZES: Final = {SCRAM_SHA_256: 32, SCRAM_SHA_512: 64}
 """Size of a salted password in bytes."""
+_TEXT: Final = b"0123456789abcdefghijklmnopqrstuvwxyz"
 _HASHES: Final = {SCRAM_SHA_256: "sha256", SCRAM_SHA_512: "sha512"}
 
 
@@ -79,12 +81,37 @@ def matches_password(found: Credential, password: str) -> bool:
     return hmac.compare_digest(given.stored_key, found.stored_key)
 
 
-def decoy_credential(user: str, mechanism: int, secret: bytes) -> Credential:
-    """Return a credential that no password matches, always the same for a name, so that a client cannot learn whether
-    the user exists."""
-    salt = hmac.digest(secret, user.encode(), "sha512")[:SALT_BYTES]
-    size = SIZES[mechanism]
-    return Credential(user, mechanism, salt, hmac.digest(secret, salt, "sha512")[:size], bytes(size), ITERATIONS_MIN)
+class CredentialForm(NamedTuple):
+    """What a client can see or measure of a credential, except for the bytes of its salt.
+
+    `is_text`: the salt consists of letters and digits, as those that Java's tools create.
+    """
+
+    mechanism: int
+    salt_bytes: int = SALT_BYTES
+    iterations: int = ITERATIONS_MIN
+    is_text: bool = False
+
+
+def form_of(mechanism: int, salt: bytes, iterations: int) -> CredentialForm:
+    return CredentialForm(mechanism, len(salt), iterations, salt.isalnum())
+
+
+def decoy_credential(user: str, mechanism: int, secret: bytes, forms: Sequence[CredentialForm]) -> Credential:
+    """Return a credential that no password matches, always the same for a name and a secret, so that a client cannot
+    learn whether the user exists.
+
+    It has one of `forms`: those of the stored credentials in order, so that decoys have them as often as users, and few
+    decoys change with a stored credential. `mechanism` is used if there are none.
+    """
+    seed = hmac.digest(secret, bytes([mechanism]) + user.encode(), "sha512")
+    form = forms[int.from_bytes(seed[:8]) * len(forms) >> 64] if forms else CredentialForm(mechanism or SCRAM_SHA_512)
+    salt = hashlib.shake_256(b"salt" + seed).digest(form.salt_bytes)
+    if form.is_text:
+        salt = bytes(_TEXT[each % len(_TEXT)] for each in salt)
+    size = SIZES[form.mechanism]
+    stored_key = hashlib.shake_256(b"key" + seed).digest(size)
+    return Credential(user, form.mechanism, salt, stored_key, bytes(size), form.iterations)
 
 
 class _ClientFirst(NamedTuple):

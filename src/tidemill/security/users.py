@@ -1,12 +1,13 @@
 """Users and their SCRAM credentials, stored as rows of the metastore (rows/security).
 
 A credential is read at every authentication and never cached, so a changed password takes effect immediately on every
-node.
+node. A name without a credential has a decoy, which is the same on every node: its salt is derived from the secret of
+the cluster.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from tidemill.base.clock import Clock
@@ -16,9 +17,19 @@ from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import USERS
 from tidemill.metastore.rows.security import UserRow
 from tidemill.security.principals import NAME_CHARS_MAX
-from tidemill.security.scram import ITERATIONS_MAX, ITERATIONS_MIN, NAMES, Credential
+from tidemill.security.scram import (
+    ITERATIONS_MAX,
+    ITERATIONS_MIN,
+    NAMES,
+    Credential,
+    CredentialForm,
+    decoy_credential,
+    form_of,
+)
 
 _FIX: Final = "Check with `tidemill user list`."
+ANY_MECHANISM: Final = 0
+"""In place of a mechanism: a password is checked against the strongest credential of the user."""
 USERS_MAX: Final = 10_000
 """Limit of stored credentials in the cluster."""
 
@@ -43,6 +54,9 @@ class Users:
     def __init__(self, metastore: Metastore, clock: Clock) -> None:
         self._metastore = metastore
         self._clock = clock
+        self._rows: Sequence[UserRow] = ()
+        self._forms: dict[int, list[CredentialForm]] = {}
+        """Forms of the credentials in `_rows` by mechanism; ANY_MECHANISM: of the strongest one of each user."""
 
     async def credential(self, user: str, mechanism: int) -> Credential | None:
         try:
@@ -50,6 +64,14 @@ class Users:
         except InvalidError:
             return None  # the name cannot be encoded as a key
         return _credential(row) if row is not None else None
+
+    async def decoy(self, user: str, mechanism: int = ANY_MECHANISM) -> Credential:
+        """Return a credential that no password matches and that looks like a stored one (`scram.decoy_credential`)."""
+        secret = await self._metastore.secret()
+        rows = await self._metastore.rows(USERS, fresh=False)
+        if rows is not self._rows:
+            self._rows, self._forms = rows, _forms_of(rows)
+        return decoy_credential(user, mechanism, secret, self._forms.get(mechanism, ()))
 
     async def list(self) -> list[Credential]:
         """Return all credentials, ordered by user and mechanism."""
@@ -82,6 +104,17 @@ class Users:
         ]
         rows += [(USERS.key(user, mechanism), b"") for mechanism in deleted]
         await write_rows(self._metastore, self._clock, rows, _FIX)
+
+
+def _forms_of(rows: Iterable[UserRow]) -> dict[int, list[CredentialForm]]:
+    """Return the forms by mechanism, in order. `rows` are ordered by user and mechanism."""
+    found: dict[int, list[CredentialForm]] = {}
+    strongest: dict[str, CredentialForm] = {}
+    for row in rows:
+        form = strongest[row.user] = form_of(row.mechanism, row.salt, row.iterations)
+        found.setdefault(row.mechanism, []).append(form)
+    found[ANY_MECHANISM] = list(strongest.values())
+    return {mechanism: sorted(forms) for mechanism, forms in found.items()}
 
 
 def _credential(row: UserRow) -> Credential:
