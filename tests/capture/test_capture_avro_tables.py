@@ -230,6 +230,22 @@ async def test_a_schema_is_one_for_equal_tables_whoever_registers_it(postgres_ds
             assert again.version.id == known
 
 
+async def test_an_included_column_of_a_primary_key_may_be_null(postgres_dsn: str) -> None:
+    """Regression: the column was part of the record's key, whose schema has no null."""
+    async with registered_world(postgres_dsn) as (world, registered):
+        await world.sql(
+            "CREATE TABLE t (id int, v int, PRIMARY KEY (id) INCLUDE (v))", "INSERT INTO t VALUES (1, NULL)"
+        )
+        async with world.capture(envelope="debezium-avro", schemas=registered):
+            await world.sql("INSERT INTO t VALUES (2, NULL)", "UPDATE t SET v = 2")
+            await world.caught_up()
+        found = [
+            (key, event["op"], event["after"]["v"]) for key, event, _ in await read(world, registered.registry, "t")
+        ]
+        one, two = {"id": 1}, {"id": 2}
+        assert found == [(one, "r", None), (two, "c", None), (one, "u", 2), (two, "u", 2)]
+
+
 @pytest.mark.parametrize("envelope", ["debezium-avro", "row"])
 async def test_a_table_altered_between_its_description_and_the_lock_of_its_copy_is_copied_as_it_is_then(
     postgres_dsn: str, monkeypatch: pytest.MonkeyPatch, envelope: str

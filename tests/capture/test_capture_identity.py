@@ -16,9 +16,10 @@ from support.capture.on_every_server import (
     unchanged,
 )
 from support.capture.rights import statements_in
-from support.capture.world import World
+from support.capture.world import World, header
 from support.waiting import until
 from tidemill.base.errors import InvalidError
+from tidemill.capture.catalog import columns, relations
 from tidemill.capture.session.teardown import drop_capture
 from tidemill.capture.setup.privileges import check_capture
 
@@ -58,8 +59,10 @@ REFUSED = {
         "ALTER TABLE {} REPLICA IDENTITY USING INDEX by_code_code_key",
     ),
     "deferred": ("CREATE TABLE {} (id int PRIMARY KEY DEFERRABLE, v int)",),
-    "includes": ("CREATE TABLE {} (id int, v int, PRIMARY KEY (id) INCLUDE (v))",),
 }
+
+
+INCLUDING = "CREATE TABLE t (id int, v int, tenant int NOT NULL DEFAULT 0, PRIMARY KEY (id) INCLUDE (v))"
 
 
 async def test_f471_an_identity_that_does_not_say_the_key_is_refused_with_the_statement_that_does(
@@ -80,6 +83,60 @@ async def test_f471_an_identity_that_does_not_say_the_key_is_refused_with_the_st
             for name in REFUSED:
                 await world.sql(f"INSERT INTO {name} VALUES (1, 1)", f"UPDATE {name} SET id = 2")
                 await exact(world, name)
+
+
+@pytest.mark.parametrize("identity", ["DEFAULT", "USING INDEX t_by_tenant"])
+async def test_the_included_columns_of_a_primary_key_are_no_key(postgres_dsn: str, identity: str) -> None:
+    """Regression: an UPDATE of such a column wrote a tombstone and a row under another key, and `as-is` refused the
+    table."""
+    async with World(postgres_dsn) as world:
+        await world.sql(
+            INCLUDING,
+            "CREATE UNIQUE INDEX t_by_tenant ON t (tenant, id)",
+            f"ALTER TABLE t REPLICA IDENTITY {identity}",
+            "INSERT INTO t VALUES (1, NULL), (2, 1)",
+        )
+        async with world.capture(**AS_IS):
+            await world.flowing("t")
+            await world.sql("INSERT INTO t VALUES (3, NULL)", "UPDATE t SET v = 2 WHERE id < 3")
+            await world.sql("UPDATE t SET id = 4 WHERE id = 3", "DELETE FROM t WHERE id = 2")
+            await exact(world, "t")
+            ops = [(r.key, header(r, "tm.op")) for r in (await world.records("t"))[3:]]
+            one, two, three, four = (b'{"id":%d}' % n for n in range(1, 5))
+            assert ops[:2] == [(one, "update"), (two, "update")]
+            assert [key for key, _ in ops[2:]] == [three, four, two]
+
+
+async def test_a_key_that_gets_an_included_column_as_its_own_is_another_key(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
+        await world.sql(INCLUDING)
+        async with world.capture(table_poll_s=0.1):
+            await world.flowing("t")
+            await world.sql("ALTER TABLE t DROP CONSTRAINT t_pkey, ADD PRIMARY KEY (id, v)")
+            await world.paused("t", "primary key (id) is now (id, v)")
+
+
+async def test_a_table_that_was_captured_with_included_columns_in_its_key_waits_for_an_operator_and_continues(
+    postgres_dsn: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with World(postgres_dsn) as world:
+        await world.sql(INCLUDING, "INSERT INTO t VALUES (1, 1)")
+        former = " AND k.place <= i.indnkeyatts"
+        with monkeypatch.context() as patched:
+            patched.setattr(relations, "_COLUMNS_SQL", relations._COLUMNS_SQL.replace(former, ""))
+            patched.setattr(columns, "_ATTRIBUTES_SQL", columns._ATTRIBUTES_SQL.replace(former, ""))
+            async with world.capture():
+                await world.flowing("t")
+            assert list(await world.folded("t")) == ['{"id":1,"v":1}']
+        async with world.capture():
+            row = await world.paused("t", "primary key (id, v) is now (id)")
+            assert "tidemill capture accept" in row.fix
+            await world.sql("UPDATE t SET v = 2")
+            await world.catalogue.change_table(world.name, row.table, asked)
+            await world.flowing("t")
+            await world.sql("UPDATE t SET v = 3")
+            await exact(world, "t")
+            assert list(await world.folded("t")) == ['{"id":1}']
 
 
 @pytest.mark.parametrize("identity", ["NOTHING", "USING INDEX t_code_key"])

@@ -240,6 +240,13 @@ def test_a_missing_an_extra_and_a_different_row_are_each_counted(postgres_dsn: s
     assert found.examples == ("different Z, 3", "extra z, 2", "missing ä, 1")
 
 
+def test_an_included_column_of_the_primary_key_is_no_difference(postgres_dsn: str) -> None:
+    with psycopg.connect(postgres_dsn, autocommit=True) as connection:
+        connection.execute("CREATE TABLE t (id int, v int, PRIMARY KEY (id) INCLUDE (v))")
+        connection.execute("INSERT INTO t VALUES (1, NULL)")
+    assert verified(postgres_dsn, run(captured(postgres_dsn, "t")), "t").clean
+
+
 def test_writers_that_go_on_meanwhile_do_not_show(postgres_dsn: str) -> None:
     with psycopg.connect(postgres_dsn, autocommit=True) as connection:
         connection.execute("CREATE TABLE t (id bigint PRIMARY KEY, v text)")

@@ -43,7 +43,7 @@ SELECT c.oid, c.relkind, c.relnatts,
        a.xmin, a.attname, a.attnum, a.atttypid, a.atttypmod, format_type(a.atttypid, a.atttypmod),
        coalesce((SELECT k.place - 1 FROM pg_index i CROSS JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY
            AS k(attnum, place) WHERE i.indrelid = c.oid AND i.indisprimary AND k.attnum = a.attnum
-             AND {is_key_carried}), -1),
+             AND k.place <= i.indnkeyatts AND {is_key_carried}), -1),
        m.kinds, m.missing
   FROM pg_class c
   JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated IN ({kinds})

@@ -24,7 +24,8 @@ SELECT c.oid, n.nspname, c.relname, a.attname, a.atttypid, a.atttypmod,
   FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
   JOIN pg_attribute a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped AND a.attgenerated IN ({kinds})
   LEFT JOIN pg_index i ON i.indrelid = c.oid AND i.indisprimary AND {is_key_carried}
-  LEFT JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place) ON k.attnum = a.attnum
+  LEFT JOIN LATERAL unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)
+         ON k.attnum = a.attnum AND k.place <= i.indnkeyatts
  WHERE c.oid IN ({oids})
  ORDER BY c.oid, a.attnum
 """

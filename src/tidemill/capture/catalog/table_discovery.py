@@ -26,18 +26,18 @@ PARTITION_CHECK_TIMEOUT_MS = 100
 _LACKS_KEY = """
 CASE m.relreplident
   WHEN 'f' THEN false
-  WHEN 'd' THEN NOT EXISTS (SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate
-                               AND i.indnkeyatts = i.indnatts)
+  WHEN 'd' THEN NOT EXISTS (SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate)
   WHEN 'i' THEN NOT EXISTS (SELECT FROM pg_index i JOIN pg_index p ON p.indrelid = i.indrelid AND p.indisprimary
                                                                       AND p.indimmediate
                              WHERE i.indrelid = m.oid AND i.indisreplident AND i.indisvalid
-                               AND p.indkey::int2[] <@ (i.indkey::int2[])[0:i.indnkeyatts - 1])
+                               AND (p.indkey::int2[])[0:p.indnkeyatts - 1]
+                                   <@ (i.indkey::int2[])[0:i.indnkeyatts - 1])
   ELSE true END
 """
 """Condition that the WAL of relation m does not identify the row of an UPDATE or DELETE. This is the case with NOTHING;
-with DEFAULT if the primary key is deferrable, and therefore no identity, or includes additional columns; with an index
-that lacks a column of the key (an UPDATE of that column alone would not show the old key). Two rows may share a
-deferrable primary key, and only a whole old row shows which one of them left it (deferrable_keys.py).
+with DEFAULT if the primary key is deferrable, and therefore no identity; with an index that lacks a column of the key
+(an UPDATE of that column alone would not show the old key). Two rows may share a deferrable primary key, and only a
+whole old row shows which one of them left it (deferrable_keys.py). INCLUDE columns belong to no key.
 """
 
 _IDENTITY = """
@@ -50,8 +50,8 @@ CASE m.relreplident WHEN 'f' THEN 'FULL' WHEN 'd' THEN 'DEFAULT' WHEN 'i' THEN c
 _KEY_IDENTITY_STATEMENT = """
 format('ALTER TABLE %I.%I REPLICA IDENTITY %s', (SELECT nspname FROM pg_namespace WHERE oid = m.relnamespace),
        m.relname,
-       CASE WHEN EXISTS (SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate
-                            AND i.indnkeyatts = i.indnatts) THEN 'DEFAULT' ELSE 'FULL' END)
+       CASE WHEN EXISTS (SELECT FROM pg_index i WHERE i.indrelid = m.oid AND i.indisprimary AND i.indimmediate)
+            THEN 'DEFAULT' ELSE 'FULL' END)
 """
 _GENERATED_KEY = """
  FROM pg_attribute g WHERE g.attrelid = i.indrelid AND g.attgenerated <> ''
@@ -82,7 +82,8 @@ SELECT c.oid, n.nspname, c.relname, c.relkind, c.relpersistence, w.identity,
        (SELECT md5(string_agg(concat_ws(' ', a.attname, a.attnum, a.atttypid, a.atttypmod, a.attgenerated), E'\\t'
                                   ORDER BY a.attnum))
           FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped)
-       || coalesce((SELECT i.indkey::text FROM pg_index i WHERE i.indrelid = c.oid AND i.indisprimary), '')
+       || coalesce((SELECT array_to_string((i.indkey::int2[])[0:i.indnkeyatts - 1], ' ') FROM pg_index i
+                     WHERE i.indrelid = c.oid AND i.indisprimary), '')
        || concat_ws(' ', '', c.relnatts, c.relfilenode)
        || CASE WHEN EXISTS (SELECT FROM pg_attribute a WHERE a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
                                AND a.atttypid >= {FIRST_USER_OID}) THEN {TYPES_HASH_SQL} ELSE '' END

@@ -88,7 +88,8 @@ class SourcePoint:
         cursor = await self._connection.execute(
             "SELECT a.attname FROM pg_index i, unnest(i.indkey::int2[]) WITH ORDINALITY AS k(attnum, place)"
             " JOIN pg_attribute a ON a.attnum = k.attnum"
-            " WHERE i.indrelid = %s::regclass AND i.indisprimary AND a.attrelid = i.indrelid ORDER BY k.place",
+            " WHERE i.indrelid = %s::regclass AND i.indisprimary AND k.place <= i.indnkeyatts"
+            " AND a.attrelid = i.indrelid ORDER BY k.place",
             (_quoted(table),),
         )
         return columns, [str(name) for (name,) in await cursor.fetchall()]
