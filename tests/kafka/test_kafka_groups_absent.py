@@ -44,11 +44,21 @@ def groups(client: RawClient) -> set[str]:
     return {group.group_id for group in ask(client, 16, 4, states_filter=()).groups}
 
 
-def join(client: RawClient, group: str, member: str = "") -> Any:
+def unload(broker: RealBroker, *names: str) -> None:
+    async def end() -> None:
+        for name in names:
+            led = broker.server._groups and broker.server._groups.loaded_group(name)
+            assert led
+            led.end(error_codes.NOT_COORDINATOR)
+
+    broker.portal.call(end())
+
+
+def join(client: RawClient, group: str, member: str = "", instance: str | None = None) -> Any:
     protocol = nested(load_request_schema(11, 9), "protocols")(name="range", metadata=b"")
     return ask(
         client, 11, 9, group_id=group, session_timeout=30 * SECOND, rebalance_timeout=SECOND, member_id=member,
-        group_instance_id=None, protocols=(protocol,), **PROTOCOLS,
+        group_instance_id=instance, protocols=(protocol,), **PROTOCOLS,
     )  # fmt: skip
 
 
@@ -91,6 +101,29 @@ def committed(client: RawClient, group: str, member: str, epoch: int) -> int:
         topics=(fields(topic, name="t", partitions=(partition,)),),
     )  # fmt: skip
     return int(answer.topics[0].partitions[0].error_code)
+
+
+def test_f232_members_join_again_on_a_node_whose_groups_have_no_room_and_others_are_to_retry(
+    broker: RealBroker, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: a rebalance ended the consumers of the node, which do not retry GROUP_MAX_SIZE_REACHED."""
+    member = join(client, "full", join(client, "full").member_id).member_id
+    static = join(client, "static", instance="i1").member_id
+    assert int(beat(client, "full-consumer", "m1", 0).error_code) == error_codes.NONE
+    here = broker.server._groups
+    assert here is not None
+    monkeypatch.setattr(here, "_limits", here._limits._replace(bytes_max=0))
+    here._count_again_s = 0.0
+    for joined in (
+        join(client, "full", member),
+        join(client, "static", static, "i1"),
+        join(client, "static", "", "i1"),
+    ):
+        assert int(joined.error_code) == error_codes.NONE
+    assert int(beat(client, "full-consumer", "m1", 0).error_code) == error_codes.NONE
+    for refused in (join(client, "full"), join(client, "static", "", "i2"), beat(client, "full-consumer", "m2", 0)):
+        assert int(refused.error_code) == error_codes.COORDINATOR_NOT_AVAILABLE
+    unload(broker, "full", "static", "full-consumer")
 
 
 def test_an_id_that_no_client_joins_with_blocks_neither_the_other_protocol_nor_a_deletion(client: RawClient) -> None:
@@ -175,12 +208,7 @@ def test_while_a_group_is_loaded_sync_means_joining_again_and_a_heartbeat_succee
     groups_here = broker.server._groups
     assert groups_here is not None
 
-    async def unload() -> None:
-        led = groups_here.loaded_group("loaded")
-        assert led is not None
-        led.end(error_codes.NOT_COORDINATOR)
-
-    broker.portal.call(unload())
+    unload(broker, "loaded")
     store = groups_here.rows
     take_over = store.take_over
 

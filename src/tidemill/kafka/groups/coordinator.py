@@ -106,25 +106,21 @@ class GroupCoordinator:
         """Return the group if it is in memory here."""
         return self._led.get(group)
 
-    async def get(self, group: str, *, growing: bool = False, creates: bool = True) -> GroupRunner:
-        """Return the group, taken over if necessary. `growing` marks a join; `creates` False a request of a member,
-        which only an existing group can have. Raises GroupUnavailableError, with UNKNOWN_MEMBER_ID if there is no such
-        group.
+    async def get(self, group: str, *, creates: bool = True) -> GroupRunner:
+        """Return the group, taken over if necessary. `creates` False marks a request of a member, which only an
+        existing group can have. Raises GroupUnavailableError, with UNKNOWN_MEMBER_ID if there is no such group.
         """
         if not is_group_name(group):
             raise GroupUnavailableError(error_codes.INVALID_GROUP_ID)
         if self._closed or not self._is_own(group):
             raise GroupUnavailableError(error_codes.NOT_COORDINATOR)
-        if growing and self._is_full():
-            log.warning("kafka.groups_full", used_bytes=self._counted_bytes, limit_bytes=self._limits.bytes_max)
-            raise GroupUnavailableError(error_codes.GROUP_MAX_SIZE_REACHED)
         led = self._led.get(group)
         if led is not None:
             return led
         if not creates and group not in self._opening:
             if not await self._exists(group):
                 raise GroupUnavailableError(error_codes.UNKNOWN_MEMBER_ID)
-            return await self.get(group, growing=growing)  # every check again: the answer took time
+            return await self.get(group)  # every check again: the answer took time
         if group not in self._opening:
             if len(self._led) + len(self._opening) >= self._limits.groups_max:
                 log.warning(
@@ -154,6 +150,15 @@ class GroupCoordinator:
             raise GroupUnavailableError(error_codes.COORDINATOR_LOAD_IN_PROGRESS) from None
         except TidemillError as error:
             raise GroupUnavailableError(error_codes.COORDINATOR_NOT_AVAILABLE) from error
+
+    def check_room(self, led: GroupRunner, member_id: str, instance_id: str | None) -> None:
+        """Raise GroupUnavailableError with a retriable code if these ids would be a new member's and the byte limit is
+        exceeded. A member that joins again is never refused: its client would end.
+        """
+        known = member_id in led.group.members or (instance_id is not None and instance_id in led.group.instances)
+        if not known and self._is_full():
+            log.warning("kafka.groups_full", used_bytes=self._counted_bytes, limit_bytes=self._limits.bytes_max)
+            raise GroupUnavailableError(error_codes.COORDINATOR_NOT_AVAILABLE)
 
     def _is_full(self) -> bool:
         """Return whether the byte limit is exceeded, at most a second ago: counting every member for each join would

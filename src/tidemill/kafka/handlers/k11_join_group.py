@@ -28,7 +28,8 @@ CLIENT_CHARS: Final = 100
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     try:
-        led = await context.groups.get(body["group_id"] or "", growing=True)
+        led = await context.groups.get(body["group_id"] or "")
+        context.groups.check_room(led, body["member_id"] or "", body.get("group_instance_id"))
         seen = await _topics_view(context, request, led, body)
     except TidemillError:
         return error_answer(body, error_codes.COORDINATOR_LOAD_IN_PROGRESS)

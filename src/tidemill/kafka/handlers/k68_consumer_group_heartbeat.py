@@ -37,7 +37,9 @@ async def handle(context: Context, request: Request, body: Body) -> Body:
     ask = _heartbeat_request(context, request, body)
     try:
         joins = ask.epoch == 0
-        led = await context.groups.get(body["group_id"] or "", growing=joins, creates=joins)
+        led = await context.groups.get(body["group_id"] or "", creates=joins)
+        if joins:
+            context.groups.check_room(led, ask.member_id, ask.instance_id)
         seen = await topics_view(context, request, led, _required_topics(led.group, ask), ask.pattern)
     except InvalidError as error:
         return _body(HeartbeatAnswer(error_codes.INVALID_REGULAR_EXPRESSION, str(error)))
