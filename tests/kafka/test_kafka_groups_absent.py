@@ -15,6 +15,7 @@ from support.kafka.harness import RealBroker
 from support.kafka.raw import RawClient, encode, fields, nested
 from support.waiting import eventually
 from tidemill.base.config.listeners import KafkaSection
+from tidemill.base.errors import UnavailableError
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.groups import coordinator
 from tidemill.kafka.handlers import k68_consumer_group_heartbeat
@@ -79,15 +80,30 @@ def test_a_request_of_a_member_creates_no_group(broker: RealBroker, client: RawC
         for epoch in (3, -1):
             assert int(beat(client, name, "m", epoch).error_code) == unknown
         assert committed(client, name, "m", 3) == unknown
-        asked = nested(load_request_schema(9, 9), "groups")
-        found = ask(
-            client, 9, 9, require_stable=False,
-            groups=(fields(asked, group_id=name, member_id="m", member_epoch=3, topics=None),),
-        )  # fmt: skip
-        assert [(int(each.error_code), each.topics) for each in found.groups] == [(0, ())]
+        assert [(int(each.error_code), each.topics) for each in fetched(client, name)] == [(0, ())]
     assert groups(client) == set()
     assert committed(client, "simple", "", -1) == error_codes.NONE, "a commit without a member creates the group"
     assert groups(client) == {"simple"}
+
+
+def fetched(client: RawClient, group: str) -> Any:
+    asked = nested(load_request_schema(9, 9), "groups")
+    one = fields(asked, group_id=group, member_id="m", member_epoch=3, topics=None)
+    return ask(client, 9, 9, require_stable=False, groups=(one,)).groups
+
+
+def test_offsets_of_a_group_that_cannot_be_looked_up_are_to_be_fetched_again(
+    broker: RealBroker, client: RawClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: the answer was COORDINATOR_NOT_AVAILABLE, which some Java consumers do not retry here."""
+    here = broker.server._groups
+    assert here is not None
+
+    async def unavailable(group: str) -> Any:
+        raise UnavailableError("no metastore")
+
+    monkeypatch.setattr(here.rows, "head", unavailable)
+    assert [int(each.error_code) for each in fetched(client, "unread")] == [error_codes.COORDINATOR_LOAD_IN_PROGRESS]
 
 
 def committed(client: RawClient, group: str, member: str, epoch: int) -> int:

@@ -1,10 +1,10 @@
 """Handler of OffsetFetch (9), versions 1 to 10: the offsets that OffsetCommit stored, else −1.
 
 A request names one group up to v7, several from v8. Topics null (v2) requests all of the group's. Rows are read after a
-barrier, so any node answers with everything that was acknowledged before. While a topic cannot be looked up, its
-committed offsets are unknown: the answer is COORDINATOR_LOAD_IN_PROGRESS, the only code that Java clients of every
-version retry here. With `require_stable` (v7, KIP-447), an offset that an open or prepared transaction may still commit
-is UNSTABLE_OFFSET_COMMIT, which the reader retries.
+barrier, so any node answers with everything that was acknowledged before. While a topic or the group cannot be looked
+up, its committed offsets are unknown: the answer is COORDINATOR_LOAD_IN_PROGRESS, the only code besides NOT_COORDINATOR
+that Java clients of every version retry here. With `require_stable` (v7, KIP-447), an offset that an open or prepared
+transaction may still commit is UNSTABLE_OFFSET_COMMIT, which the reader retries.
 """
 
 from __future__ import annotations
@@ -48,6 +48,8 @@ async def _checked_group(context: Context, asked: Body, *, by_id: bool, stable: 
         except GroupUnavailableError as refused:
             # A group that does not exist has no offsets, which is no error.
             code = 0 if refused.code == error_codes.UNKNOWN_MEMBER_ID else refused.code
+            if code == error_codes.COORDINATOR_NOT_AVAILABLE:
+                code = error_codes.COORDINATOR_LOAD_IN_PROGRESS
         if code:
             return {"group_id": group, "error_code": code, "topics": []}
     return await _group(context, group, asked["topics"], by_id=by_id, stable=stable)
