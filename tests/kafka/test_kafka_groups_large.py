@@ -17,12 +17,12 @@ from support.kafka.groups.world import See, stored_members
 from support.kafka.harness import RealBroker
 from support.waiting import eventually
 from tidemill.base.config.listeners import KafkaSection
-from tidemill.base.limits import METASTORE_VALUE_BYTES
+from tidemill.base.limits import METASTORE_BATCH_BYTES, METASTORE_VALUE_BYTES
 from tidemill.kafka import KafkaSettings, error_codes
 from tidemill.kafka.groups import group_records
-from tidemill.kafka.groups.classic.state import HeartbeatAnswer
+from tidemill.kafka.groups.classic.state import GroupLimits, HeartbeatAnswer
 from tidemill.kafka.groups.consumer import requests, sizes
-from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest, Topic
+from tidemill.kafka.groups.consumer.state import ConsumerGroup, ConsumerGroupMember, HeartbeatRequest, Topic
 from tidemill.kafka.groups.group_records import Rows, member_rows, restore_group
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.topic_patterns import TopicView
@@ -267,6 +267,40 @@ async def test_f232_a_subscription_of_more_than_one_write_can_hold_is_rejected_a
             assert list(led.group.members) == ["m1"] and not led.group.unstored
         assert (await led.consumer_heartbeat(HeartbeatRequest("m1", 1), seen)).error == 0, "the group goes on"
         assert (await led.consumer_heartbeat(joins("m2", "t001"), seen)).error == 0, "and takes what fits"
+
+
+def test_a_thousand_members_of_the_same_400_topics_join_and_fit_into_one_write() -> None:
+    """Regression: members that the documented limits permit were rejected, because each topic name counted too much."""
+    names = [f"t{n:04}" for n in range(400)]
+    seen = See({name: Topic(str(UUID(int=(n << 64) + 1)), 1) for n, name in enumerate(names)})
+    group = ConsumerGroup("orders", GroupLimits())
+    for n in range(1_000):
+        asked = HeartbeatRequest(
+            str(UUID(int=n)), 0, rebalance_ms=300_000, topics=frozenset(names), owned={}, client_id="consumer-orders-1",
+            client_host="/10.0.0.1",
+        )  # fmt: skip
+        if n in (0, 998, 999):  # a join takes time for each member
+            assert requests.heartbeat(group, 0, asked, seen).error == 0
+        else:
+            group.members[asked.member_id] = msgspec.structs.replace(
+                next(iter(group.members.values())), member_id=asked.member_id, held={}, revoking={}, target={}
+            )
+    rows, _ = member_rows(group, {}, frozenset(group.members))
+    assert sum(len(key) + len(value) for key, value in rows) < sizes.GROUP_BYTES_MAX < METASTORE_BATCH_BYTES
+    assert sum(len(member.target) for member in group.members.values()) == 400
+
+
+@pytest.mark.parametrize("name_bytes", [1, 31, 32, 249, 255, 256, 65_535, 65_536])
+def test_no_member_needs_more_bytes_than_the_limit_counts(name_bytes: int) -> None:
+    group = ConsumerGroup("g" * 200, GroupLimits())
+    names = frozenset("é" * (name_bytes // 2 - 1) + f"{n:0{2 + name_bytes % 2}}"[:name_bytes] for n in range(10))
+    texts = {"instance_id": "i" * 255, "rack_id": "r" * 255, "client_id": "c" * 255, "client_host": "/" + "1" * 40}
+    member = ConsumerGroupMember("m" * 255, **texts, topics=names, pattern="p" * 1_000, assignor="uniform")
+    member.rebalance_ms = member.epoch = member.previous = (1 << 31) - 1
+    group.members[member.member_id] = member
+    ((key, value),), _ = member_rows(group, {}, frozenset(group.members))
+    counted_bytes = sizes.GROUP_BYTES_MAX - sizes.PLACE_BYTES * sizes.room_for_partitions(group, [member])
+    assert len(key) + len(value) <= counted_bytes < len(key) + len(value) + 1_000
 
 
 def test_topics_that_are_created_beyond_the_room_of_a_group_are_left_out_until_there_is_room(

@@ -23,8 +23,6 @@ PLACE_BYTES: Final = 2 * (TOPIC_BYTES + PARTITION_BYTES)
 """Bytes of a partition, at most: one member may hold it while it is in the target of another."""
 MEMBER_BYTES: Final = 256
 """Bytes of a member without its texts, at most."""
-TEXT_BYTES: Final = 5
-"""Bytes in front of a text, at most."""
 GROUP_BYTES_MAX: Final = METASTORE_BATCH_BYTES - (64 << 10)
 """Limit of the members' rows; the rest is for the head row."""
 RESERVE_SHARE: Final = 8
@@ -50,8 +48,13 @@ def _reserve_bytes(group: ConsumerGroup, members: Iterable[ConsumerGroupMember])
 def _member_bytes(group: ConsumerGroup, member: ConsumerGroupMember) -> int:
     texts = (member.instance_id, member.rack_id, member.client_id, member.client_host, member.assignor)
     keys_bytes = 2 * (len(group.name.encode()) + len(member.member_id.encode()))
-    names_bytes = member.subscription_bytes + TEXT_BYTES * len(member.topics)
+    names_bytes = member.subscription_bytes + sum(map(_header_bytes, map(len, map(str.encode, member.topics))))
     return MEMBER_BYTES + keys_bytes + names_bytes + sum(len((text or "").encode()) for text in texts)
+
+
+def _header_bytes(text_bytes: int) -> int:
+    """Return the bytes in front of a text of a row, as MessagePack encodes it."""
+    return 1 if text_bytes < 1 << 5 else 2 if text_bytes < 1 << 8 else 3 if text_bytes < 1 << 16 else 5
 
 
 def _held_counts(members: Iterable[ConsumerGroupMember]) -> Counter[str]:
