@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 import pytest
 from msgspec.structs import replace
 
 from support.metastore.domain_world import FOLLOWS, LEADS, DomainWorld
+from support.waiting import until
 from tidemill.base.clock import SystemClock
 from tidemill.base.errors import CorruptError, MissingError, TidemillError, UnavailableError
 from tidemill.metastore.domain.domain import Domain
+from tidemill.metastore.domain.forwarding import server
 from tidemill.metastore.lsm.options import Options
 from tidemill.objects.memory import MemoryObjects
 
@@ -18,11 +21,14 @@ UNCACHED = Options(cache_bytes=1, block_bytes=1_000)
 
 
 class Denying(MemoryObjects):
-    """A store that answers the next `denies` reads of files with 'no such object'."""
+    """A store that answers the next `denies` reads of files, and all of the `lost` ones, with 'no such object'."""
 
     denies = 0
+    lost: frozenset[str] = frozenset()
 
     def _deny(self, key: str) -> None:
+        if key in self.lost:
+            raise MissingError(f"no such object: key={key}.")
         if "/sst/" in key and self.denies:
             self.denies -= 1
             raise MissingError(f"no such object: key={key}.")
@@ -97,3 +103,28 @@ async def test_a_scan_that_has_given_rows_repeats_the_read_and_tells_whether_it_
         with pytest.raises(kind, match="not in the bucket"):
             [keys async for keys, _ in chunks]
         assert denies > 1 or objects.denies == 0
+
+
+async def test_a_lost_file_that_has_the_position_of_forwarded_requests_does_not_end_the_leader(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(server, "LOAD_RETRY_S", 0.01)
+    async with DomainWorld() as world:
+        objects = Denying(SystemClock())
+        first = await world.node(objects=objects)
+        await first.commit([(b"a%03d" % n, b"%03d" % n * 40) for n in range(100)])
+        await (await world.node(FOLLOWS, objects=objects)).commit([(b"forwarded", b"1")])
+        await first.flush(20)
+        await first.aclose()
+        objects.lost = frozenset([meta.key async for meta in objects.list("") if "/sst/" in meta.key])
+        node = await world.node(replace(LEADS, options=UNCACHED), objects=objects)
+        term = node.term
+        await until(lambda: "Requests of other processes wait" in node.trouble())
+        assert "Restore" in node.trouble()
+        await node.commit([(b"own", b"2")])
+        assert (await node.get(b"own"), node.term) == (b"2", term)
+        follower = await world.node(FOLLOWS, objects=objects)
+        waiting = asyncio.ensure_future(follower.commit([(b"forwarded", b"3")]))
+        objects.lost = frozenset()
+        await waiting
+        assert (await node.get(b"forwarded"), node.term, node.trouble()) == (b"3", term, "")

@@ -81,6 +81,7 @@ class Domain(DomainReads):
             context.consensus, context.clock, context.rand, context.name, context.settings.request_timeout_s
         )
         self._barrier = Barrier(self._run_barrier_round, f"sync {context.log}", self._task_failed)
+        self._serving: ForwardingServer | None = None
         self._busy = False
         self._closing = False
         self._turned = asyncio.Event()
@@ -291,14 +292,14 @@ class Domain(DomainReads):
             leader.run_task(serving.run(), name=f"serve {context.log}")
             if not self._settings.lead:
                 leader.run_task(self._step_down_when_idle(leader, serving), name=f"linger {context.log}")
-            self._leader, self._failures.last = leader, None
+            self._leader, self._serving, self._failures.last = leader, serving, None
             self._turned.set()
             await self._follower.release()
             cause = await leader.run()
             if not isinstance(cause, ClosedError | FencedError):
                 self._failures.record(cause)
         finally:
-            self._leader = None
+            self._leader = self._serving = None
             self._turned.set()
             await leader.aclose()
 
@@ -316,9 +317,12 @@ class Domain(DomainReads):
     # closing ------------------------------------------------------------------------------------
 
     def trouble(self) -> str:
-        """Return a failure that persists, see `FailureRecord.persistent`; "" without one."""
+        """Return a failure that persists, see `FailureRecord.persistent`, or why forwarded requests wait; "" without
+        one."""
         if self._closed is not None:
             return self._closed.message
+        if self._serving is not None and self._serving.trouble:
+            return f"Requests of other processes wait: domain={self.name} cause={self._serving.trouble!r}."
         failure = self._failures.persistent()
         if failure is None:
             return ""

@@ -10,7 +10,14 @@ import msgspec
 import structlog
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import FencedError, MissingError, TidemillError, UnavailableError, UnknownOutcomeError
+from tidemill.base.errors import (
+    CorruptError,
+    FencedError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.api import Consensus, LogRecord
 from tidemill.consensus.state_log.state_log import StateLog
@@ -61,6 +68,8 @@ class ForwardingServer:
         self._replies = replies_log(domain)
         self._log = log
         self._leader = leader
+        self.trouble = ""
+        """Reason why no request is executed, if a file that has their position is lost or damaged; else ""."""
         self._position = 0
         self._truncated = 0
         self._replies_from = self._replies_at = 0
@@ -93,7 +102,7 @@ class ForwardingServer:
     async def _load_position(self) -> None:
         while True:
             try:
-                # An unavailable bucket does not end the term: most work of a leader needs no file.
+                # Neither an unavailable bucket nor a lost file ends the term: most work of a leader needs no file.
                 row = await self._leader.database.get_row(POSITION_KEY)
                 head = await self._consensus.log_head(self._requests)
                 replies = await self._consensus.log_head(self._replies)
@@ -101,9 +110,15 @@ class ForwardingServer:
                 position = decode_position(self._log.state, row.value if row is not None else None)
                 await self._reply_for_previous_leader(head.start, position)
                 break
-            except (UnavailableError, UnknownOutcomeError) as error:
+            except (UnavailableError, UnknownOutcomeError, MissingError, CorruptError) as error:
                 _log.warning("requests wait", log=self._requests, cause=error.message)
+                if isinstance(error, MissingError | CorruptError):
+                    # Possibly superseded without knowing: the new leader may have deleted the file.
+                    with contextlib.suppress(UnavailableError, UnknownOutcomeError):
+                        await self._leader.check_still_leading()
+                    self.trouble = str(error)
                 await asyncio.sleep(LOAD_RETRY_S)
+        self.trouble = ""
         self._position = max(position, head.start)
         self._truncated = head.start
 
