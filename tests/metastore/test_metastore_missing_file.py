@@ -53,13 +53,18 @@ async def cold_node(world: DomainWorld, objects: Denying, *, leads: bool = True)
     return await world.node(replace(LEADS if leads else FOLLOWS, options=UNCACHED), objects=objects)
 
 
-async def test_a_lost_file_that_a_commit_compares_with_is_corruption_and_no_missing_row() -> None:
+@pytest.mark.parametrize("forwarded", [False, True])
+async def test_a_lost_file_that_a_commit_compares_with_is_corruption_and_no_missing_row(forwarded: bool) -> None:
     async with DomainWorld() as world:
         objects = Denying(SystemClock())
         node = await cold_node(world, objects)
+        if forwarded:
+            node = await world.node(FOLLOWS, objects=objects)
+            await node.commit([(b"other", b"1")])
         objects.denies = 100
-        with pytest.raises(CorruptError, match="not in the bucket"):
+        with pytest.raises(CorruptError, match="not in the bucket") as raised:
             await node.commit([(b"k00007", b"new")], expects={b"k00007": 1})
+        assert "Restore" in raised.value.fix
 
 
 @pytest.mark.parametrize("leads", [True, False], ids=["leader", "follower"])

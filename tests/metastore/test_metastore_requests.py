@@ -517,12 +517,15 @@ def test_layouts_are_the_ones_drawn() -> None:
     assert decode_request(msgspec.msgpack.encode(fields)) == request
     conflict = ConflictError("stale", current={b"k": None})
     reply = rejection_reply("n", conflict)
-    assert msgspec.to_builtins(reply, builtin_types=(bytes,)) == ["n", 1, 0, [(b"k", -1, b"")], "stale"]
+    assert msgspec.to_builtins(reply, builtin_types=(bytes,)) == ["n", 1, 0, [(b"k", -1, b"")], "stale", ""]
     again = outcome_of_reply(reply)
     assert isinstance(again, ConflictError) and again.current == {b"k": None}
     assert outcome_of_reply(Reply("n", 0, 12)) == 12
     assert isinstance(outcome_of_reply(rejection_reply("n", UnavailableError("no room"))), UnavailableError)
     assert isinstance(outcome_of_reply(rejection_reply("n", InvalidError("empty"))), InvalidError)
+    assert isinstance(outcome_of_reply(Reply("n", 99, text="a kind of a newer version")), UnavailableError)
+    of_an_older_leader = msgspec.msgpack.decode(msgspec.msgpack.encode(["n", 3, 0, [], "no room"]), type=Reply)
+    assert str(outcome_of_reply(of_an_older_leader)) == "no room Retry."
 
 
 async def test_a_flush_that_finds_no_room_is_begun_once(monkeypatch: pytest.MonkeyPatch) -> None:

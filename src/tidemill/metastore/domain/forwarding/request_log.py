@@ -2,9 +2,10 @@
 
     log metastore/<domain>/requests    [nonce, [[key, value]…], {key: seqno}, expires_ms]
                                        no rows: a flush
-    log metastore/<domain>/replies     [nonce, kind, seqno, [[key, seqno, value]…], text]
+    log metastore/<domain>/replies     [nonce, kind, seqno, [[key, seqno, value]…], text, fix]
                                        kind: 0 done, 1 conflict (rows: seqno −1 = no such row; no rows: too many
-                                       to send), 2 invalid, 3 unavailable, 4 unknown
+                                       to send), 2 invalid, 3 unavailable, 4 unknown, 5 corrupt
+                                       An unknown kind is read as unavailable.
 
     row 00 "requests"                  [position, seqno_delta, epoch_delta]: the next request to execute, in the
                                        request log that accompanies the log with these deltas
@@ -56,7 +57,7 @@ CONFLICT_BYTES = 1 * MIB
 
 RETRY_PAUSE_S = 0.05
 
-DONE, CONFLICT, INVALID, UNAVAILABLE, UNKNOWN = range(5)
+DONE, CONFLICT, INVALID, UNAVAILABLE, UNKNOWN, CORRUPT = range(6)
 
 
 class Request(msgspec.Struct, frozen=True, array_like=True):
@@ -79,6 +80,7 @@ class Reply(msgspec.Struct, frozen=True, array_like=True):
     seqno: int = 0
     rows: list[tuple[bytes, int, bytes]] = []
     text: str = ""
+    fix: str = ""
 
 
 class RequestPosition(msgspec.Struct, frozen=True, array_like=True):
@@ -137,7 +139,12 @@ def rejection_reply(nonce: str, error: TidemillError) -> Reply:
         if sum(len(key) + len(value) for key, _, value in rows) > CONFLICT_BYTES:
             rows = []
         return Reply(nonce, CONFLICT, 0, rows, error.message)
-    return Reply(nonce, INVALID if isinstance(error, InvalidError) else UNAVAILABLE, 0, [], error.message)
+    kind = UNAVAILABLE
+    if isinstance(error, InvalidError):
+        kind = INVALID
+    elif isinstance(error, CorruptError):
+        kind = CORRUPT
+    return Reply(nonce, kind, 0, [], error.message, error.fix)
 
 
 def outcome_of_reply(reply: Reply) -> int | TidemillError:
@@ -148,7 +155,11 @@ def outcome_of_reply(reply: Reply) -> int | TidemillError:
         return ConflictError(reply.text, current=current or None, fix="Read again and retry.")
     if reply.kind == UNKNOWN:
         return UnknownOutcomeError(reply.text, fix="Read the rows to see whether it was done.")
-    return InvalidError(reply.text) if reply.kind == INVALID else UnavailableError(reply.text, fix="Retry.")
+    if reply.kind == INVALID:
+        return InvalidError(reply.text, fix=reply.fix)
+    if reply.kind == CORRUPT:
+        return CorruptError(reply.text, fix=reply.fix)
+    return UnavailableError(reply.text, fix=reply.fix or "Retry.")
 
 
 async def append_at_end(consensus: Consensus, rand: Rand, log: str, records: Sequence[bytes], at: int) -> LogHead:
