@@ -94,14 +94,15 @@ async def test_a_file_that_stays_missing_is_corruption_and_never_a_missing_row(l
         assert not leads or node.leading
 
 
+@pytest.mark.parametrize("leads", [True, False], ids=["leader", "follower"])
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize(("denies", "kind"), [(1, UnavailableError), (1_000, CorruptError)])
 async def test_a_scan_that_has_given_rows_repeats_the_read_and_tells_whether_it_may_be_repeated(
-    denies: int, kind: type[TidemillError], reverse: bool
+    denies: int, kind: type[TidemillError], reverse: bool, leads: bool
 ) -> None:
     async with DomainWorld() as world:
         objects = Denying(SystemClock())
-        node = await cold_node(world, objects)
+        node = await cold_node(world, objects, leads=leads)
         chunks = node.scan(b"k", reverse=reverse)
         await anext(chunks)
         objects.denies = denies

@@ -4,7 +4,8 @@ A barrier before them is shared by concurrent callers: one read of consensus, be
 Leadership may change during a read, and a follower's files may be deleted during it. Then the read restarts.
 
 A file that is missing is never reported as MissingError, which callers take for a name that does not exist. The leader
-proves its term and reads a second time; if the file is missing again, it is lost: CorruptError.
+proves its term and reads a second time; a follower reads from newer manifests. If the file is missing again, it is
+lost: CorruptError. A scan that has given rows cannot restart; it reads only as far as shows which of both it is.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ class DomainReads:
     ) -> AsyncIterator[Chunk]:
         """Yield chunks of live rows in [lower, upper), all from one snapshot.
 
-        Raises UnavailableError if leadership changed, or a file was deleted, after the first chunk.
+        Raises UnavailableError if leadership changed, or a file was deleted, after the first chunk; CorruptError if a
+        file is lost.
         """
         last: bytes | None = None
         met, proved = None, None
@@ -151,8 +153,8 @@ class DomainReads:
             except (ClosedError, FencedError, UnknownOutcomeError, MissingError) as error:
                 proved = await self._prepare_restart(database, error, proved)
                 if last is not None:
-                    if proved is not None:
-                        await _read_beyond(last, proved, lower, upper, reverse=reverse)
+                    if isinstance(error, MissingError):
+                        await self._read_beyond(last, lower, upper, reverse=reverse)
                     raise UnavailableError(
                         f"the scan was interrupted: reason={error.message!r}.", fix="Scan again."
                     ) from error
@@ -182,6 +184,17 @@ class DomainReads:
                 proved = await self._prepare_restart(database, error, proved)
                 met = error
         raise self._attempts_exhausted_error(met)
+
+    async def _read_beyond(self, last: bytes, lower: bytes, upper: bytes | None, *, reverse: bool) -> None:
+        """Read the next rows of a scan that ended behind the row `last`. Raises CorruptError if a file of them is
+        lost."""
+        if reverse:
+            upper = last
+        else:
+            lower = last + b"\x00"
+        with contextlib.suppress(ClosedError, FencedError, UnavailableError, UnknownOutcomeError):
+            async for _ in self.scan(lower, upper, reverse=reverse):
+                return
 
     async def _serving_database(self) -> Database | None:
         """Return the database that serves reads now; None while the domain has no uuid."""
@@ -230,18 +243,3 @@ class DomainReads:
     def _check_open(self) -> None:
         if self._closed is not None:
             raise self._closed
-
-
-async def _read_beyond(last: bytes, database: Database, lower: bytes, upper: bytes | None, *, reverse: bool) -> None:
-    """Read the next rows of a scan that ended behind the row `last`. Raises CorruptError if a file is missing."""
-    if reverse:
-        upper = last
-    else:
-        lower = last
-    with contextlib.suppress(ClosedError, FencedError, UnknownOutcomeError):
-        try:
-            async for keys, _ in database.scan(lower, upper, reverse=reverse):
-                if keys[-1] != last:
-                    return
-        except MissingError as error:
-            raise lost_file_error(error) from error
