@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import cast
 
 import pytest
 
 from support.objects.odd_s3 import OddS3
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.errors import ConflictError, InvalidError, MissingError, UnavailableError, UnknownOutcomeError
+from tidemill.base.errors import (
+    ConflictError,
+    CorruptError,
+    InvalidError,
+    MissingError,
+    TidemillError,
+    UnavailableError,
+    UnknownOutcomeError,
+)
+from tidemill.metastore.lsm.file_store import SstFiles
+from tidemill.metastore.lsm.manifest import FileMeta
+from tidemill.metastore.metastore import Metastore
+from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.objects.buckets.s3 import S3Objects
 from tidemill.objects.memory import MemoryObjects
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.objects.store import ObjectMeta
+from tidemill.topics.api import BatchRef
+from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.batch_reads import read_batches
+from tidemill.topics.l1.extent_store import ExtentStore
+from tidemill.topics.l1.reader import L1Reader
 
 DATA = bytes(range(256)) * 40
 
@@ -74,6 +92,70 @@ async def test_f621_one_wrong_answer_to_a_read_is_retried_and_told(odd: OddS3, o
     if oddity == "absent_reads":
         odd.absent_reads = 1
         assert await store.get("k") == DATA
+
+
+@pytest.mark.parametrize("status", [400, 403, 421, 431])
+async def test_f621_one_rejected_read_is_retried(odd: OddS3, status: int) -> None:
+    odd.put("k", DATA)
+    odd.refusal = status
+    store = retrying(odd)
+    odd.refused_gets = 1
+    assert await store.get("k", 100, 1100) == DATA[100:1100]
+    odd.refused_gets = 1
+    assert await store.get_ranges("k", [(100, 1100), (5000, 5100)]) == [DATA[100:1100], DATA[5000:5100]]
+    odd.refused_gets = 1
+    assert [meta.key async for meta in store.list("")] == ["k"]
+    odd.refused_heads = 1
+    assert await store.head("k") is not None
+    assert (odd.refused_gets, odd.refused_heads) == (0, 0)
+
+
+async def test_a_store_that_keeps_rejecting_reads_is_unavailable_but_an_invalid_key_is_not_retried(odd: OddS3) -> None:
+    store = retrying(odd, budget_s=0.3)
+    odd.refusal, odd.refused_gets, odd.refused_heads = 400, 1_000, 1_000
+    for read in (store.get("k"), store.get_ranges("k", [(0, 1)]), store.head("k"), anext(store.list(""))):
+        with pytest.raises(UnavailableError, match="rejected the request"):
+            await read
+    for read in (store.get("/k"), store.get_ranges("/k", [(0, 1)]), store.head("/k"), anext(store.list("/"))):
+        with pytest.raises(InvalidError, match=r"invalid (object )?key"):
+            await read
+
+
+def l1_extent(size_bytes: int) -> L1ExtentRow:
+    return L1ExtentRow("0" * 8, 0, 0, 0, 0, 0, "o", 0, size_bytes, 1, 0, 0)
+
+
+async def read_as_batch(store: RetryingObjects, size_bytes: int) -> bytes:
+    [found] = await read_batches(store, [[BatchRef(l1_extent(0).object_key, 0, size_bytes, 0, 1, 0)]])
+    if isinstance(found, TidemillError):
+        raise found
+    return bytes(found[0])
+
+
+async def read_as_extent(store: RetryingObjects, size_bytes: int) -> bytes:
+    return await L1Reader(ExtentStore(cast(Metastore, None), store._clock, Rand()), store).data(l1_extent(size_bytes))
+
+
+async def read_as_file(store: RetryingObjects, size_bytes: int) -> bytes:
+    file = FileMeta(1, 1, "n", size_bytes, 1, b"", b"", 1, 1, 0)
+    [piece] = await SstFiles(store, "metastore/u/").read_ranges(file, [(0, size_bytes)])
+    assert piece == await SstFiles(store, "metastore/u/").read(file, 0, size_bytes)
+    return piece
+
+
+@pytest.mark.parametrize("read", [read_as_batch, read_as_extent, read_as_file])
+async def test_a_rejected_read_is_not_taken_for_a_truncated_object(
+    odd: OddS3, read: Callable[[RetryingObjects, int], Awaitable[bytes]]
+) -> None:
+    batch = encode_batch([Record(b"k", b"v", (), 1)])
+    for key in (l1_extent(0).object_key, "metastore/u/sst/00000000000000000001-000000000001-n.sst"):
+        odd.put(key, batch)
+    store = retrying(odd)
+    odd.refused_gets, odd.refusal = 1, 400
+    assert await read(store, len(batch)) == batch
+    assert odd.refused_gets == 0
+    with pytest.raises(CorruptError, match="shorter than"):
+        await read(store, len(batch) + 1)
 
 
 async def test_a_store_that_keeps_answering_too_little_is_in_trouble_and_the_request_not_invalid(odd: OddS3) -> None:

@@ -4,6 +4,8 @@
   of them free, so that a producer's put does not wait behind the thousands of objects that a reader requests.
 - UnavailableError is retried with jittered backoff until the time budget of the call is spent.
 - MissingError of a read is final only if a HEAD request confirms it: a gateway may lack an object for a moment.
+- InvalidError of a read is retried as UnavailableError, since a gateway may reject a valid request for a moment. It is
+  final if the key is invalid, or the range is beyond the object.
 - UnknownOutcomeError: a put with this outcome is repeated. That is safe however late the lost
   request arrives, because it carries the same bytes under the same nonce to the same write-once key. If the store
   stores nonces, the object is read back first: our object is success, another's is ConflictError. In other stores that
@@ -43,7 +45,17 @@ from tidemill.objects import metrics
 from tidemill.objects.health import AttemptKind, StoreHealth
 from tidemill.objects.metrics import Operation
 from tidemill.objects.reads import RangeRequest, plan_reads, split_response
-from tidemill.objects.store import Buffer, MisconfiguredError, ObjectMeta, ObjectStore, as_buffers, size_of
+from tidemill.objects.store import (
+    Buffer,
+    MisconfiguredError,
+    ObjectMeta,
+    ObjectStore,
+    RangeError,
+    as_buffers,
+    check_key,
+    check_prefix,
+    size_of,
+)
 
 BACKOFF_FIRST_S = 0.05
 BACKOFF_MAX_S = 2.0
@@ -161,17 +173,22 @@ class RetryingObjects:
         )
 
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        check_key(key)
         return await self._meters["get"].measure(
             lambda: self._run_with_retries("get", lambda: self._read(key, self._inner.get(key, start, end))), len
         )
 
     async def get_ranges(self, key: str, ranges: Sequence[tuple[int, int]]) -> list[bytes]:
+        check_key(key)
         return await self._meters["get_ranges"].measure(
             lambda: self._get_ranges(key, ranges), lambda found: sum(map(len, found))
         )
 
     async def head(self, key: str) -> ObjectMeta | None:
-        return await self._meters["head"].measure(lambda: self._run_with_retries("head", lambda: self._inner.head(key)))
+        check_key(key)
+        return await self._meters["head"].measure(
+            lambda: self._run_with_retries("head", lambda: _accepted(self._inner.head(key)))
+        )
 
     async def list(self, prefix: str, start_after: str = "") -> AsyncIterator[ObjectMeta]:
         """List objects; retries continue after the last object yielded.
@@ -180,6 +197,7 @@ class RetryingObjects:
 
         Waiting for a page does not count for `concurrency`.
         """
+        check_prefix(prefix)
         retry = _Retry(self._clock, self._rand, self._budget_s)
         meter = self._meters["list"]
         number = 0
@@ -199,7 +217,7 @@ class RetryingObjects:
                 meter.count_outcome("ok")
                 self._health.end_attempt(number, "read", None)
                 return
-            except (UnavailableError, MisconfiguredError) as error:
+            except (UnavailableError, InvalidError) as error:
                 failure = to_unavailable(error)
                 self._health.end_attempt(number, "read", failure)
                 if not await retry.wait_before_retry():
@@ -331,12 +349,9 @@ class RetryingObjects:
     async def _read(self, key: str, answer: Awaitable[T]) -> T:
         """Await an answer to a read. Raises MissingError only if a second request does not find the object either."""
         try:
-            return await answer
+            return await _accepted(answer)
         except MissingError as missing:
-            try:
-                found = await self._inner.head(key)
-            except InvalidError as rejected:
-                raise to_unavailable(rejected) from missing
+            found = await _accepted(self._inner.head(key))
             if found is None:
                 raise
             raise UnavailableError(
@@ -376,6 +391,16 @@ class RetryingObjects:
                 raise
             finally:
                 health.end_attempt(number, kind, failure)
+
+
+async def _accepted(answer: Awaitable[T]) -> T:
+    """Await an answer to a read. Raises UnavailableError if the store rejected the request."""
+    try:
+        return await answer
+    except (MissingError, RangeError):
+        raise
+    except InvalidError as rejected:
+        raise to_unavailable(rejected) from rejected
 
 
 class _Retry:

@@ -34,6 +34,10 @@ class MisconfiguredError(InvalidError):
     """
 
 
+class RangeError(InvalidError):
+    """A range is beyond the object: the object is shorter than the caller expects."""
+
+
 KEY_BYTES_MAX = 900
 """S3 allows 1,024 for the bucket prefix and the key together."""
 
@@ -68,11 +72,11 @@ def check_prefix(prefix: str) -> str:
 def check_range(key: str, start: int, end: int | None, size_bytes: int) -> int:
     """Return the resolved end of [start, end) in an object of `size_bytes`.
 
-    Raises InvalidError if it is beyond the object.
+    Raises RangeError if it is beyond the object.
     """
     stop = size_bytes if end is None else end
     if not 0 <= start <= stop <= size_bytes:
-        raise InvalidError(
+        raise RangeError(
             f"the range is outside the object: key={key} start={start} end={end} size_bytes={size_bytes}.",
             fix="Request 0 ≤ start ≤ end ≤ size.",
         )
@@ -126,7 +130,7 @@ class ObjectStore(Protocol):
     async def get(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         """Read bytes [start, end) of the object.
 
-        Raises MissingError; InvalidError if the range is beyond the object.
+        Raises MissingError; RangeError if the range is beyond the object.
         """
         ...
 

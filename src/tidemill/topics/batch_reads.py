@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
-from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
+from tidemill.base.errors import CorruptError, MissingError, TidemillError
 from tidemill.base.limits import OBJECT_CONCURRENCY
 from tidemill.metastore.rows.l1 import PREFIX as L1_PREFIX
 from tidemill.objects.reads import report_damaged_object, report_flipped_read
-from tidemill.objects.store import Buffer
+from tidemill.objects.store import Buffer, RangeError
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch.columns_trailer import without_trailer
 from tidemill.topics.batch.header import base_offset_at, is_intact, is_patched, patch_base_offset
@@ -95,7 +95,7 @@ async def read_batches(
             damaged = await _find_damaged(key, refs, buffers)
             if damaged:
                 await _reread_damaged(ranges_of, key, damaged, buffers)
-        except InvalidError as error:
+        except (MissingError, RangeError) as error:
             # The log names the object, so its batches were acknowledged. This is neither the caller's mistake nor a
             # missing topic.
             state = "gone" if isinstance(error, MissingError) else "shorter than the log says"

@@ -16,13 +16,14 @@ class OddS3:
     short_reads       ranges whose answer lacks its second half, though the header promises it
     absent_reads      reads answered with 404
     unanswered_puts   creates that take effect and are answered with 503
+    refused_gets      GET requests answered with the status `refusal`
     refused_heads     HEAD requests answered with the status `refusal`
     repeats_pages     every listing has a second page equal to the first one
     """
 
     def __init__(self) -> None:
         self.objects: dict[str, tuple[bytes, str]] = {}
-        self.short_reads = self.absent_reads = self.unanswered_puts = self.refused_heads = 0
+        self.short_reads = self.absent_reads = self.unanswered_puts = self.refused_gets = self.refused_heads = 0
         self.refusal = 403
         self.repeats_pages = False
         self.reads = 0
@@ -63,6 +64,9 @@ class OddS3:
     def _get(self, to: BaseHTTPRequestHandler) -> None:
         parts = urlsplit(to.path)
         query = parse_qs(parts.query)
+        if self._due("refused_gets"):
+            _answer(to, self.refusal, b"<html>upstream</html>")
+            return
         if "list-type" in query:
             _answer(to, 200, self._page(query.get("prefix", [""])[0], "continuation-token" in query))
             return

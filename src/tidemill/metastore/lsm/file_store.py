@@ -15,7 +15,7 @@ import msgspec
 
 from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.metastore.lsm.manifest import FileMeta
-from tidemill.objects.store import Buffer, ObjectStore
+from tidemill.objects.store import Buffer, ObjectStore, RangeError
 
 CACHED_KEYS = 1024
 
@@ -66,7 +66,7 @@ class SstFiles:
             data = await self.objects.get(self.key(file), start, end)
         except MissingError as error:
             raise self._missing_error(file) from error
-        except InvalidError as error:
+        except RangeError as error:
             raise self._truncated_error(file, start, end) from error
         if len(data) != end - start:
             raise self._truncated_error(file, start, end)
@@ -78,7 +78,7 @@ class SstFiles:
             pieces = await self.objects.get_ranges(self.key(file), ranges)
         except MissingError as error:
             raise self._missing_error(file) from error
-        except InvalidError as error:
+        except RangeError as error:
             raise self._truncated_error(file, min(ranges)[0], max(end for _, end in ranges)) from error
         for (start, end), piece in zip(ranges, pieces, strict=True):
             if len(piece) != end - start:

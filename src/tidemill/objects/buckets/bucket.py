@@ -231,7 +231,7 @@ class BucketObjects:
         return found.size_bytes
 
     async def _wrong_size_error(self, key: str, start: int, end: int, received: int) -> UnavailableError:
-        """Return the error of an answer that is not the whole range. Raises InvalidError if the object is shorter."""
+        """Return the error of an answer that is not the whole range. Raises RangeError if the object is shorter."""
         check_range(key, start, end, await self._size(key))
         return UnavailableError(
             f"the object store answered a read with a wrong number of bytes: key={key} start={start} end={end}"

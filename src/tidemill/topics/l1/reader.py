@@ -14,12 +14,12 @@ from collections.abc import Sequence
 import numpy as np
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
+from tidemill.base.errors import CorruptError, MissingError, TidemillError
 from tidemill.base.limits import MIB
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows.l1 import L1ExtentRow
 from tidemill.objects.reads import read_verified
-from tidemill.objects.store import ObjectStore
+from tidemill.objects.store import ObjectStore, RangeError
 from tidemill.topics.api import BatchRef
 from tidemill.topics.batch_reads import select_batches
 from tidemill.topics.l1.extent_cache import ExtentCache
@@ -158,7 +158,7 @@ class L1Reader:
 
         try:
             index = await read_verified(self._objects, extent.object_key, read)
-        except InvalidError as error:
+        except (MissingError, RangeError) as error:
             raise _lost_error(extent, error) from error
         if key not in self._indexes:
             self._indexes[key] = index
@@ -178,7 +178,7 @@ class L1Reader:
             return b""
         try:
             return await self._objects.get(extent.object_key, extent.first_byte + begin, extent.first_byte + end)
-        except InvalidError as error:
+        except (MissingError, RangeError) as error:
             raise _lost_error(extent, error) from error
 
 
@@ -188,7 +188,7 @@ def open_l1_reader(
     return L1Reader(ExtentStore(metastore, clock, rand), objects, ahead=ahead)
 
 
-def _lost_error(extent: L1ExtentRow, error: InvalidError) -> CorruptError:
+def _lost_error(extent: L1ExtentRow, error: MissingError | RangeError) -> CorruptError:
     """Return the error of an object that lacks what its extent names. It is not the reader's mistake."""
     state = "missing" if isinstance(error, MissingError) else "shorter than the extent says"
     return CorruptError(f"an object that an L1 extent names is {state}: key={extent.object_key}.")
