@@ -1,13 +1,17 @@
 """Ownership of the bucket: one claim object per incarnation of the cluster, created once and never deleted.
 
     metastore/claim/<incarnation, 20 digits>     encoded as in `cluster_manifest`
+    register  metastore/owned-bucket             the nonce of this cluster's claim
 
     no such object            the incarnation has not begun; the cluster that creates the object owns the bucket
     <own incarnation + 1>     the bucket was restored into another consensus; this cluster stops
 
 - Invariant (one owner): of clusters that begin on one empty bucket, and of restores that begin from one bucket, exactly
   one creates the object. The others are rejected: a create that finds the key changes nothing.
-- Invariant (own bucket): a cluster that has begun claims no bucket: without its claim, a bucket is another one.
+- Invariant (one bucket): of processes of one cluster that begin on different buckets, exactly those of one bucket
+  continue. The nonce of a claim is recorded in consensus, once, before its process reads or writes anything else.
+- Invariant (own bucket): a cluster whose claim is recorded, or that has begun, claims no bucket: without its claim, a
+  bucket is another one.
 - Invariant (claim first): a restore claims the bucket before it writes anything else there. So the remains of the old
   cluster, and a restore that lost the race, write nothing after it.
 - Invariant (recent check): a process acknowledges an append or deletes an object only if a check less than `young_s`
@@ -23,7 +27,7 @@ from collections.abc import Awaitable, Callable
 import msgspec
 import structlog
 
-from tidemill.base.clock import Clock
+from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import (
     ClusterReplacedError,
     ConflictError,
@@ -32,15 +36,19 @@ from tidemill.base.errors import (
     MissingError,
     TidemillError,
     UnavailableError,
+    UnknownOutcomeError,
 )
 from tidemill.base.limits import CLUSTER_ALIVE_INTERVAL_S
+from tidemill.consensus.api import Consensus
 from tidemill.metastore import cluster_manifest
 from tidemill.metastore.cluster import Cluster
 from tidemill.metastore.cluster_manifest import REPLACED_FIX, encode, read_struct
 from tidemill.objects.store import ObjectStore
 
 CLAIM_PREFIX = "metastore/claim/"
+REGISTER = "metastore/owned-bucket"
 RETRY_PAUSE_S = 1.0
+RECORD_PAUSE_S = 0.02
 CHECK_TIMEOUT_S = 5.0
 """Limit of the time that an acknowledgement waits for the check when the bucket does not answer."""
 
@@ -51,6 +59,12 @@ class BucketClaim(msgspec.Struct, frozen=True):
     cluster_uuid: str
     incarnation: int
     at_ms: int
+    nonce: str = ""
+
+    @property
+    def identity(self) -> str:
+        """What distinguishes the claim from one in another bucket. Claims of former versions have no nonce."""
+        return self.nonce or str(self.at_ms)
 
 
 def claim_key(incarnation: int) -> str:
@@ -85,35 +99,52 @@ async def has_claimed(objects: ObjectStore, cluster: Cluster) -> bool:
 
 
 async def claim_bucket(
+    consensus: Consensus,
     objects: ObjectStore,
     clock: Clock,
+    rand: Rand,
     cluster: Cluster,
     *,
     has_begun: Callable[[], Awaitable[bool]] | None = None,
 ) -> None:
-    """Claim the bucket for the cluster. Idempotent.
+    """Claim the bucket for the cluster, and record the claim in consensus. Idempotent.
 
     `has_begun` returns whether the cluster may have objects: then its bucket has its claim already, and one without it
     is another bucket. Raises InvalidError for that one, ClusterReplacedError if the bucket is another cluster's,
     CorruptError, UnavailableError, UnknownOutcomeError.
     """
     key = claim_key(cluster.incarnation)
-    found = await _read(objects, key)
-    if found is None and has_begun is not None and await has_begun():
-        found = await _read(objects, key)  # another process may have claimed it and begun since
-        if found is None and not await _describes(objects, cluster):
-            raise InvalidError(
-                f"this bucket is not that of the cluster: cluster={cluster.uuid} missing={key}.",
-                fix="Check objects.url, and that a local directory is mounted.",
-            )
-    if found is None:
+    recorded = await consensus.head(REGISTER)  # read before the claim, which is created before it is recorded
+    claim = await _read(objects, key)
+    if claim is None and (recorded is not None or (has_begun is not None and await has_begun())):
+        claim = await _read(objects, key)  # another process may have claimed it and begun since
+        if claim is None and not await _describes(objects, cluster):
+            raise _other_bucket_error(cluster, f"missing={key}")
+    if claim is None:
+        nonce = rand.nonce() if recorded is None else recorded.data.decode()
+        claim = BucketClaim(cluster.uuid, cluster.incarnation, clock.now_ms(), nonce)
         try:
-            await objects.put(key, encode(BucketClaim(cluster.uuid, cluster.incarnation, clock.now_ms())))
+            await objects.put(key, encode(claim))
         except ConflictError:
-            found = await _read(objects, key)
-    if found is not None and found.cluster_uuid != cluster.uuid:
-        raise _replaced_error(cluster, found.cluster_uuid, found.incarnation)
+            claim = await read_struct(objects, key, BucketClaim)
+    if claim.cluster_uuid != cluster.uuid:
+        raise _replaced_error(cluster, claim.cluster_uuid, claim.incarnation)
     await check_claim(objects, cluster)
+    if await _record(consensus, rand, claim.identity) != claim.identity:
+        raise _other_bucket_error(cluster, f"claim={key}, which is not the claim that consensus has recorded")
+
+
+async def _record(consensus: Consensus, rand: Rand, identity: str) -> str:
+    """Record the identity of the cluster's claim, unless one is recorded; return the recorded one."""
+    nonce = rand.nonce()
+    while (found := await consensus.head(REGISTER)) is None:
+        try:
+            await consensus.cas(REGISTER, 0, identity.encode(), nonce)
+        except ConflictError:
+            continue
+        except UnknownOutcomeError:
+            await asyncio.sleep(RECORD_PAUSE_S)
+    return found.data.decode()
 
 
 async def _describes(objects: ObjectStore, cluster: Cluster) -> bool:
@@ -229,4 +260,11 @@ def _replaced_error(cluster: Cluster, other: str, incarnation: int) -> ClusterRe
         f"the bucket belongs to another cluster: cluster={cluster.uuid} incarnation={cluster.incarnation}"
         f" bucket_cluster={other} bucket_incarnation={incarnation}.",
         fix=REPLACED_FIX,
+    )
+
+
+def _other_bucket_error(cluster: Cluster, detail: str) -> InvalidError:
+    return InvalidError(
+        f"this bucket is not that of the cluster: cluster={cluster.uuid} {detail}.",
+        fix="Check objects.url, and that a local directory is mounted.",
     )

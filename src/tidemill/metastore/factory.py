@@ -78,6 +78,6 @@ def create_metastore(
             names = map(domain_name, range(cluster.domains))
             return any([await has_been_led(consensus, name, rand) for name in names])
 
-        await claim_bucket(objects, clock, cluster, has_begun=has_begun)
+        await claim_bucket(consensus, objects, clock, rand, cluster, has_begun=has_begun)
 
     return Metastore(consensus, open_domain, clock, rand, domains=domains, before_create=before_create, claim=claimed)

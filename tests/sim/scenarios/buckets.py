@@ -24,6 +24,7 @@ from tidemill.base.errors import (
 )
 from tidemill.base.runtime.tasks import Tasks
 from tidemill.consensus.leader_election import LeaseRequest, run_while_leading
+from tidemill.consensus.memory import MemoryConsensus
 from tidemill.metastore.backup import restore_source as source_module
 from tidemill.metastore.backup.restore_source import RestoreSource, check_not_alive
 from tidemill.metastore.bucket_claim import BucketOwnership, claim_bucket, greatest_claim
@@ -64,7 +65,7 @@ class ClusterNode:
     async def start(self) -> None:
         fresh = Cluster(self.rand.uuid(), 1, self.clock.now_ms())
         cluster = await write_cluster(self.consensus, self.rand, fresh, 0)
-        await claim_bucket(self.objects, self.clock, cluster)
+        await claim_bucket(self.consensus, self.objects, self.clock, self.rand, cluster)
         self.owner = BucketOwnership(self.objects, self.clock, cluster, interval_s=INTERVAL_S)
         if self.shared.fault != "still-acknowledges":
             self.objects.may_delete = self.owner.check_may_delete
@@ -181,9 +182,8 @@ async def restore(shared: Shared) -> None:
     manifest = ClusterManifest("old", "", 1, ("d",), 0)
     await check_not_alive(world.objects, RestoreSource(FoundManifest(manifest, "", 1), (), signs, 1), world.clock)
     incarnation = await greatest_claim(world.objects) + 1
-    await claim_bucket(
-        world.objects, world.clock, Cluster("restored", 1, world.clock.now_ms(), incarnation=incarnation)
-    )
+    cluster = Cluster("restored", 1, world.clock.now_ms(), incarnation=incarnation)
+    await claim_bucket(MemoryConsensus(world.clock), world.objects, world.clock, world.rand(), cluster)
     shared.claimed_s = world.loop.time()
     world.trace("the bucket is claimed by a restore")
 

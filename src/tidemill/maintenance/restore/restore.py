@@ -133,7 +133,7 @@ class Restorer:
             await check_not_alive(self._objects, source, self._clock, self._progress)
         self._progress("claim", 0, 1)
         attempt = await begin_attempt(self._consensus, self._clock, self._rand, source)
-        incarnation = (await claim_for_restore(self._consensus, self._objects, self._clock)).incarnation
+        incarnation = (await claim_for_restore(self._consensus, self._objects, self._clock, self._rand)).incarnation
         async with AsyncExitStack() as stack:
             rows = await BucketRows.open(self._objects, source, self._clock, self._rand)
             stack.push_async_callback(rows.aclose)

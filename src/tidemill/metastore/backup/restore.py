@@ -123,13 +123,13 @@ async def has_claimed_bucket(consensus: Consensus, objects: ObjectStore) -> bool
     return found is not None and await has_claimed(objects, found[0])
 
 
-async def claim_for_restore(consensus: Consensus, objects: ObjectStore, clock: Clock) -> Cluster:
+async def claim_for_restore(consensus: Consensus, objects: ObjectStore, clock: Clock, rand: Rand) -> Cluster:
     """Claim the bucket: the remains of the old cluster stop, and every other restore of this bucket fails. Idempotent.
 
     Raises ClusterReplacedError if another restore was first, UnavailableError, UnknownOutcomeError.
     """
     cluster, _ = await _read_existing_cluster(consensus)
-    await claim_bucket(objects, clock, cluster)
+    await claim_bucket(consensus, objects, clock, rand, cluster)
     return cluster
 
 
