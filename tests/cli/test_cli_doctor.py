@@ -208,3 +208,11 @@ def test_f524_a_command_with_the_url_of_another_bucket_is_refused_and_does_not_c
     assert [path for path in other.rglob("*") if path.is_file()] == []
     (tmp_path / "tidemill.toml").write_text(own)
     assert "clicks" in run_tidemill("topic list", cwd=tmp_path).output
+
+
+def test_a_restore_that_is_only_planned_does_not_make_a_store_of_an_empty_mount_point(tmp_path: Path) -> None:
+    configure(tmp_path)
+    (tmp_path / "mount").mkdir()
+    done = run_tidemill(f"restore --dry-run --from file://{tmp_path}/mount", cwd=tmp_path)
+    assert done.exit_code != 0 and "the object directory is empty" in done.errors and "mounted" in done.errors
+    assert list((tmp_path / "mount").iterdir()) == []

@@ -284,12 +284,23 @@ async def test_f508_a_directory_that_must_exist_is_not_created(tmp_path: Path, e
     await (await open_objects(f"file://{root}", SystemClock(), Rand(), create=False)).aclose()
 
 
+@pytest.mark.parametrize("stray", ["NOT_MOUNTED", "data/x"])
+async def test_f508_a_mount_point_with_stray_files_is_no_copy_of_a_store(tmp_path: Path, stray: str) -> None:
+    (tmp_path / stray).parent.mkdir(exist_ok=True)
+    (tmp_path / stray).touch()
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(UnavailableError, match="is no store") as raised:
+        await open_objects(f"file://{tmp_path}", SystemClock(), Rand(), create=False)
+    assert "mounted" in raised.value.fix
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 async def test_a_copy_of_a_directory_without_its_temporary_one_is_the_directory(tmp_path: Path) -> None:
     store = await open_objects(f"file://{tmp_path}/bucket", SystemClock(), Rand())
-    await store.put("a", b"1")
+    await store.put("metastore/a", b"1")
     (tmp_path / "bucket" / ".tmp").rmdir()
     again = await open_objects(f"file://{tmp_path}/bucket", SystemClock(), Rand(), create=False)
-    assert await again.get("a") == b"1"
+    assert await again.get("metastore/a") == b"1"
     await again.put("b", b"2")
     await again.aclose()
     await store.aclose()

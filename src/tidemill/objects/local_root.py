@@ -4,7 +4,7 @@ A directory at the same path may be another one: the empty mount point of a file
 like a store as soon as any process has prepared it. Therefore:
 
 - Invariant (created once): only a process that may create the store prepares an unprepared directory. For the others it
-  is unavailable, until it is mounted.
+  is unavailable, until it is mounted. One that has the layout of a store is a copy of it.
 - Invariant (same directory): a process creates and removes names only in the directory that it opened, and concludes
   only there that an object is missing. The inodes of the directory and of `.tmp` identify it. Device numbers do not:
   some file systems have another one after each mount.
@@ -21,6 +21,9 @@ from tidemill.objects.durable_create import Syscalls
 TEMPORARY = ".tmp"
 
 _IN_EMPTY_FILE_SYSTEMS = {"lost+found"}
+_IN_EVERY_STORE = "metastore"
+"""Directory of the claim and the files of the metastore, which are written before any other object."""
+
 _FIX = "Check that its file system is mounted, and objects.url."
 
 
@@ -63,6 +66,12 @@ class LocalRoot:
             raise UnavailableError(f"the object directory does not exist: root={self.path}.", fix=_FIX) from error
         if names <= _IN_EMPTY_FILE_SYSTEMS:
             raise UnavailableError(f"the object directory is empty: root={self.path}.", fix=_FIX)
+        if not os.path.isdir(self.prefix + _IN_EVERY_STORE):
+            raise UnavailableError(
+                f"the object directory is no store, since it has no directory {_IN_EVERY_STORE!r}: root={self.path}"
+                f" first={sorted(names)[0]!r}.",
+                fix=_FIX,
+            )
         # A copy of the objects: names with a dot and empty directories are often omitted.
         with contextlib.suppress(FileExistsError):
             self._calls.mkdir(self.temporary)

@@ -60,7 +60,7 @@ def restore(
     if directory is not None and not Path(directory).exists():
         raise MissingError(f"the bucket contains no cluster: path={directory} does not exist.", fix="Correct --from.")
     with BlockingPortal() as portal, ProgressBars() as bars:
-        objects = portal.call(open_objects(bucket, clock, rand))
+        objects = portal.call(open_objects(bucket, clock, rand, create=False))
         target: Consensus
         try:
             target = portal.call(open_consensus(url, clock, rand, create=False))
