@@ -15,7 +15,7 @@ from support.waiting import eventually
 from tidemill.base.errors import UnavailableError
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.shards.api import DIFF, TIME, ShardSchema
-from tidemill.shards.compaction.compaction import compact_once
+from tidemill.shards.compaction.compaction import FAN_IN, compact_once
 from tidemill.shards.parts.schema import update_schema
 from tidemill.shards.registry import open_shard
 from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS, DeadLetter, Place, dead_letter_table
@@ -468,21 +468,29 @@ def test_a_dead_letter_shard_that_is_dropped_while_its_pipeline_runs_is_created_
     assert [row["offset"] for row in harbour.contents("p.dead_letters")] == [4, 5, 6]
 
 
-def test_a_letter_that_a_replay_removed_is_stored_again_if_its_record_fails_again(harbour: Any) -> None:
+@pytest.mark.parametrize("merged", [False, True])
+def test_a_letter_that_a_replay_removed_is_stored_again_if_its_record_fails_again(harbour: Any, merged: bool) -> None:
     # A table with a stricter expectation, which is added to the pipeline, reads the same records.
-    mine, peer = dead_letters(harbour), dead_letters(harbour)
+    s, mine, peer = harbour.stores, dead_letters(harbour), dead_letters(harbour)
+
+    def stored() -> list[int]:
+        return [row["offset"] for row in harbour.contents("p.dead_letters") if row["topic"] == "t"]
+
     mine.put(letters("t", 4, 5))
     peer.put(letters("t", 4))
-    assert (
-        StoredLetters(harbour.portal, harbour.shard("p.dead_letters"), harbour.stores.rand).remove({Place("t", 0, 4)})
-        == 1
-    )
-    assert [row["offset"] for row in harbour.contents("p.dead_letters")] == [5]
+    shard = harbour.shard("p.dead_letters")
+    assert StoredLetters(harbour.portal, shard, s.rand).remove({Place("t", 0, 4)}) == 1
+    assert stored() == [5]
+    if merged:  # one batch with the letter, its removal, and the uppers of both writers
+        for n in range(2, FAN_IN):
+            dead_letters(harbour).put(letters("u", n))
+        assert harbour.portal.call(compact_once(shard, s.objects, s.rand))
+        assert len(harbour.portal.call(shard.batches(0))) == 1
     for writer, total in ((mine, 1), (mine, 0), (peer, 0), (dead_letters(harbour), 0)):
         before = writer.total
         writer.put(letters("t", 4, 5))
         assert writer.total - before == total
-        assert [row["offset"] for row in harbour.contents("p.dead_letters")] == [4, 5]
+        assert stored() == [4, 5]
 
 
 def test_the_ends_of_a_batch_are_read_from_sparks_offset_log(tmp_path: Path) -> None:

@@ -163,11 +163,11 @@ class DeadLetterWriter:
             except HistoryLostError:
                 batches = None
         if batches is None:
-            self._known = {}
+            self._upper, self._known = 0, {}
             batches = self._portal.call(shard.batches_until(upper - 1))
-        for batch in batches:
-            self._add_known(self._portal.call(shard.read_batch(batch, 0, batch.upper)))
-        self._upper = max(batch.upper for batch in batches)
+        for batch in batches:  # compaction may have merged one across the upper: each update counts once
+            self._add_known(self._portal.call(shard.read_batch(batch, self._upper, batch.upper)))
+            self._upper = batch.upper
 
     def _add_known(self, updates: pa.Table) -> None:
         """Apply updates of the shard. A letter that a replay removed is unknown: its record may fail again."""
