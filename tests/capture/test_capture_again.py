@@ -183,6 +183,7 @@ INT, BIGINT, TEXT = (23, -1, "integer"), (20, -1, "bigint"), (25, -1, "text")
     [
         ([("id", 1, INT, 0), ("v", 2, INT, -1)], True),
         ([("id", 1, BIGINT, 0), ("v", 2, BIGINT, -1), ("x", 3, TEXT, -1)], True),
+        ([("id", 1, INT, 0), ("v", 2, (16_400, -1, "integer"), -1)], True),
         ([("id", 1, INT, 0)], False),
         ([("id", 1, INT, 0), ("u", 2, INT, -1)], False),
         ([("id", 1, INT, 0), ("v", 3, INT, -1)], False),

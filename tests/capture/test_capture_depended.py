@@ -38,11 +38,28 @@ ALTERED: dict[str, set[str]] = {
     "ALTER TYPE addr RENAME ATTRIBUTE zip TO code": set(),
 }
 
+REPLACED = (
+    "CREATE TYPE mood AS ENUM ('sad', 'ok')",
+    "CREATE TABLE t (id int PRIMARY KEY, v mood)",
+    "INSERT INTO t VALUES (1, 'ok')",
+)
+REPLACE = (
+    "ALTER TYPE mood RENAME TO former",
+    "CREATE TYPE mood AS ENUM ('ok', 'glad')",
+    "ALTER TABLE t ALTER v TYPE mood USING v::text::mood",
+    "DROP TYPE former",
+)
+
 
 async def exact(world: World, table: str) -> bool:
     await world.caught_up()
     rows = {f'{{"id":{i}}}': v for i, v in await world.select(f"SELECT id, v::text FROM {table}")}
     return {key: row["v"] for key, row in (await world.folded(table)).items()} == rows
+
+
+async def is_copied_again(world: World, generation: int) -> bool:
+    row = await world.table("public.t")
+    return row is not None and row.generation > generation
 
 
 @pytest.mark.postgres
@@ -90,6 +107,41 @@ async def test_f489_a_type_that_is_altered_below_a_column_has_its_tables_alone_c
         async with world.capture(**settings):
             await altered(while_down)
             await good_flows(world)
+
+
+@pytest.mark.postgres
+@pytest.mark.parametrize("noticed", ["by the watcher", "after a restart"])
+async def test_f489_a_table_is_copied_again_if_another_type_of_the_same_name_replaced_that_of_a_column(
+    postgres_dsn: str, noticed: str
+) -> None:
+    async with World(postgres_dsn) as world:
+        await world.sql(*GOOD, *REPLACED)
+        settings = {"copy_again": True, "copy_again_pause_s": 0.0, "table_poll_s": 0.1, "tables": ("t", "good")}
+        async with world.capture(**settings):
+            await world.flowing("t")
+            generation = (await world.tables())["public.t"].generation
+            if noticed == "by the watcher":
+                await world.transaction(*REPLACE)
+                await until(lambda: is_copied_again(world, generation), "the table is copied again")
+        if noticed == "after a restart":
+            await world.transaction(*REPLACE)
+        async with world.capture(**settings):
+            await until(lambda: is_copied_again(world, generation), "the table is copied again")
+            await world.flowing("t")
+            assert await exact(world, "t")
+            await world.sql("INSERT INTO t VALUES (2, 'glad')")
+            assert await exact(world, "t")
+
+
+@pytest.mark.postgres
+async def test_f489_a_row_of_another_type_of_the_same_name_pauses_its_table_with_that_reason(postgres_dsn: str) -> None:
+    async with World(postgres_dsn) as world:
+        await world.sql(*GOOD, *REPLACED)
+        async with world.capture(table_poll_s=60.0, tables=("t", "good")):
+            await world.flowing("t")
+            await world.transaction(*REPLACE, "INSERT INTO t VALUES (2, 'glad')")
+            row = await world.paused("t")
+            assert "the type of column 'v' was replaced by another one of the same name: mood" in row.reason
 
 
 def test_more_labels_read_alike_and_other_ones_do_not() -> None:

@@ -72,6 +72,24 @@ async def test_f128_a_changed_column_is_503_until_the_capture_has_noticed_and_no
         await client.follow_until(lambda: len(client.rows) == 2 and client.refetches == 1)
 
 
+async def test_f128_an_enum_that_was_replaced_under_its_name_is_noticed_without_a_row(postgres_dsn: str) -> None:
+    """Regression: the capture compared the names of types, so such requests were 503 until the next row."""
+    ddl = "CREATE TYPE status AS ENUM ('new', 'old'); CREATE TABLE t (id int PRIMARY KEY, s status)"
+    async with RealWorld(postgres_dsn, f"{ddl}; INSERT INTO t VALUES (1, 'new')") as world:
+        await until(lambda: world.capture.streaming)
+        client = await world.sync(table="t")
+        await world.db.execute(
+            "ALTER TYPE status RENAME TO status_old; CREATE TYPE status AS ENUM ('new', 'done');"
+            " ALTER TABLE t ALTER s TYPE status USING s::text::status; DROP TYPE status_old"
+        )
+
+        async def served() -> bool:
+            return (await world.get(table="t", where="s >= 'new' AND s < 'done'", offset="-1")).status == 200
+
+        await until(served, "the table is re-snapshotted")
+        await client.follow_until(lambda: client.refetches == 1 and len(client.rows) == 1)
+
+
 async def test_f128_a_subset_needs_only_the_columns_that_it_uses(postgres_dsn: str) -> None:
     async with ShapeWorld(postgres_dsn, DDL) as world:
         world.hold()

@@ -5,6 +5,7 @@ and whether a new description can be carried. Pure.
     smallint → integer → bigint, real → double precision                    the next version
     numeric(p,s) → numeric(q,s) with q > p, varchar(n) → varchar(m) → text  the next version, if no row was rewritten
     a wider number in the key of a topic whose records are Avro             the table is paused (avro_schemas.py)
+    another type of the same name, as of an enum that was re-created        the table is paused and re-snapshotted
     anything else                                                           the table is paused
 
 Invariant (versions by LSN): the stream sends old transactions again, under the description of that time. Version n + 2
@@ -30,7 +31,7 @@ from msgspec.structs import replace
 
 from tidemill.base.errors import InvalidError
 from tidemill.base.pgtypes.avro import AVRO
-from tidemill.capture.catalog.columns import TableAttributes
+from tidemill.capture.catalog.columns import ColumnAttributes, TableAttributes
 from tidemill.capture.catalog.type_dependencies import is_compatible_type, serialize_type
 from tidemill.capture.encode.avro_schemas import key_kinds
 from tidemill.capture.naming import has_invalid_bytes
@@ -147,6 +148,22 @@ def describe_altered_types(row: CaptureTableRow, found: TableAttributes) -> str:
     return "; ".join(
         f"a type of column {name!r} was altered, and its old values now read differently" for name in altered
     )
+
+
+def describe_replaced_types(row: CaptureTableRow, found: TableAttributes | None) -> str:
+    """Return the columns whose type is now another one of the same name, as when an enum is re-created; "" = none."""
+    now = found.by_name if found is not None else {}
+    return "; ".join(
+        f"the type of column {c.name!r} was replaced by another one of the same name: {c.type_name}"
+        for c in row.columns
+        if c.name in now and is_replaced_type(c, now[c.name])
+    )
+
+
+def is_replaced_type(column: CapturedColumn, now: ColumnAttributes) -> bool:
+    """Return whether the column has another type of the same name. Its shards lose nothing: they know types by name."""
+    known, found = (column.type_oid, column.type_mod), (now.type_oid, now.type_mod)
+    return bool(column.type_oid) and known != found and column.type_name == now.type_name
 
 
 def plan_next_version(

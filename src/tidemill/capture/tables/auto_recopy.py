@@ -1,7 +1,7 @@
 """Re-snapshot paused tables automatically if a copy resolves the cause and no reader loses a column.
 
     automatic     rows were rewritten, moved with a partition, or arrived without the old rows that they replace;
-                  columns were added and types widened as well
+                  columns were added and types widened as well; or a type was replaced by another one of its name
     on request    a column was dropped, renamed, re-created under its name, narrowed, or retyped, or the key changed:
                   an operator has to accept that. A row that cannot be written, which a copy would only meet again
 
@@ -28,6 +28,7 @@ from tidemill.capture.catalog.columns import TableAttributes, read_attributes
 from tidemill.capture.catalog.schema_versions import (
     classify_type_change,
     describe_recreated_columns,
+    is_replaced_type,
     shard_schema_of,
     targets_of_attributes,
 )
@@ -56,7 +57,7 @@ def can_copy_resolve(row: CaptureTableRow, found: TableAttributes | None) -> boo
         return False
     for column in row.columns:
         old, new = (column.type_oid, column.type_mod), (now[column.name].type_oid, now[column.name].type_mod)
-        if old != new and not classify_type_change(old, new)[0]:
+        if old != new and not classify_type_change(old, new)[0] and not is_replaced_type(column, now[column.name]):
             return False
     try:
         have = shard_schema_of(row.columns)

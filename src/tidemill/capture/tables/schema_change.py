@@ -27,6 +27,7 @@ from tidemill.capture.catalog.schema_versions import (
     columns_at_version,
     describe_altered_types,
     describe_recreated_columns,
+    describe_replaced_types,
     find_version,
     plan_next_version,
     serialize_types,
@@ -84,6 +85,7 @@ async def follow_description(
         said.append(
             describe_recreated_columns(row, found)
             or diff_against_stream(then, message, now)
+            or describe_replaced_types(row, found)
             or "its columns are in another order"
         )
         said += [step] if isinstance(step, str) and step else []
@@ -144,9 +146,8 @@ class PendingSchema:
         if found is None:
             return None
         self._states.following.store_baseline(row, found)
-        other = "; ".join(
-            part for part in (describe_recreated_columns(row, found), describe_altered_types(row, found)) if part
-        )
+        descriptions = describe_recreated_columns, describe_altered_types, describe_replaced_types
+        other = "; ".join(part for part in (describe(row, found) for describe in descriptions) if part)
         if other:
             return "; ".join(part for part in (other, difference) if part)
         step = plan_next_version(row, targets_of_attributes(found), found) if difference else ""
