@@ -252,6 +252,9 @@ async def write_table(cluster: Cluster, day: int, writes: int) -> None:
         def monotonic_s(self) -> float:
             return time.monotonic()
 
+        def boot_s(self) -> float:
+            return time.monotonic()
+
     clock, rand = Moved(), Rand()
     objects = await open_objects(cluster.objects_url, clock, rand)
     consensus = await open_consensus(cluster.consensus_url, clock, rand)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 
 import pytest
 from hypothesis import given
@@ -41,6 +42,15 @@ def test_a_manual_clock_moves_only_when_told() -> None:
     clock = ManualClock(1_000)
     clock.advance(500)
     assert (clock.now_ms(), clock.monotonic_s()) == (1_500, 1.5)
+    clock.jump(-1_000)
+    clock.suspend(2_000)
+    assert (clock.now_ms(), clock.monotonic_s(), clock.boot_s()) == (2_500, 1.5, 3.5)
+
+
+@pytest.mark.skipif(not hasattr(time, "CLOCK_BOOTTIME"), reason="only Linux has this clock")
+def test_the_boot_clock_counts_the_time_of_suspends() -> None:
+    before_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert before_s <= SystemClock().boot_s() <= time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def test_an_error_says_what_is_wrong_and_then_what_to_do() -> None:

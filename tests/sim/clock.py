@@ -20,3 +20,6 @@ class SimClock:
 
     def monotonic_s(self) -> float:
         return self._loop.time()
+
+    def boot_s(self) -> float:
+        return self._loop.time()

@@ -39,6 +39,7 @@ RAW_CALLS = {
     ("time", "time"),
     ("time", "time_ns"),
     ("time", "monotonic"),
+    ("time", "clock_gettime"),
     ("time", "sleep"),
     ("uuid", "uuid4"),
     ("random", "random"),

@@ -7,13 +7,15 @@ import pytest
 
 from support.topics.world import FaultyConsensus, World, batch, fetch, read_all, values_of
 from support.waiting import until
-from tidemill.base.clock import Rand, SystemClock
+from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.api import Changes, Lease, LogHead, LogSlice
+from tidemill.consensus.leader_election import LeaseRequest
 from tidemill.consensus.memory import MemoryConsensus, MemoryState
 from tidemill.topics import leader_check
 from tidemill.topics.api import FetchRead, NotLeaderError
 from tidemill.topics.membership import Membership, NodeInfo, rendezvous_leader
+from tidemill.topics.node_lease import NodeLease
 from tidemill.topics.produce.producer_ids import BLOCK_IDS, ProducerIds
 
 
@@ -319,6 +321,21 @@ async def test_a_node_whose_lease_ran_out_answers_nothing_before_it_has_asked_wh
     await world.aclose()
     for each in (a, b):
         await each.aclose()
+
+
+async def test_a_lease_expires_while_its_machine_is_suspended() -> None:
+    """Another node may have led meanwhile. The lease is found to have lapsed before it is renewed, and also after."""
+    clock = ManualClock()
+    lease = NodeLease(MemoryConsensus(clock), LeaseRequest("node/a", "a", ttl_ms=6_000), clock)
+    await lease.acquire()
+    before, awake_s = lease.lapses(), clock.monotonic_s()
+    clock.suspend(6_000)
+    assert clock.monotonic_s() == awake_s, "timers of the process did not advance"
+    expired = lease.lapses()
+    await lease.renew()
+    assert len({before, expired, lease.lapses()}) == 3
+    clock.suspend(5_999)
+    assert lease.lapses() == before + 2
 
 
 async def test_reads_go_on_while_consensus_is_away_for_longer_than_a_lease(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,8 +21,19 @@ class Clock(Protocol):
         ...
 
     def monotonic_s(self) -> float:
-        """Return seconds from an arbitrary start; never goes back."""
+        """Return seconds from an arbitrary start; never goes back. Event loops use it. It stands still while the
+        machine is suspended."""
         ...
+
+    def boot_s(self) -> float:
+        """Return seconds from an arbitrary start, with the time for which the machine was suspended; never goes
+        back."""
+        ...
+
+
+_BOOT_CLOCK: int = getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
+"""Clock that continues while the machine is suspended. Only Linux has CLOCK_BOOTTIME; CLOCK_MONOTONIC of macOS
+continues, too."""
 
 
 class SystemClock:
@@ -33,6 +44,9 @@ class SystemClock:
 
     def monotonic_s(self) -> float:
         return time.monotonic() if TEST_CLOCK is None else TEST_CLOCK.monotonic_s()
+
+    def boot_s(self) -> float:
+        return time.clock_gettime(_BOOT_CLOCK) if TEST_CLOCK is None else TEST_CLOCK.boot_s()
 
 
 class TestClock:
@@ -45,6 +59,9 @@ class TestClock:
 
     def monotonic_s(self) -> float:
         return self._began_s + (time.monotonic() - self._began_s) * self.rate
+
+    def boot_s(self) -> float:
+        return self.monotonic_s()
 
     def now_ms(self) -> int:
         return self._start_ms + int((self.monotonic_s() - self._began_s) * 1000)
@@ -90,11 +107,15 @@ class ManualClock:
     def __init__(self, now_ms: int = 1_000_000) -> None:
         self._now_ms = now_ms
         self._set_by_ms = 0
+        self._suspended_ms = 0
 
     def now_ms(self) -> int:
         return self._now_ms
 
     def monotonic_s(self) -> float:
+        return self.boot_s() - self._suspended_ms / 1000
+
+    def boot_s(self) -> float:
         return (self._now_ms - self._set_by_ms) / 1000
 
     def advance(self, delta_ms: int) -> None:
@@ -104,6 +125,11 @@ class ManualClock:
         """Set the wall clock forward or back; the monotonic clock continues."""
         self._now_ms += delta_ms
         self._set_by_ms += delta_ms
+
+    def suspend(self, delta_ms: int) -> None:
+        """Suspend the machine for this time: the monotonic clock stands still."""
+        self._now_ms += delta_ms
+        self._suspended_ms += delta_ms
 
 
 class Rand:

@@ -1,6 +1,7 @@
 """The lease that shows that a node is alive: its renewals, its lapses, and the grace after an outage of consensus.
 
-- Lapse: the lease expired, by this node's own clock. Another node may have led this node's partitions since.
+- Lapse: the lease expired, by this node's own clock. Another node may have led this node's partitions since. The clock
+  is one that continues while the machine is suspended, because consensus does not wait for it.
 - Grace: an expired lease proves that its node is dead only to a node that could renew its own. While consensus is
   unavailable, all leases expire. For a moment after that, in which live nodes renew, no lease counts as expired.
 
@@ -45,7 +46,7 @@ class NodeLease:
     async def acquire(self) -> None:
         """Acquire the lease, also from an earlier process of this node. Raises UnavailableError."""
         while True:
-            asked_s = self._clock.monotonic_s()
+            asked_s = self._clock.boot_s()
             try:
                 self._lease = await self.request.acquire(self._consensus)
                 self._renewed_s = asked_s
@@ -62,7 +63,7 @@ class NodeLease:
     async def renew(self) -> None:
         """Renew the lease. Raises ConflictError if a later process of this node has it, UnavailableError and
         UnknownOutcomeError."""
-        asked_s = self._clock.monotonic_s()
+        asked_s = self._clock.boot_s()
         self._lease = await self.request.acquire(self._consensus)
         self.grace_after_answer_s()
         if self._has_lapsed():
@@ -79,11 +80,11 @@ class NodeLease:
         return self._lapses + self._has_lapsed()
 
     def _has_lapsed(self) -> bool:
-        return self._lease is not None and self._clock.monotonic_s() - self._renewed_s >= self._ttl_s
+        return self._lease is not None and self._clock.boot_s() - self._renewed_s >= self._ttl_s
 
     def grace_after_answer_s(self) -> float:
         """Return for how long an expired lease of another node still counts as live, now that consensus answered."""
-        now_s = self._clock.monotonic_s()
+        now_s = self._clock.boot_s()
         # Every lease is renewed within a third of its time, so this is the earliest time at which another one can
         # expire.
         late = self._lease is not None and now_s - self._renewed_s >= self._ttl_s * 2 / 3

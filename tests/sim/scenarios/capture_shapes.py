@@ -70,6 +70,9 @@ class Ticking:
         self._ahead_s += self._source.choice((0.0, 0.0, 0.0005, 0.002))
         return self._clock.monotonic_s() + self._ahead_s
 
+    def boot_s(self) -> float:
+        return self._clock.boot_s() + self._ahead_s
+
 
 class ModelSource:
     """Replacement of PostgresSource."""

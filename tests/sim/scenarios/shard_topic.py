@@ -40,6 +40,9 @@ class WorldTime:
     def monotonic_s(self) -> float:
         return self._clock.monotonic_s()
 
+    def boot_s(self) -> float:
+        return self._clock.boot_s()
+
 
 class Topic:
     def __init__(self, world: World) -> None:
