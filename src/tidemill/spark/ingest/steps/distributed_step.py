@@ -105,6 +105,7 @@ class DistributedStep:
             self._stores.urls,
             str(table.mirror_dir),
             mirror_identity(self._stores.consensus_life),
+            table.shard.part_time_ms(),
             table.schemas.known_schemas,
         )
 

@@ -57,6 +57,8 @@ class StepPlan(msgspec.Struct, frozen=True):
     mirror: str
     """Directory of the driver's saved mirror, used if it is on this machine too."""
     boot: str
+    written_ms: int
+    """Earliest time in the keys of its parts: parts before the shard's last sweep are rejected."""
     schemas: tuple[WriterSchema, ...] = ()
     """Schemas of the topic's writers that the driver has met."""
 
@@ -165,7 +167,7 @@ def _store_range(plan: StepPlan, part: HashRange, resolved: Resolved, rand: Rand
             objects,
             plan.schema,
             resolved.updates,
-            PartTarget(plan.shard_id, plan.writer, SystemClock().now_ms()),
+            PartTarget(plan.shard_id, plan.writer, max(plan.written_ms, SystemClock().now_ms())),
             rand,
         )
     )
