@@ -9,6 +9,7 @@ from tidemill.maintenance.shards.bindings import BindingsUpkeep
 from tidemill.metastore.catalogue import TopicRow
 from tidemill.metastore.rows.catalogue import PipelineRow
 from tidemill.shards.api import Binding
+from tidemill.shards.bindings.minter import BindingMinter
 from tidemill.shards.bindings.remap import WHOLE_RECORD_INTERVAL, LogRemap
 from tidemill.shards.registry import open_remap
 
@@ -49,6 +50,27 @@ async def test_an_hour_of_bindings_is_as_long_as_the_history_and_no_longer() -> 
         head = await world.consensus().log_head(f"remap/{SOURCE}")
         most = max(most, head.next - head.start)
     assert most <= 2 * 60 + 64 + 1, "the history, and the whole record that it rests on"
+
+
+async def test_bindings_of_an_hour_after_a_clock_was_ahead_are_as_long_as_the_history_and_the_visits() -> None:
+    world = World()
+    upkeep, remap = await source_of_pipeline(world)
+    await mint_for(world, remap, 60)
+    world.clock.jump(86_400_000)
+    await mint_for(world, remap, 1)
+    world.clock.jump(-86_400_000)
+    minter = BindingMinter(remap, world.clock, interval_ms=0)
+    await minter.open()
+    most = 0
+    for number in range(7200):
+        world.clock.advance(500)
+        await minter.mint_missing({"t": (1000 + number,)}, 0)
+        if number % 120 == 119:
+            await look(world, upkeep)
+            head = await world.consensus().log_head(f"remap/{SOURCE}")
+            most = max(most, head.next - head.start)
+    assert minter.latest is not None and minter.latest.time_ms > world.clock.now_ms() + 80_000_000
+    assert most <= 2 * 120 + 64 + 1, "the history, what is minted between two visits, and the whole record below it"
 
 
 async def test_a_table_that_was_made_and_has_not_begun_keeps_the_bindings_that_its_first_step_ends_at() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from support.maintenance.world import KEYS, World, contents
 from tidemill.base.errors import CorruptError, MissingError, UnavailableError
+from tidemill.base.status.status import StageState, derive_status
 from tidemill.maintenance.scheduler import Retention, StepBudget
 from tidemill.maintenance.shards.drop import drop_shard
 from tidemill.shards.api import Column, HistoryLostError, staged_key
@@ -59,6 +60,50 @@ async def test_ten_minutes_of_updates_leave_twice_what_lives_and_the_window() ->
     version = world.upkeep._tended[shard.shard_id].shard.state.version
     await world.tend_for(600)
     assert world.upkeep._tended[shard.shard_id].shard.state.version == version, "an idle shard costs no write"
+
+
+@pytest.mark.parametrize("ahead_ms", [86_400_000, 2_300_000_000_000], ids=["a day", "in 2099"])
+async def test_f727_a_clock_that_was_ahead_for_a_moment_does_not_stop_retention_and_collection(ahead_ms: int) -> None:
+    """From then on each write is a millisecond later than the one before, so an hour of updates is a fraction of the
+    history by its times. A merge and a sweep of that moment have the wrong time, too."""
+    world = World()
+    shard = await world.open()
+    for _ in range(60):
+        world.clock.advance(5000)
+        await world.write(shard, KEYS[:30])
+        await world.tend()
+    world.clock.jump(ahead_ms)
+    await world.write(shard, KEYS[:30])
+    for _ in range(3):
+        await world.tend()
+    await shard.advance_sweep(world.clock.now_ms() - 6 * 3_600_000)
+    world.clock.jump(-ahead_ms)
+    most, written_bytes, uppers = 0, 0, {}
+    for number in range(720):
+        world.clock.advance(5000)
+        await world.write(shard, KEYS[:30])
+        written_bytes += shard.state.batches[-1].parts[0].size_bytes
+        uppers[number] = shard.state.upper
+        await world.tend()
+        await shard.frontiers()
+        assert number < 12 or shard.state.since <= uppers[number - 12] - 1, "the history stays readable for a minute"
+        if number > 60:
+            most = max(most, sum(world.stored().values()))
+    check_invariants(shard.state)
+    assert shard.state.upper > world.clock.now_ms() + ahead_ms - 3_700_000
+    assert sum(len(garbage.objects) for garbage in shard.state.garbage) < 100
+    window_s = 60 + 15 + 120 + 5
+    assert most <= 2 * 30 * 300 + 2 * written_bytes / 3600 * window_s
+    as_of = shard.state.upper - 1
+    assert contents(await shard.snapshot(as_of)) == world.at(as_of)
+    mark = world.tracker.mark("keeper:shards:t")
+    assert mark is not None and "ahead of the clock" in mark.reason
+    later_ms = world.clock.now_ms() + 3_600_000
+    assert derive_status(mark, "node:n", later_ms, later_ms).state is StageState.WAITING
+    world.clock.advance(ahead_ms)  # real time catches up
+    await world.write(shard, KEYS[:30])
+    await world.tend()
+    assert world.tracker.mark("keeper:shards:t") is None
 
 
 async def replaced(world: World) -> None:

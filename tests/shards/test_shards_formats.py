@@ -86,6 +86,20 @@ def test_garbage_goes_oldest_first_and_up_to_the_oldest_hold() -> None:
     assert versions(held, 999, 1000) == [3, 5, 8], "the hold has lapsed"
 
 
+def test_garbage_with_a_time_in_the_future_goes_once_it_was_seen_for_long_enough() -> None:
+    """Its merge ran under a clock that was ahead. It must not retain the garbage after it."""
+    garbage = (Garbage(3, 999_999, 1, ("o3",)), Garbage(5, 50, 1, ("o5",)), Garbage(8, 80, 1, ("o8",)))
+    state = ShardState("t", "id", SCHEMA, 0, 10, (Batch(0, 10, ()),), version=9, garbage=garbage)
+
+    def versions(seen: int, state: ShardState = state) -> list[int]:
+        return [g.version for g in collectable_garbage(state, 60, 100, seen)]
+
+    assert versions(2) == []
+    assert versions(3) == versions(4) == [3, 5]
+    assert versions(8) == [3, 5, 8]
+    assert versions(8, msgspec.structs.replace(state, holds=(ReadHold("a", 0, 1000, 0, 4),))) == [3]
+
+
 def test_a_parts_key_tells_when_it_was_written() -> None:
     assert written_ms(part_key("id", "w@1-x", 1234567, "0af3")) == 1234567
     assert [written_ms(key) for key in ("", "shards/id/w-0af3.parquet", "shards/id/w@-1.parquet")] == [-1, -1, -1]

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import abc
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -77,6 +78,27 @@ class Retention(msgspec.Struct, frozen=True):
         """Step of since. A shard's since may trail the history by less than this, because moving it is a write,
         worth it only for a quarter."""
         return self.history_ms // 4
+
+
+class AgedValue:
+    """A growing value as it was `age_s` ago by this process's monotonic clock. So an age does not depend on the times
+    that are stored with the value: the clock that made them may have been wrong."""
+
+    SAMPLES = 16
+    """Number of values remembered: the age is exact up to this share of it, and to the distance of two calls."""
+
+    def __init__(self, age_s: float) -> None:
+        self._age_s = age_s
+        self._seen: deque[tuple[float, int]] = deque()
+
+    def observe(self, value: int, now_s: float) -> int:
+        """Add the present value; return the newest one that was observed at least `age_s` ago, or 0."""
+        if not self._seen or (value > self._seen[-1][1] and now_s - self._seen[-1][0] >= self._age_s / self.SAMPLES):
+            self._seen.append((now_s, value))
+        while len(self._seen) > 1 and now_s - self._seen[1][0] >= self._age_s:
+            self._seen.popleft()
+        since_s, aged = self._seen[0]
+        return aged if now_s - since_s >= self._age_s else 0
 
 
 class JobContext(msgspec.Struct, frozen=True):

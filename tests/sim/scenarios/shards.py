@@ -73,7 +73,7 @@ async def run(world: World, fault: str = "") -> None:
         await check(shared)
 
 
-def _deaf(state: ShardState, before_ms: int, now_ms: int) -> tuple[Garbage, ...]:
+def _deaf(state: ShardState, before_ms: int, now_ms: int, seen: int = 0) -> tuple[Garbage, ...]:
     """Plant the fault collect-held: every replaced object is collected."""
     return state.garbage
 

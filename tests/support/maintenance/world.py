@@ -108,11 +108,11 @@ class World:
         return pa.table({name: pa.array(c, t) for (name, t), c in zip(types.items(), columns, strict=True)})
 
     async def write(self, shard: LogShard, keys: Sequence[int], size_bytes: int = 300) -> None:
-        """One batch up to and including now."""
-        now_ms = self.clock.now_ms()
+        """One batch up to and including now, or the first free time if that is later."""
         upper = shard.state.upper
-        part = await shard.write_part(self.change(keys, now_ms, size_bytes))
-        await shard.compare_and_append(upper, now_ms + 1, [part], "")
+        time = max(self.clock.now_ms(), upper)
+        part = await shard.write_part(self.change(keys, time, size_bytes))
+        await shard.compare_and_append(upper, time + 1, [part], "")
 
     async def tend(self, *, persisted: bool = True) -> None:
         """Run one step of the job, by default after a checkpoint of everything."""

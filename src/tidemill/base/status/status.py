@@ -43,6 +43,9 @@ A restart in the middle of a long step is no failure, but a driver that dies in 
 CLOCK_AHEAD_MS = 60_000
 """Distance by which the clock of another machine may be ahead. A report from further in the future is blind."""
 
+TIMES_AHEAD_MS = 10_000
+"""Distance by which the newest time of a table or a source may be ahead of the clock before it is reported."""
+
 
 class StageState(StrEnum):
     MOVING = "moving"
@@ -135,6 +138,17 @@ def age_of_report(at_ms: int, now_ms: int) -> int:
     difference counts as its age, so that it is never read as health."""
     age_ms = now_ms - at_ms
     return -age_ms if age_ms < -CLOCK_AHEAD_MS else max(0, age_ms)
+
+
+def times_ahead_reason(upper: int, now_ms: int) -> str:
+    """Return that the times of a table, which are below `upper`, are ahead of the clock; "" if they are not."""
+    ahead_ms = upper - 1 - now_ms
+    if ahead_ms <= TIMES_AHEAD_MS:
+        return ""
+    return (
+        f"its newest time is {ahead_ms // 1000:,} s ahead of the clock: the clock of a node is or was wrong. Until the"
+        " clock reaches that time, changes are one millisecond apart, and as_of of the present time does not show them"
+    )
 
 
 def may_be_alive(report: StatusReport, now_ms: int) -> bool:

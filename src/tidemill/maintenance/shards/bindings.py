@@ -30,7 +30,14 @@ from tidemill.base.status.status import StatusTracker
 from tidemill.consensus.change_journal import ChangedLogs
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
 from tidemill.maintenance.checkpoint.stages import binding_sources
-from tidemill.maintenance.scheduler import REPORTED_UNITS_MAX, JobContext, MaintenanceJob, StepBudget, UnitFailures
+from tidemill.maintenance.scheduler import (
+    REPORTED_UNITS_MAX,
+    AgedValue,
+    JobContext,
+    MaintenanceJob,
+    StepBudget,
+    UnitFailures,
+)
 from tidemill.metastore.rows import PIPELINES
 from tidemill.metastore.rows.catalogue import PipelineRow, source_of
 from tidemill.shards.bindings.remap import LOG_PREFIX, WHOLE_RECORD_INTERVAL, LogRemap
@@ -53,6 +60,8 @@ visit of the shard, a checkpoint and a manifest, so a pipeline that catches up h
 class _SourceSchedule(msgspec.Struct):
     """Schedule of the visits of one source."""
 
+    times: AgedValue
+    """Time of the newest binding as of `history_s` ago: later bindings may have times ahead of the clock."""
     next_s: float = 0.0
     pause_s: float = FIRST_PAUSE_S
 
@@ -114,7 +123,7 @@ class BindingsUpkeep(MaintenanceJob):
         changed = await self._logs.next_changed(sources.__contains__)
         for source, head in changed.items():
             if head.next - head.start > WHOLE_RECORD_INTERVAL:
-                tended = self._tended.setdefault(source, _SourceSchedule())
+                tended = self._tended.setdefault(source, _SourceSchedule(AgedValue(self._g.retention.history_s)))
                 tended.pause_s = FIRST_PAUSE_S
                 tended.next_s = min(tended.next_s, now_s + FIRST_PAUSE_S)
         self._logs.done(changed)
@@ -130,11 +139,12 @@ class BindingsUpkeep(MaintenanceJob):
     async def _visit_source(self, source: str, readers: Sequence[Create], pipelines: Sequence[PipelineRow]) -> None:
         g, tended = self._g, self._tended[source]
         remap = LogRemap(g.consensus, source, g.clock, g.rand)
-        await remap.latest()
+        newest = await remap.latest()
         if remap.length <= WHOLE_RECORD_INTERVAL:
             self._stop_following(source)
             return
-        least = g.clock.now_ms() - g.retention.history_ms
+        aged = tended.times.observe(newest.time_ms if newest is not None else 0, g.clock.monotonic_s())
+        least = max(g.clock.now_ms() - g.retention.history_ms, aged)
         holder, upper = "", 0
         for create in readers:
             asks = await self._least_needed_time(create)

@@ -1,6 +1,7 @@
 """The job `shards`: advance since, merge settled batches and delete replaced objects, shard by shard.
 
-    retention    since follows now - history_s, never past a hold, never past the newest time
+    retention    since follows now - history_s, or what was the newest time history_s ago, whichever is later; never
+                 past a hold, never past the newest time
     merging      `shards.compaction`: a run at a time, each published whole or not at all
     collection   objects replaced collect_after_s ago, that no live hold may read and no restore needs, oldest first,
                  and then their entries (`collect_garbage`)
@@ -14,6 +15,10 @@ none of it.
 
 Invariant (isolation): an error in reading, merging or collecting a shard concerns that shard only. It is reported under
 `keeper:shards:NAME`.
+
+Times in a shard may be ahead of the clock, because the clock of a node was wrong for a moment: later changes follow
+them, a millisecond apart. So the ages of history and of garbage are measured by this process's monotonic clock, too
+(`AgedValue`). A process that takes over this job measures anew, and until then only the times count.
 """
 
 from __future__ import annotations
@@ -24,9 +29,16 @@ import msgspec
 
 from tidemill.base.clock import Clock
 from tidemill.base.limits import OBJECT_CONCURRENCY
-from tidemill.base.status.status import StatusTracker
+from tidemill.base.status.status import NOTICE_BUDGET_MS, StatusTracker, times_ahead_reason
 from tidemill.maintenance.checkpoint.restore_horizon import RestoreHorizon
-from tidemill.maintenance.scheduler import JobContext, MaintenanceJob, StepBudget, UnitFailures
+from tidemill.maintenance.scheduler import (
+    REPORTED_UNITS_MAX,
+    AgedValue,
+    JobContext,
+    MaintenanceJob,
+    StepBudget,
+    UnitFailures,
+)
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.compaction.compaction import compact_once
 from tidemill.shards.handle import LogShard
@@ -45,13 +57,19 @@ CACHE_BYTES = 0
 """Cache size; merges read each part about once."""
 
 
-class _ShardSchedule(msgspec.Struct):
+class _ShardSchedule(msgspec.Struct, kw_only=True):
     """Handle of one shard, and the schedule of its visits."""
 
     shard: LogShard
     next_s: float = 0.0
     pause_s: float = BUSY_S
     version: int = -1
+    uppers: AgedValue
+    """Upper as of `history_s` ago."""
+    versions: AgedValue
+    """Version as of `collect_after_s` ago."""
+    moved_s: float
+    """Time of the last advance of since."""
 
 
 class UpkeepCounters(msgspec.Struct):
@@ -75,9 +93,13 @@ class ShardUpkeep(MaintenanceJob):
         self._tended: dict[str, _ShardSchedule] = {}
         """Shard id → its handle."""
         self._figures: UpkeepCounters = UpkeepCounters()
+        self._tracker = tracker
+        self._ahead: set[str] = set()
+        """Shards whose times are reported to be ahead of the clock."""
 
     def facts(self) -> dict[str, object]:
-        return super().facts() | {"shards": len(self._tended), "failing": self._failures.count}
+        counts = {"shards": len(self._tended), "failing": self._failures.count, "times_ahead": len(self._ahead)}
+        return super().facts() | counts
 
     async def run(self, budget: StepBudget) -> bool:
         """Visit the shards that are due, the longest waiting first. Return True when the budget ended before all
@@ -103,7 +125,7 @@ class ShardUpkeep(MaintenanceJob):
         for shard_id, create in created.items():
             if shard_id not in self._tended:
                 try:
-                    self._tended[shard_id] = _ShardSchedule(await self._open_handle(create))
+                    self._tended[shard_id] = self._schedule(await self._open_handle(create))
                 except BaseException as error:
                     self._failures.failed(create.name, error)
 
@@ -112,18 +134,29 @@ class ShardUpkeep(MaintenanceJob):
         machine = await open_machine(g.consensus, g.rand, create)
         return LogShard(machine, g.objects, g.clock, g.rand, cpu=g.cpu, cache_bytes=CACHE_BYTES)
 
+    def _schedule(self, shard: LogShard) -> _ShardSchedule:
+        retention = self._g.retention
+        return _ShardSchedule(
+            shard=shard,
+            uppers=AgedValue(retention.history_s),
+            versions=AgedValue(retention.collect_after_s),
+            moved_s=self._g.clock.monotonic_s(),
+        )
+
     async def _close_dropped(self, shard_id: str) -> None:
         tended = self._tended.pop(shard_id)
         self._persisted.forget_shard(shard_id)
         self._failures.clear_failure(tended.shard.name)
+        self._report_ahead(tended.shard.name, "")
         await tended.shard.aclose()
 
     async def _visit_isolated(self, tended: _ShardSchedule, budget: StepBudget) -> None:
         """Visit one shard. Any error it raises is reported for that shard only."""
         try:
-            more = await self._visit_shard(tended.shard, budget)
+            more = await self._visit_shard(tended, budget)
         except BaseException as error:
             self._failures.failed(tended.shard.name, error)
+            self._report_ahead(tended.shard.name, "")
             # The handle itself may be broken: the next visit opens a new one.
             await self._close_handle(tended)
             return
@@ -138,22 +171,39 @@ class ShardUpkeep(MaintenanceJob):
         await tended.shard.aclose()
 
     # one shard --------------------------------------------------------------------------------------
-    async def _visit_shard(self, shard: LogShard, budget: StepBudget) -> bool:
+    async def _visit_shard(self, tended: _ShardSchedule, budget: StepBudget) -> bool:
+        shard = tended.shard
         await shard.frontiers()
-        await self._advance_since(shard, budget.term)
+        self._report_ahead(shard.name, times_ahead_reason(shard.state.upper, self._g.clock.now_ms()))
+        await self._advance_since(tended, budget.term)
         more = await self._merge_batches(shard, budget)
-        await self._collect_garbage(shard)
+        await self._collect_garbage(tended)
         return more
 
-    async def _advance_since(self, shard: LogShard, term: int) -> None:
-        state, now_ms, retention = shard.state, self._g.clock.now_ms(), self._g.retention
-        newest = state.upper - 1
-        target = min(newest, now_ms - retention.history_ms)
+    async def _advance_since(self, tended: _ShardSchedule, term: int) -> None:
+        state, clock, retention = tended.shard.state, self._g.clock, self._g.retention
+        now_ms, now_s = clock.now_ms(), clock.monotonic_s()
+        newest, aged = state.upper - 1, tended.uppers.observe(state.upper, now_s) - 1
+        target = min(newest, max(now_ms - retention.history_ms, aged))
         own = next((hold.since for hold in state.holds if hold.reader == RETENTION_OWNER), 0)
         lapsed = any(not hold.is_live(now_ms) for hold in state.holds)
-        # A write is worth it for a quarter of the history, for the newest time, or to release a lapsed hold.
-        if (target > own and (target - own >= retention.step_ms or target == newest)) or lapsed:
-            await shard.downgrade_since(RETENTION_OWNER, term, max(target, own))
+        # A write is worth it for a quarter of the history, for the newest time, or to release a lapsed hold. Times that
+        # are ahead of the clock are closer together than the changes were.
+        due = target - own >= retention.step_ms or (now_s - tended.moved_s) * 1000 >= retention.step_ms
+        if (target > own and (due or target == newest)) or lapsed:
+            await tended.shard.downgrade_since(RETENTION_OWNER, term, max(target, own))
+            tended.moved_s = now_s
+
+    def _report_ahead(self, name: str, reason: str) -> None:
+        """Report that the times of a shard are ahead of the clock, or with "" that they are not. It waits for any time
+        and is never stuck, since the shard works."""
+        mark = f"keeper:shards:{name}"
+        if reason and (name in self._ahead or len(self._ahead) < REPORTED_UNITS_MAX):
+            self._ahead.add(name)
+            self._tracker.set(mark, 0, 1, now_ms=self._g.clock.now_ms(), reason=reason, budget_ms=NOTICE_BUDGET_MS)
+        elif name in self._ahead:
+            self._ahead.discard(name)
+            self._tracker.remove(mark)
 
     async def _merge_batches(self, shard: LogShard, budget: StepBudget) -> bool:
         while True:
@@ -168,25 +218,29 @@ class ShardUpkeep(MaintenanceJob):
             if not budget.has_budget:
                 return True
 
-    async def _collect_garbage(self, shard: LogShard) -> None:
+    async def _collect_garbage(self, tended: _ShardSchedule) -> None:
+        g, shard = self._g, tended.shard
+        seen = tended.versions.observe(shard.state.version, g.clock.monotonic_s())
         if not shard.state.garbage:
             return
-        g = self._g
         persisted = (await self._persisted.persisted_shard(shard.name, shard.shard_id)).version
         after_ms = int(g.retention.collect_after_s * 1000)
-        count, size_bytes = await collect_garbage(shard, g.objects, g.clock, after_ms=after_ms, persisted=persisted)
+        count, size_bytes = await collect_garbage(
+            shard, g.objects, g.clock, after_ms=after_ms, persisted=persisted, seen=seen
+        )
         self._figures.deleted_objects += count
         self._figures.deleted_bytes += size_bytes
 
 
 async def collect_garbage(
-    shard: LogShard, objects: ObjectStore, clock: Clock, *, after_ms: int, persisted: int
+    shard: LogShard, objects: ObjectStore, clock: Clock, *, after_ms: int, persisted: int, seen: int = 0
 ) -> tuple[int, int]:
     """Delete objects that were replaced at least `after_ms` ago, by version `persisted` at the latest, and that no
-    live hold may read. Return (objects, bytes). Raises UnavailableError, UnknownOutcomeError: call again."""
+    live hold may read. `seen` is a version as of `after_ms` ago. Return (objects, bytes). Raises UnavailableError,
+    UnknownOutcomeError: call again."""
     await shard.frontiers()
     now_ms = clock.now_ms()
-    may_go = rules.collectable_garbage(shard.state, now_ms - after_ms, now_ms)
+    may_go = rules.collectable_garbage(shard.state, now_ms - after_ms, now_ms, seen)
     found = [garbage for garbage in may_go if garbage.version <= persisted]
     if not found:
         return 0, 0

@@ -288,15 +288,17 @@ def _evolve(state: ShardState, command: Evolve) -> ShardState | RejectedCommand:
     return replace(state, schema=schema, versions=(*state.versions, version)[-SCHEMA_VERSIONS_MAX:])
 
 
-def collectable_garbage(state: ShardState, before_ms: int, now_ms: int) -> tuple[Garbage, ...]:
+def collectable_garbage(state: ShardState, before_ms: int, now_ms: int, seen: int = 0) -> tuple[Garbage, ...]:
     """Return the garbage, oldest first, that was replaced before `before_ms` and that no live hold may read. Pure.
 
-    Always a prefix: `MarkCollected` names it by its last version.
+    Garbage up to version `seen` was replaced before that, whatever its time says: the clock of its merge may have been
+    ahead. Always a prefix: `MarkCollected` names it by its last version.
     """
     chosen_from = min((h.version for h in state.holds if h.expires_ms and h.is_live(now_ms)), default=None)
     out: list[Garbage] = []
     for garbage in state.garbage:
-        if garbage.at_ms >= before_ms or (chosen_from is not None and garbage.version > chosen_from):
+        young = garbage.at_ms >= before_ms and garbage.version > seen
+        if young or (chosen_from is not None and garbage.version > chosen_from):
             break
         out.append(garbage)
     return tuple(out)

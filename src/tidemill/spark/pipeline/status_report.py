@@ -30,7 +30,7 @@ from tidemill.base.limits import STATUS_PUBLISH_INTERVAL_S
 from tidemill.base.runtime.memory_budget import IdleDetector, release_freed_memory, resident_bytes
 from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.base.status.histogram import SINCE_BOUND, Histogram, merge_histograms
-from tidemill.base.status.status import NOTICE_BUDGET_MS, argmin
+from tidemill.base.status.status import NOTICE_BUDGET_MS, argmin, times_ahead_reason
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.objects.retrying import RetryingObjects
 from tidemill.spark.derived.function_result import OMITTED
@@ -341,13 +341,13 @@ class StatusReporter:
         upstream: str = "",
         work_ms: int = 0,
     ) -> None:
-        budget_ms = self._runner.tracker.budget_ms
+        budget_ms, now_ms = self._runner.tracker.budget_ms, self._runner.stores.clock.now_ms()
         self._tracker.set(
             name,
             *place,
-            now_ms=self._runner.stores.clock.now_ms(),
+            now_ms=now_ms,
             held_by=held_by,
-            reason=reason,
+            reason=reason or (times_ahead_reason(place[0], now_ms) if name.startswith("shard:") else ""),
             # A failing unit is stuck after the freshness budget; a working one may take longer, e.g. for a restart.
             budget_ms=budget_ms if self._tracker.failure(name) is not None else max(budget_ms, WORK_BUDGET_MS, work_ms),
             unit="ms",
