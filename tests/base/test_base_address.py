@@ -81,3 +81,33 @@ def test_an_address_of_ipv4_within_one_of_ipv6_is_that_of_ipv4(host: str, plain:
 )
 def test_a_url_in_a_message_has_no_user_and_no_password(url: str, shown: str) -> None:
     assert without_credentials(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("bound", "resolves", "host"),
+    [
+        ("0.0.0.0:9092", True, "box"),
+        ("[::]:9092", True, "box"),
+        ("0.0.0.0:9092", False, "0.0.0.0"),
+        ("[::]:9092", False, "::"),
+        ("10.0.0.5:9092", True, "10.0.0.5"),
+        ("127.0.0.1:9092", True, "127.0.0.1"),
+    ],
+)
+def test_clients_are_sent_to_the_machine_and_not_to_a_wildcard(
+    monkeypatch: pytest.MonkeyPatch, bound: str, resolves: bool, host: str
+) -> None:
+    asked: list[int] = []
+
+    def resolve(name: str, _: None, *, family: int) -> None:
+        asked.append(family)
+        if name != "box" or not resolves:
+            raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve)
+    assert Address.parse(bound).advertised("") == (host, 9092)
+    wildcard = Address.parse(bound).is_wildcard
+    # A socket of 0.0.0.0 accepts no IPv6, one of [::] accepts both.
+    assert asked == ([socket.AF_INET if "." in bound else socket.AF_UNSPEC] if wildcard else [])
+    assert Address.parse(bound).advertised("[2001:db8::1]") == ("2001:db8::1", 9092), "the configured host"

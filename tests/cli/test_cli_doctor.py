@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tidemill.base.errors import InvalidError, TidemillError
 from tidemill.base.status.status import StatusReport
 from tidemill.cli.cluster import doctor
 from tidemill.cli.context import open_stores
+from tidemill.cli.topic.records import kafka_address
 from tidemill.consensus.status.board import StatusBoard
 
 VALID = """
@@ -28,7 +30,18 @@ def build(p):
         return clicks
 """
 CAPTURED = 'p.capture("db").table("public.clicks")'
-CHECKS = ["python", "spark", "java", "bash", "disk", "node.http", "node.kafka", "exposure", "consensus.url"]
+CHECKS = [
+    "python",
+    "spark",
+    "java",
+    "bash",
+    "disk",
+    "node.http",
+    "node.kafka",
+    "exposure",
+    "advertised",
+    "consensus.url",
+]
 
 
 def checked(directory: Path, code: int) -> dict[str, list[dict[str, Any]]]:
@@ -216,3 +229,27 @@ def test_a_restore_that_is_only_planned_does_not_make_a_store_of_an_empty_mount_
     done = run_tidemill(f"restore --dry-run --from file://{tmp_path}/mount", cwd=tmp_path)
     assert done.exit_code != 0 and "the object directory is empty" in done.errors and "mounted" in done.errors
     assert list((tmp_path / "mount").iterdir()) == []
+
+
+def test_the_addresses_that_clients_are_sent_to_are_shown_and_a_wildcard_that_stays_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listeners = '[kafka.listeners.out]\naddress = "0.0.0.0:9094"\nadvertised = "out.example.com:19094"\n'
+    (tmp_path / "tidemill.toml").write_text(f'[node]\nhttp = "127.0.0.1:0"\nkafka = "0.0.0.0:9092"\n{listeners}')
+    config = load(tmp_path / "tidemill.toml")
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [])
+    found = doctor._check_advertised(config)
+    assert "node.kafka=box:9092" in found and "WARNING" not in found
+    assert "node.http=127.0.0.1:0" in found and "kafka.listeners.out.address=out.example.com:19094" in found
+    assert kafka_address(config) == "box:9092"
+
+    def unresolved(*_: object, **__: object) -> None:
+        raise socket.gaierror("unknown")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unresolved)
+    found = doctor._check_advertised(config)
+    assert found.startswith("WARNING") and "node.kafka=0.0.0.0:9092" in found and "node.advertised_host" in found
+    (tmp_path / "tidemill.toml").write_text('[node]\nkafka = "[::]:9092"\nadvertised_host = "[2001:db8::1]"\n')
+    found = doctor._check_advertised(load(tmp_path / "tidemill.toml"))
+    assert "WARNING" not in found and "node.kafka=[2001:db8::1]:9092" in found

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from confluent_kafka import Producer
@@ -14,10 +14,11 @@ from support.kafka.harness import Cluster, FakeBroker
 from support.kafka.raw import RawClient, encode, nested
 from support.waiting import eventually
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.config.config import exposed_servers, parse
+from tidemill.base.config.config import advertised_addresses, exposed_servers, parse
 from tidemill.base.errors import InvalidError
 from tidemill.kafka import BrokerServices, KafkaServer
 from tidemill.kafka.net.listeners import DEFAULT, Listener
+from tidemill.node.settings_from_config import kafka_listeners
 
 ALL_TOPICS = b"\xff\xff\xff\xff"
 
@@ -102,6 +103,28 @@ def test_a_listener_that_cannot_be_bound_names_its_key_and_leaves_nothing_open(f
         with pytest.raises(InvalidError, match=r"kafka\.listeners\.out\.address"):
             fake_broker.portal.call(server.start())
         assert server.ports == {}
+
+
+def test_listeners_of_a_wildcard_advertise_the_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "box")
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [])
+    others = {
+        "bound": {"address": "[::]:9094"},
+        "own": {"address": "0.0.0.0:9095", "advertised": "out.example.com:19095"},
+    }
+    values = {"node": {"kafka": "0.0.0.0:9092"}, "kafka": {"listeners": others}}
+
+    def sent_to(**node: str) -> list[str]:
+        config = parse({**values, "node": {**values["node"], **node}}, origin="t.toml")
+        found = kafka_listeners(config, cast("Any", None), advertised_addresses(config))
+        return [f"{each.advertised_host}:{each.advertised_port}" for each in found]
+
+    assert sent_to() == ["box:9092", "box:9094", "out.example.com:19095"]
+    assert sent_to(advertised_host="k.example.com") == [
+        "k.example.com:9092",
+        "k.example.com:9094",
+        "out.example.com:19095",
+    ]
 
 
 def test_listeners_are_read_from_the_configuration_and_open_ones_are_told() -> None:

@@ -51,12 +51,30 @@ class Address(NamedTuple):
         loopback = "::1" if self.family == socket.AF_INET6 else "127.0.0.1"
         return Address(loopback, self.port) if self.is_wildcard else self
 
+    def advertised(self, own_host: str) -> Address:
+        """Return the address to which clients of this bound address are sent: `own_host`, if one is configured, else
+        the bound host, or for a wildcard the name of this machine if it resolves. May wait for DNS."""
+        host = strip_brackets(own_host)
+        if not host and self.is_wildcard:
+            host = _machine_host(self.family)
+        return Address(host or self.host, self.port)
+
     @property
     def is_loopback(self) -> bool:
         try:
             return ip_address(self.host).is_loopback
         except ValueError:
             return self.host == "localhost"
+
+
+def _machine_host(family: socket.AddressFamily) -> str:
+    """Return the name of this machine if it resolves to an address that a wildcard of `family` accepts, else ""."""
+    name = socket.gethostname()
+    try:  # a socket of [::] accepts IPv4, too
+        socket.getaddrinfo(name, None, family=family if family == socket.AF_INET else socket.AF_UNSPEC)
+    except (OSError, UnicodeError):
+        return ""
+    return name
 
 
 def bracket_ipv6(host: str) -> str:

@@ -120,6 +120,7 @@ class ClusterMember(msgspec.Struct, frozen=True):
 
 async def assemble(node: NodeContext, app: SwitchableApp) -> None:
     """Build and start all rooms. Afterwards `app` serves them, and the node is ready."""
+    await node.resolve_addresses()
     consensus = await _open_consensus(node)
     await _start_reporting(node, consensus)
     objects = await _open_bucket(node, consensus)
@@ -332,7 +333,7 @@ def _build_binder(node: NodeContext, storage: Storage, member: ClusterMember, to
 def _build_security(node: NodeContext, storage: Storage) -> Security:
     authenticator = build_authenticator(node.config, Users(storage.metastore, node.clock), node.clock, node.rand)
     rulebook = AclCache(storage.metastore, node.clock, node.config.security.super_users)
-    return Security(authenticator, rulebook, kafka_listeners(node.config, authenticator))
+    return Security(authenticator, rulebook, kafka_listeners(node.config, authenticator, node.advertised))
 
 
 def _build_kafka(

@@ -14,10 +14,11 @@ from functools import partial
 import msgspec
 from starlette.routing import BaseRoute
 
-from tidemill.base.address import Address, strip_brackets
+from tidemill.base.address import Address
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.config.config import Config
+from tidemill.base.config.config import Config, advertised_addresses
 from tidemill.base.errors import UnavailableError
+from tidemill.base.runtime.daemon_threads import call_in_daemon_thread
 from tidemill.base.runtime.memory_budget import MemoryBudget
 from tidemill.base.runtime.tasks import Tasks, open_with_retry, run_unit
 from tidemill.base.status.status import StatusReport, StatusTracker
@@ -73,6 +74,8 @@ class NodeContext:
         self.process = f"node:{config.node.name}"
         self.instance = f"{config.node.name}/{os.getpid()}/{rand.nonce()[:8]}"
         self.waiting = STARTING
+        self.advertised: dict[str, Address] = {}
+        """Addresses to which clients are sent, by the key of the bound address; see `resolve_addresses`."""
         self.board: StatusBoard | None = None
         self.stores: Storage | None = None
         """The stores, once the catalogue can be read."""
@@ -82,13 +85,16 @@ class NodeContext:
         self.published: StatusPublisher | None = None
         self._more_routes = more_routes
 
+    async def resolve_addresses(self) -> None:
+        """Find the addresses to which clients of this node are sent. A wildcard needs the name of this machine, which
+        may wait for DNS."""
+        self.advertised = await call_in_daemon_thread(partial(advertised_addresses, self.config), "own name")
+
     @property
     def url(self) -> str:
         """Return the address at which other nodes and clients reach the HTTP server."""
-        section = self.config.node
-        http = Address.parse(section.http)
         scheme = "https" if self.config.http.tls else "http"
-        return f"{scheme}://{Address(strip_brackets(section.advertised_host) or http.host, http.port)}"
+        return f"{scheme}://{self.advertised['node.http']}"
 
     @property
     def reporting(self) -> StatusPublisher:

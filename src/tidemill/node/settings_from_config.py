@@ -6,13 +6,14 @@ because reading the configuration must not load those rooms.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from urllib.parse import quote
 
 from msgspec import convert
 from msgspec.structs import replace
 
-from tidemill.base.address import Address, strip_brackets
+from tidemill.base.address import Address
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.config.config import Config, listener_protocols
 from tidemill.base.config.listeners import HttpSection
@@ -50,25 +51,18 @@ def build_authenticator(config: Config, users: Users, clock: Clock, rand: Rand) 
     return Authenticator(users, rand, TokenVerifier(oauth, clock) if given else None)
 
 
-def kafka_listeners(config: Config, authenticator: Authenticator) -> list[Listener]:
-    """Return all Kafka listeners of the node, node.kafka first. Listeners of one protocol share a gate. Raises
-    InvalidError."""
+def kafka_listeners(config: Config, authenticator: Authenticator, advertised: Mapping[str, Address]) -> list[Listener]:
+    """Return all Kafka listeners of the node, node.kafka first. Listeners of one protocol share a gate. `advertised`:
+    the result of `advertised_addresses`. Raises InvalidError."""
     gates = {protocol: kafka_gate(config, protocol, authenticator) for protocol in listener_protocols(config)}
-    bound, own_host = Address.parse(config.node.kafka), strip_brackets(config.node.advertised_host)
-    advertised = advertised_address(config.kafka.advertised, own_host, bound)
-    found = [Listener(DEFAULT, *bound, *advertised, gates[config.kafka.security])]
+    bound = Address.parse(config.node.kafka)
+    found = [Listener(DEFAULT, *bound, *advertised["node.kafka"], gates[config.kafka.security])]
     for name, section in config.kafka.listeners.items():
         bound = Address.parse(section.address)
-        advertised = advertised_address(section.advertised, own_host, bound)
         gate = gates[section.security or config.kafka.security]
         key = f"kafka.listeners.{name}.address"
-        found.append(Listener(name, *bound, *advertised, gate, key))
+        found.append(Listener(name, *bound, *advertised[key], gate, key))
     return found
-
-
-def advertised_address(advertised: str, own_host: str, bound: Address) -> Address:
-    """Return the advertised address: the configured one, else the node's advertised host and the bound port."""
-    return Address.parse(advertised) if advertised else Address(own_host or bound.host, bound.port)
 
 
 def kafka_gate(config: Config, protocol: str, authenticator: Authenticator) -> ListenerSecurity:

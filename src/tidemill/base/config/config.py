@@ -105,6 +105,19 @@ def exposed_servers(config: Config) -> list[str]:
     return found
 
 
+def advertised_addresses(config: Config) -> dict[str, Address]:
+    """Return the address to which clients of each server are sent, by the key of its bound address. May wait for
+    DNS."""
+    own_host = config.node.advertised_host
+    servers = {"node.kafka": (config.node.kafka, config.kafka.advertised), "node.http": (config.node.http, "")}
+    for name, section in config.kafka.listeners.items():
+        servers[f"kafka.listeners.{name}.address"] = section.address, section.advertised
+    return {
+        key: Address.parse(advertised) if advertised else Address.parse(bound).advertised(own_host)
+        for key, (bound, advertised) in servers.items()
+    }
+
+
 def find_file(path: Path | None = None, *, environ: Mapping[str, str] | None = None) -> Path | None:
     """Return the file that `load` reads; None when none was named and the default one is absent.
 

@@ -19,7 +19,7 @@ import typer
 
 from tidemill.base.address import Address
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.config.config import Config, exposed_servers, load
+from tidemill.base.config.config import Config, advertised_addresses, exposed_servers, load
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
 from tidemill.base.libraries import is_installed, require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
@@ -149,6 +149,7 @@ def _configured_checks(config: Config) -> list[tuple[str, Check]]:
         ("node.http", lambda c: _check_port(c, c.node.http, "node.http")),
         ("node.kafka", lambda c: _check_port(c, c.node.kafka, "node.kafka")),
         ("exposure", _check_exposure),
+        ("advertised", _check_advertised),
         ("consensus.url", _check_consensus),
     ]
     return fixed
@@ -230,6 +231,17 @@ def _check_exposure(config: Config) -> str:
     if open_to_all:
         return f"WARNING: reachable from other machines without authentication: {', '.join(open_to_all)}"
     return "endpoints without authentication are reachable from this machine only"
+
+
+def _check_advertised(config: Config) -> str:
+    addresses = advertised_addresses(config)
+    found = " ".join(f"{key}={address}" for key, address in addresses.items())
+    if any(address.is_wildcard for address in addresses.values()):
+        return (
+            f"WARNING: other machines are sent to an address that they cannot open: {found}."
+            " Set node.advertised_host to a name that clients resolve"
+        )
+    return f"clients are sent to {found}"
 
 
 def _check_objects(config: Config) -> list[Result]:

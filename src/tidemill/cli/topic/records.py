@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from tidemill.base.address import Address, strip_brackets
-from tidemill.base.config.config import Config, load
+from tidemill.base.config.config import Config, advertised_addresses, load
 from tidemill.base.errors import InvalidError
 from tidemill.cli.context import ConfigOption
 from tidemill.cli.output.output import TABLE, Form, Output
@@ -141,10 +140,7 @@ def consume(
 
 def kafka_address(config: Config) -> str:
     """Return the address at which clients find the node of this configuration."""
-    bound = Address.parse(config.node.kafka)
-    return config.kafka.advertised or str(
-        Address(strip_brackets(config.node.advertised_host) or bound.host, bound.port)
-    )
+    return str(advertised_addresses(config)["node.kafka"])
 
 
 def _parse_pair(text: str, what: str) -> tuple[str, str]:
