@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import ssl
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from support.cli.cluster import DAY, Cluster
 from support.cli.node import node_answering, server_sending
 from support.kafka.security import Authority
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
-from tidemill.cli.context import open_stores
+from tidemill.cli.context import OpenStores, open_stores
 from tidemill.cli.table import drop, export
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.compaction import compaction
 from tidemill.shards.read import hash_ranges
+from tidemill.topics.batch import Record, encode_batch
+from tidemill.topics.local_topics import LocalTopics
 
 
 @pytest.fixture
@@ -168,6 +171,7 @@ def test_a_shard_that_was_emptied_exports_its_columns(cluster: Cluster, tmp_path
 
 def test_a_shard_that_is_used_is_dropped_only_when_told_twice(cluster: Cluster) -> None:
     cluster.append([(1, "a", 1)])
+    cluster.topic("orders", 1)
     cluster.pipeline(PipelineRow("p", {"orders": "topic:orders"}))
     with open_stores(cluster.config, create=True) as opened:
         shard = opened.shard("orders")
@@ -185,6 +189,46 @@ def test_a_shard_that_is_used_is_dropped_only_when_told_twice(cluster: Cluster) 
     assert cluster.json("drop", "other", "--yes")["pipelines"] == []
     with pytest.raises(MissingError):
         cluster.command("drop", "other", "--yes")
+
+
+def test_rows_whose_records_have_expired_are_lost_only_after_a_question_that_names_them(cluster: Cluster) -> None:
+    cluster.append([(1, "a", 1)])
+    cluster.pipeline(PipelineRow("p", {"orders": "topic:clicks", "other": "topic:unread"}))
+    cluster.pipeline(PipelineRow("q", {"orders": "topic:more", "sums": "derived"}))
+    with open_stores(cluster.config, create=True) as opened:
+        opened.portal.call(trim(opened, "clicks", 2, 5, 3))
+        opened.portal.call(trim(opened, "more", 1, 2, 0))
+        opened.portal.call(trim(opened, "unread", 1, 2, 1))
+    loss = "Topic clicks no longer has its 6 oldest records: rows that only they contain are lost for good."
+    dry = cluster.json("drop", "orders", "--force", "--dry-run")
+    assert dry["expired_records"] == {"clicks": 6}
+    assert cluster.command("drop", "orders", "--force", "--dry-run").endswith(f"{loss}\n")
+    with pytest.raises(InvalidError, match=f"nothing was done, .*{re.escape(loss)}"):
+        cluster.command("drop", "orders", "--force")
+    with pytest.raises(InvalidError, match="nothing was done"):
+        cluster.command("drop", "orders", "--force", answer="n\n")
+    with pytest.raises(InvalidError, match="the table is in use"):
+        cluster.command("drop", "orders", "--yes")
+    assert len(cluster.json("list")) == 1
+    assert cluster.json("drop", "orders", "--force", "--yes")["dropped"] == "orders"
+
+
+def test_the_loss_of_a_topic_that_is_gone_is_named(cluster: Cluster) -> None:
+    cluster.append([(1, "a", 1)])
+    cluster.pipeline(PipelineRow("p", {"orders": "topic:clicks"}))
+    with pytest.raises(InvalidError, match=r"Topic clicks no longer exists: all rows from it are lost for good\."):
+        cluster.command("drop", "orders", "--force")
+    assert cluster.json("drop", "orders", "--force", "--dry-run")["expired_records"] == {"clicks": None}
+
+
+async def trim(opened: OpenStores, name: str, partitions: int, records: int, start: int) -> None:
+    """Create a topic whose partitions have this many records, and delete those below `start`."""
+    row = await opened.catalogue.create_topic(name, partitions)
+    topics = LocalTopics(opened.consensus, opened.objects, opened.catalogue, clock=opened.clock, rand=opened.rand)
+    for partition in range(partitions):
+        await topics.produce_nowait(row.topic_id, partition, bytearray(encode_batch([Record(None, b"v")] * records)))
+        await topics.delete_records(row.topic_id, partition, start)
+    await topics.aclose()
 
 
 def test_a_shard_that_a_derived_table_reads_is_dropped_only_when_told_twice(cluster: Cluster) -> None:

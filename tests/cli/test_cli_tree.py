@@ -6,19 +6,27 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
+from msgspec.structs import replace
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
+import tidemill
 from support.cli.commands import EVERY, SHOWN
 from support.waiting import DEADLINE_S
 from tidemill import __version__
 from tidemill.cli.examples import EXAMPLES
 from tidemill.cli.main import COMMANDS, app, load_command, with_global_options
 from tidemill.cli.output.output import Form
+from tidemill.metastore.catalogue import PipelineRow
+from tidemill.shards.api import Column, ShardSchema
+from tidemill.spark.check import _rebuild_error
+from tidemill.spark.ingest.sources import as_text_error
+from tidemill.spark.ingest.table_ownership import find_refused
 
 GLOBAL_SHORT_FLAGS = {"-c": "config", "-o": "output", "-y": "yes", "-f": "follow"}
 """A short flag has the same meaning in every command that has it."""
@@ -41,12 +49,43 @@ def test_the_summary_of_a_command_begins_its_help(name: str) -> None:
 def test_every_help_has_an_example_that_parses(name: str) -> None:
     assert EXAMPLES[name][0] in (SHOWN[name].epilog or ""), f"tidemill {name} --help has no example"
     for example in EXAMPLES[name]:
-        parts = shlex.split(example)[1:]
-        assert " ".join(parts).startswith(name), example
-        command, rest = load_command(parts[0]), parts[1:]
-        while isinstance(command, TyperGroup):
-            command, rest = command.commands[rest[0]], rest[1:]
-        command.make_context(name, rest)  # raises UsageError
+        assert " ".join(shlex.split(example)[1:]).startswith(name), example
+        parsed(example)
+
+
+def parsed(line: str) -> dict[str, Any]:
+    """Return the parameters of a command line. Raises UsageError."""
+    parts = shlex.split(line)[1:]
+    command, rest = load_command(parts[0]), parts[1:]
+    while isinstance(command, TyperGroup):
+        command, rest = command.commands[rest[0]], rest[1:]
+    params: dict[str, Any] = command.make_context(parts[0], rest).params
+    return params
+
+
+@pytest.mark.parametrize("name", ["orders", "my table", "it's.public"])
+def test_the_remedy_of_an_error_about_a_table_is_a_command_that_parses_and_is_not_refused_as_in_use(name: str) -> None:
+    before = PipelineRow("p", {name: "topic:a"})
+    texts = PipelineRow("p", {name: "topic:a"}, formats={name: '{"format":"avro"}'})
+    moved = replace(before, tables={name: "topic:b"})
+    array = ShardSchema((Column("k", "int32"), Column("v", "array<int>")), ("k",))
+    errors = [
+        find_refused(moved, before, [before], {name})[name],
+        find_refused(before, texts, [texts], {name})[name],
+        str(as_text_error(name, ("v",), array)),
+        str(_rebuild_error(name, "v")),
+    ]
+    for error in errors:
+        assert "tidemill table drop" in error, error
+        params = parsed(error[error.index("tidemill table drop") :])
+        assert (params["name"], params["force"]) == (name, True), error
+
+
+def test_every_remedy_that_drops_a_table_is_formed_by_one_function() -> None:
+    """A command without --force is refused: a pipeline counts as a user of its tables also while it is stopped."""
+    package = Path(tidemill.__file__).parent
+    found = [path.relative_to(package) for path in package.rglob("*.py") if " table drop {" in path.read_text()]
+    assert found == [Path("base/errors.py")]
 
 
 def test_every_example_is_of_a_command() -> None:

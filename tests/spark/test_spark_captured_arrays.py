@@ -108,7 +108,7 @@ def test_a_column_that_is_declared_as_text_takes_any_array(harbour: Any, tmp_pat
     # The declaration changes: the table's type does not.
     with pipeline(harbour, tmp_path / "1", SHOP.format(', as_text=["cells", "at"]', "")):
         eventually(lambda: "at array<timestamp_ntz>→string" in error_of(harbour, "shard:grid"))
-        assert "Remove the column from as_text, or re-create the table: tidemill table drop grid" in error_of(
+        assert "Remove the column from as_text, or re-create the table: tidemill table drop grid --force" in error_of(
             harbour, "shard:grid"
         )
     with pipeline(harbour, tmp_path / "1", SHOP.format("", "")):

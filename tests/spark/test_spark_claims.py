@@ -69,7 +69,7 @@ def test_f318_a_table_whose_source_was_changed_in_the_file_is_refused_until_its_
         eventually(lambda: harbour.upper("clicks") == 11)
     with pipeline(harbour, tmp_path / "p", ONE.format(topic="there")):
         found = eventually(lambda: error_of(harbour, REFUSAL))
-        assert "before=topic:here now=topic:there" in found and "tidemill table drop clicks" in found
+        assert "before=topic:here now=topic:there" in found and "tidemill table drop clicks --force" in found
         assert (harbour.upper("clicks"), keys(harbour)) == (11, ["h"])
         harbour.drop_shard("clicks")
         eventually(lambda: harbour.upper("clicks") == 6)

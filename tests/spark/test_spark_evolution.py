@@ -62,7 +62,7 @@ def test_a_driver_with_the_file_of_before_is_fenced_says_so_and_goes_on_with_the
             want = [{"id": 1, "n": 5, "note": "x"}, {"id": 2, "n": 2, "note": None}]
             assert harbour.contents("clicks") == want
             eventually(lambda: "-note string, id int64→int32" in error_of(harbour, "shard:clicks"))
-            assert "tidemill table drop clicks" in error_of(harbour, "shard:clicks")
+            assert "tidemill table drop clicks --force" in error_of(harbour, "shard:clicks")
     with pipeline(harbour, tmp_path / "old", NEW):
         harbour.produce(topic, [(b"", {"id": 2, "n": 3, "note": "z"})])
         harbour.mint("topic/clicks", 3000, topic)

@@ -161,7 +161,7 @@ def test_a_table_whose_records_were_read_in_another_format_is_refused_until_it_i
     assert not find_refused(wanted, own, [own], set()), "its shard was dropped"
     assert bool(find_refused(wanted, None, [other], set())) == bool(difference)
     if difference:
-        assert difference in found["clicks"] and "tidemill table drop clicks" in found["clicks"]
+        assert difference in found["clicks"] and "tidemill table drop clicks --force" in found["clicks"]
 
 
 def test_deletions_by_condition_and_columns_of_metadata_reach_the_table(harbour: Any, tmp_path: Path) -> None:

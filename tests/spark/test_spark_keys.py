@@ -88,7 +88,9 @@ def test_a_table_with_a_key_that_no_record_spells_any_more_is_refused(
         harbour.mint("topic/ratios", 1_000, topic)
         sink.process(sink.latest())
     assert bits([row["r"] for row in harbour.contents("ratios")]) == bits([-0.0, 2.0])
-    with pytest.raises(InvalidError, match=r"an earlier release wrote, .*table=ratios.*tidemill table drop ratios"):
+    with pytest.raises(
+        InvalidError, match=r"an earlier release wrote, .*table=ratios.*tidemill table drop ratios --force"
+    ):
         ratios_sink(harbour, tmp_path / "now", "r double, v double", "r")
 
 

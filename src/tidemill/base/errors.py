@@ -10,6 +10,7 @@ Exceptions of libraries are translated into these at the edge of the package tha
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
 
 
@@ -100,6 +101,16 @@ def to_unavailable(error: TidemillError) -> UnavailableError:
     instead of ending.
     """
     return UnavailableError(error.message, fix=error.fix)
+
+
+AS_RETAINED = "as far as retention still has its records"
+"""Limit of the re-creation of a topic's table: it begins at the topic's log start."""
+
+
+def drop_table_command(table: str) -> str:
+    """Return the command that deletes a table so that its pipeline re-creates it, as a shell takes it. A `fix` ends
+    with it. The pipeline counts as a user of the table also while it is stopped, hence --force."""
+    return f"tidemill table drop {shlex.quote(table)} --force"
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str:

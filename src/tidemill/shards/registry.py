@@ -10,7 +10,15 @@ import asyncio
 import contextlib
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import ConflictError, CorruptError, InvalidError, MissingError, UnknownOutcomeError
+from tidemill.base.errors import (
+    AS_RETAINED,
+    ConflictError,
+    CorruptError,
+    InvalidError,
+    MissingError,
+    UnknownOutcomeError,
+    drop_table_command,
+)
 from tidemill.consensus.api import Consensus, Versioned
 from tidemill.objects.store import ObjectStore
 from tidemill.shards.api import RunCpuWork, ShardSchema, run_inline
@@ -90,8 +98,8 @@ async def _evolve(machine: ShardMachine, wanted: ShardSchema, clock: Clock) -> N
             name = machine.state.name
             raise InvalidError(
                 f"table exists with another schema: table={name} difference=[{describe_difference(seen, wanted)}].",
-                fix="New columns and wider types are added automatically. Otherwise use another table, or re-create it:"
-                f" tidemill table drop {name}",
+                fix="New columns and wider types are added automatically. Otherwise use another table, or drop it; a"
+                f" pipeline re-creates it from its source, {AS_RETAINED}: {drop_table_command(name)}",
             ) from error
         if not changes:
             return

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Unpack
 
 import msgspec
 
-from tidemill.base.errors import InvalidError, unknown_name_fix
+from tidemill.base.errors import AS_RETAINED, InvalidError, drop_table_command, unknown_name_fix
 from tidemill.metastore.catalogue import CaptureRow, Catalogue, PipelineRow, TopicRow, check_topic_name
 from tidemill.shards.api import ShardSchema
 from tidemill.shards.parts.pg_columns import with_existing_types
@@ -338,5 +338,5 @@ async def _schema_problem(name: str, source: Input, consensus: Consensus) -> Inv
 def _rebuild_error(name: str, difference: str) -> InvalidError:
     return InvalidError(
         f"table exists with another schema: table={name} difference=[{difference}].",
-        fix=f"Use another table, or re-create it: tidemill table drop {name}",
+        fix=f"Use another table, or re-create it, {AS_RETAINED}: {drop_table_command(name)}",
     )

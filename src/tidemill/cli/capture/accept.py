@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from tidemill.base.errors import InvalidError, MissingError
+from tidemill.base.errors import InvalidError, MissingError, drop_table_command
 from tidemill.cli.context import OpenStores, confirm
 from tidemill.cli.output.output import Output
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
@@ -149,7 +149,7 @@ def _kept_types_note(found: ShardEffect) -> str:
     if found.instants:
         said += (
             f"; {', '.join(found.instants)}: a timestamp without time zone in the source, an instant in the table as"
-            f" before, its value read as UTC (tidemill table drop {found.shard} re-creates it without time zones)"
+            f" before, its value read as UTC ({drop_table_command(found.shard)} re-creates it without time zones)"
         )
     if found.texts:
         said += f"; {', '.join(found.texts)}: an array in the source, its text in the table as before"

@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 def drop(
     name: Name,
     yes: YesOption = False,
-    force: Annotated[bool, typer.Option("--force", help="Delete the table even if it is in use.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force", help="Delete the table even if it is in use. Asks only if rows would be lost for good."
+        ),
+    ] = False,
     yes_really: OldForce = False,
     dry_run: DryRunOption = False,
     config: ConfigOption = None,
@@ -37,9 +42,11 @@ def drop(
     """Delete a table. A table that is written or read is refused.
 
     A pipeline that writes the table creates it again from its source, and derived tables that read it wait until then.
+    Rows whose records the topic no longer has are lost for good: that is asked, unless --yes is given.
     """
-    from tidemill.maintenance.shards.drop import drop_shard
+    from tidemill.maintenance.shards.drop import drop_shard, expired_records
     from tidemill.shards.registry import read_shard
+    from tidemill.topics.partition_reader import LogPartitionReader
 
     force = either_name(force, yes_really, "--force", "--yes-really")
     with open_stores(config) as opened:
@@ -51,12 +58,17 @@ def drop(
                 fix="Its readers fail without it, and a pipeline re-creates it from its source. To delete it anyway:"
                 " --force",
             )
+        reader = LogPartitionReader(opened.consensus, opened.objects)
+        expired = opened.portal.call(expired_records(opened.catalogue, reader, name))
+        loss = "".join(_loss_sentence(topic, count) for topic, count in expired.items())
         if dry_run:
             state = read_shard_state(opened, name)
             row = {"dropped": name, "shard_id": state.shard_id, "updates": state.rows, "bytes": state.size_bytes}
-            preview(out, row, f"drop {name}: {state.rows:,} updates, {state.size_bytes:,} bytes")
+            row |= {"expired_records": expired}
+            preview(out, row, f"drop {name}: {state.rows:,} updates, {state.size_bytes:,} bytes{loss}")
             return
-        confirm(f"Delete table {name} and everything in it?", yes=yes or force, out=out)
+        agreed = yes or (force and not loss)
+        confirm(f"Delete table {name} and everything in it?{loss}", yes=agreed, out=out)
         done = opened.portal.call(
             drop_shard(
                 opened.consensus, opened.objects, opened.metastore, opened.clock, opened.rand, name,
@@ -69,6 +81,15 @@ def drop(
         lines.append(f"  tidemill pipeline delete {pipeline}")
     row = {"dropped": done.name, "shard_id": done.shard_id, "pipelines": list(done.pipelines)}
     out.one(row, "\n".join(lines))
+
+
+def _loss_sentence(topic: str, expired: int | None) -> str:
+    """Return what the table cannot be created again from."""
+    if expired is None:
+        return f" Topic {topic} no longer exists: all rows from it are lost for good."
+    return (
+        f" Topic {topic} no longer has its {expired:,} oldest records: rows that only they contain are lost for good."
+    )
 
 
 def _shard_users(opened: OpenStores, name: str, state: ShardState | None) -> list[str]:

@@ -20,12 +20,14 @@ import msgspec
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import MissingError
 from tidemill.consensus.api import Consensus
+from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.metastore import Metastore
 from tidemill.metastore.rows import PIPELINES
 from tidemill.objects.store import ObjectStore
 from tidemill.shards import registry
 from tidemill.shards.registry import read_registration
 from tidemill.shards.state.commands import Create, Drop
+from tidemill.topics.api import PartitionReader
 
 
 class DroppedShard(msgspec.Struct, frozen=True):
@@ -50,6 +52,21 @@ async def reading_derived_tables(metastore: Metastore, name: str) -> tuple[str, 
     """Return the derived tables that read the shard, by name."""
     rows = await metastore.rows(PIPELINES)
     return tuple(sorted({table for row in rows for table, inputs in row.derived.items() if name in inputs}))
+
+
+async def expired_records(catalogue: Catalogue, reader: PartitionReader, name: str) -> dict[str, int | None]:
+    """Return the topics of the shard that no longer have all records: topic → how many offsets are below its log
+    starts, None if the topic is gone. Raises UnavailableError, CorruptError."""
+    rows = await catalogue.list(PipelineRow)
+    sources = {row.tables[name] for row in rows if name in row.tables}
+    found: dict[str, int | None] = {}
+    for topic in sorted(source.removeprefix("topic:") for source in sources if source.startswith("topic:")):
+        row = await catalogue.get(TopicRow, topic)
+        if row is None:
+            found[topic] = None
+        elif expired := sum([await reader.log_start(row.topic_id, each) for each in range(row.partitions)]):
+            found[topic] = expired
+    return found
 
 
 async def drop_shard(

@@ -29,6 +29,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from tidemill.base.errors import drop_table_command
 from tidemill.base.runtime.tasks import error_sentence, is_fault
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.spark.decode import events
@@ -406,4 +407,5 @@ def _float_as_json(value: object) -> object:
 
 
 def _recopy_fix(table: str) -> str:
-    return f"Run `tidemill capture resnapshot {table}`; for a table made from another source, `tidemill table drop`."
+    remedy = drop_table_command("TABLE")
+    return f"Run `tidemill capture resnapshot {table}`; for a table made from another source, `{remedy}`."

@@ -24,7 +24,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import structlog
 
-from tidemill.base.errors import ConflictError, CorruptError, InvalidError, MissingError
+from tidemill.base.errors import ConflictError, CorruptError, InvalidError, MissingError, drop_table_command
 from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
 from tidemill.objects.store import Buffer
 from tidemill.shards.api import TIME, Batch, HistoryLostError, Part, SchemaEvolvedError
@@ -169,8 +169,8 @@ class History:
                 raise InvalidError(
                     f"the input of the history was dropped and created again: table={self.table.name}"
                     f" input={self.table.of}.",
-                    fix=f"Keep the history under this name and declare another one, or let it begin again: tidemill"
-                    f" table drop {self.table.name}.",
+                    fix="Keep the history under this name and declare another one, or let it begin again without its"
+                    f" earlier versions: {drop_table_command(self.table.name)}",
                 )
             return
 
@@ -238,7 +238,8 @@ class History:
             raise InvalidError(
                 f"changes of the input are no longer stored: table={self.table.name} input={self.table.of}"
                 f" from={lower}.",
-                fix=f"Re-create the history from the present contents: tidemill table drop {self.table.name}.",
+                fix="Re-create the history from the present contents, without its earlier versions:"
+                f" {drop_table_command(self.table.name)}",
             ) from error
         return upper, pa.concat_tables(found) if found else pa.table({TIME: pa.array([], pa.int64())})
 

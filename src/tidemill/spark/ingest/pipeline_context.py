@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, TypeVar
 import structlog
 from msgspec.structs import replace
 
-from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError
+from tidemill.base.errors import InvalidError, UnavailableError, UnknownOutcomeError, drop_table_command
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.runtime.private_directories import make_private_directory
 from tidemill.base.status.freshness import REFUSED_SEPARATOR
@@ -126,10 +126,10 @@ class PipelineContext:
                 raise
             fix = (
                 f"The table is no longer captured ({feed.gone}): remove it from the pipeline's file, or re-create the"
-                f" table from the captured records: tidemill table drop {name}"
+                f" table from the captured records: {drop_table_command(name)}"
                 if feed.gone
                 else f"Run tidemill capture accept '{feed.table}': it shows the effect on the table, and applies it"
-                f" once you agree. Or re-create the table: tidemill table drop {name}"
+                f" once you agree. Or re-create the table: {drop_table_command(name)}"
             )
             raise InvalidError(error.message, fix=fix) from error
         if feed is not None:

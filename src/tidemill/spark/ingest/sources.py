@@ -11,7 +11,7 @@ from collections.abc import Collection
 
 import msgspec
 
-from tidemill.base.errors import InvalidError, MissingError
+from tidemill.base.errors import InvalidError, MissingError, drop_table_command
 from tidemill.base.pgtypes.avro import key_layout, row_layout
 from tidemill.base.pgtypes.debezium import value_form
 from tidemill.metastore.catalogue import (
@@ -141,7 +141,7 @@ def as_text_error(name: str, as_text: Collection[str], have: ShardSchema) -> Inv
     difference = ", ".join(f"{c.name} {c.type}→string" for c in found)
     return InvalidError(
         f"table exists with another schema: table={name} difference=[{difference}].",
-        fix=f"Remove the column from as_text, or re-create the table: tidemill table drop {name} --force",
+        fix=f"Remove the column from as_text, or re-create the table: {drop_table_command(name)}",
     )
 
 

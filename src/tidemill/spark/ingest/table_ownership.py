@@ -25,6 +25,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 from msgspec.structs import replace
 
+from tidemill.base.errors import AS_RETAINED, drop_table_command
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.registry import shard_exists
@@ -119,7 +120,7 @@ def find_refused(
         elif before is not None and table in shards and wanted.tables[table] not in (before, DERIVED):
             out[table] = (
                 f"the table had another source before: table={table} before={before} now={wanted.tables[table]}."
-                f" Rename the table, or re-create it: tidemill table drop {table}."
+                f" Rename the table, or re-create it from the new source, {AS_RETAINED}: {drop_table_command(table)}"
             )
         elif (
             own is not None
@@ -129,7 +130,7 @@ def find_refused(
         ):
             out[table] = (
                 f"the records of the table were read in another format before: table={table} difference=[{change}]."
-                f" Rename the table, or re-create it from the whole topic: tidemill table drop {table}."
+                f" Rename the table, or re-create it from the topic, {AS_RETAINED}: {drop_table_command(table)}"
             )
     return out
 

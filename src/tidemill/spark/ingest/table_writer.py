@@ -13,7 +13,14 @@ from pathlib import Path
 import pyarrow as pa
 
 from tidemill.base.clock import Clock
-from tidemill.base.errors import ConflictError, CorruptError, InvalidError, UnavailableError
+from tidemill.base.errors import (
+    AS_RETAINED,
+    ConflictError,
+    CorruptError,
+    InvalidError,
+    UnavailableError,
+    drop_table_command,
+)
 from tidemill.base.runtime.blocking_portal import BlockingPortal, SyncContext
 from tidemill.objects.store import Buffer
 from tidemill.shards.api import HistoryLostError, Part, ShardSchema
@@ -160,7 +167,8 @@ class TableWriter:
         if doubtful and has_unnormalized_keys(mirror.live_rows(), key):
             raise InvalidError(
                 f"the table has keys that an earlier release wrote, -0.0 or a NaN of other bits: table={self.name}.",
-                fix=f"Drop the table; the pipeline re-creates it: tidemill table drop {self.name}",
+                fix=f"Drop the table; the pipeline re-creates it from the topic, {AS_RETAINED}:"
+                f" {drop_table_command(self.name)}",
             )
 
     def follow(self) -> bool:
