@@ -255,6 +255,88 @@ def test_a_named_file_that_is_absent_is_refused_and_an_unnamed_one_means_default
     assert load(None, environ={}).node.name == "node-1"
 
 
+OVERRIDES: dict[str, tuple[str, str, Any]] = {
+    "a list": ("TIDEMILL_SECURITY__SUPER_USERS", '["User:a", "User:b"]', ["User:a", "User:b"]),
+    "a list below a name": ("TIDEMILL_CAPTURE__SHOP__TABLES", '["public.a"]', ["public.a"]),
+    "a list of one line each": ("TIDEMILL_SHAPES__ALLOWED_ORIGINS", '[\n"*",\n]\n', ["*"]),
+    "a list of choices": ("TIDEMILL_SECURITY__SASL__MECHANISMS", "['PLAIN']", ["PLAIN"]),
+    "a list of unions": ("TIDEMILL_SHAPE__S__PARAMS", '["x"]', ["x"]),
+    "a map": ("TIDEMILL_SECURITY__SIGNING__KEYS", f'{{ k1 = "{"x" * 32}" }}', {"k1": "x" * 32}),
+    "a map of dotted keys": ("TIDEMILL_PIPELINE__P__SPARK__CONF", "{ spark.ui.port = 4 }", {"spark.ui.port": "4"}),
+    "a key of a map": ("TIDEMILL_SECURITY__SIGNING__KEYS__K2", "y" * 32, {"k2": "y" * 32}),
+    "a choice of numbers": ("TIDEMILL_LAKE__FORMAT", "2", 2),
+    "a choice of texts like numbers": ("TIDEMILL_SECURITY__TLS__MIN_VERSION", "1.3", "1.3"),
+    "a section": ("TIDEMILL_PIPELINE__P__SPARK", "{ instances = 3 }", None),
+    "a text": ("TIDEMILL_NODE__NAME", '["x"]', '["x"]'),
+    "a number": ("TIDEMILL_HTTP__CONNECTIONS", "64", 64),
+    "a fraction": ("TIDEMILL_RETENTION__HISTORY_S", "1.5", 1.5),
+    "a boolean": ("TIDEMILL_HTTP__TLS", "false", False),
+    "a boolean or nothing": ("TIDEMILL_SECURITY__AUTHORIZE", "true", True),
+    "a number or nothing": ("TIDEMILL_TOPICS__T__RETENTION_MS", "-1", -1),
+}  # fmt: skip
+SECTIONS = """
+[capture.shop]
+dsn = "x"
+tables = ["public.*"]
+[pipeline.p]
+file = "p.py"
+[shape.s]
+table = "public.a"
+"""
+
+
+@pytest.mark.parametrize("kind", OVERRIDES)
+def test_a_value_of_any_kind_comes_from_the_environment(tmp_path: Path, kind: str) -> None:
+    variable, text, value = OVERRIDES[kind]
+    config: Any = load(write(tmp_path, SECTIONS), environ={variable: text})
+    if kind == "a section":
+        assert config.pipeline["p"].spark.instances == 3
+        return
+    path = variable.removeprefix("TIDEMILL_").lower().split("__")
+    for part in path[:-1] if kind == "a key of a map" else path:
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
+    assert config == value
+
+
+def test_a_variable_of_a_map_does_not_undo_one_of_its_keys(tmp_path: Path) -> None:
+    both = {"TIDEMILL_HTTP__PAGES__B": "other", "TIDEMILL_HTTP__PAGES": '{ a = "app" }'}
+    assert load(write(tmp_path, ""), environ=both).http.pages == {"a": f"{tmp_path}/app", "b": f"{tmp_path}/other"}
+
+
+@pytest.mark.parametrize(
+    ("variable", "changed"),
+    [
+        ("TIDEMILL_TOPICS__ORDERS__PARTITIONS", "Orders"),
+        ("TIDEMILL_TOPICS__Orders__PARTITIONS", "Orders"),
+        ("TIDEMILL_TOPICS__CLICKS__PARTITIONS", "clicks"),
+        ("TIDEMILL_TOPICS__A.B__PARTITIONS", "a.B"),
+        ("TIDEMILL_TOPICS__New__PARTITIONS", "new"),
+    ],
+)
+def test_a_variable_changes_the_key_of_the_file_regardless_of_case(tmp_path: Path, variable: str, changed: str) -> None:
+    path = write(tmp_path, "[topics.Orders]\n[topics.clicks]\n[topics.'a.B']\n")
+    found = load(path, environ={variable: "7"}).topics
+    assert {name for name, section in found.items() if section.partitions == 7} == {changed}
+    assert len(found) == (4 if changed == "new" else 3)
+
+
+def test_a_variable_that_fits_two_keys_is_refused_unless_it_is_written_as_one_of_them(tmp_path: Path) -> None:
+    path = write(tmp_path, "[topics.Orders]\n[topics.orders]\n")
+    assert load(path, environ={"TIDEMILL_TOPICS__orders__PARTITIONS": "7"}).topics["orders"].partitions == 7
+    with pytest.raises(InvalidError, match=r"variable=TIDEMILL_TOPICS__ORDERS__PARTITIONS keys=Orders, orders\."):
+        load(path, environ={"TIDEMILL_TOPICS__ORDERS__PARTITIONS": "7"})
+
+
+@pytest.mark.parametrize("text", ["s3cret", "[s3cret", '["s3cret"]\nmore = 1', "", "{ k1 = 's3cret' }"])
+def test_an_error_about_a_variable_names_it_and_not_its_value(tmp_path: Path, text: str) -> None:
+    for variable in ("TIDEMILL_SECURITY__SIGNING__KEYS", "TIDEMILL_SHAPES__ALLOWED_ORIGINS", "TIDEMILL_LAKE__FORMAT"):
+        with pytest.raises(InvalidError) as caught:
+            load(write(tmp_path, ""), environ={variable: text})
+        assert "s3cret" not in str(caught.value), variable
+        key = variable.removeprefix("TIDEMILL_").lower().replace("__", ".")
+        assert variable in str(caught.value) or key in str(caught.value)
+
+
 def test_variables_are_filled_in_and_the_environment_wins(tmp_path: Path) -> None:
     path = write(tmp_path, "[node]\nname = '${NAME}'\nhttp = '127.0.0.1:1'\n")
     config = load(path, environ={"NAME": "n7", "TIDEMILL_NODE__HTTP": "127.0.0.1:2"})

@@ -157,7 +157,7 @@ def parse_text(text: str, path: Path, environ: Mapping[str, str]) -> Config:
         values = tomllib.loads(expand_variables(text, environ, path.parent / ENV_FILE))
     except tomllib.TOMLDecodeError as error:
         raise InvalidError(f"{path} is not TOML: {error}.", fix="Correct that line.") from error
-    overlay_environment(values, environ)
+    overlay_environment(values, environ, Config)
     return parse(values, origin=str(path))
 
 

@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast, get_args, get_origin
+
+from pydantic import BaseModel
 
 from tidemill.base.errors import InvalidError
 
@@ -76,21 +79,72 @@ def _escape(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
-def overlay_environment(values: dict[str, Any], environ: Mapping[str, str]) -> None:
-    """Set the values of variables TIDEMILL_<SECTION>__<KEY>, over those of the file."""
-    for variable, value in environ.items():
+def overlay_environment(values: dict[str, Any], environ: Mapping[str, str], model: type[BaseModel]) -> None:
+    """Set the values of variables TIDEMILL_<SECTION>__<KEY>, over those of the file.
+
+    A key is that of the file, regardless of case, else it is in lower case. The value is a text, of which `model` makes
+    a number or a boolean, or TOML where `model` has a list, a map or a section. Raises InvalidError, which never
+    contains a value: it may be a secret.
+    """
+    # A variable of a whole map comes before those of its keys.
+    for variable in sorted(environ, key=lambda name: name.count("__")):
         if not variable.startswith("TIDEMILL_") or "__" not in variable:
             continue
-        *path, last = variable.removeprefix("TIDEMILL_").lower().split("__")
-        section = values
+        *path, last = variable.removeprefix("TIDEMILL_").split("__")
+        section, kind = values, cast("Any", model)
         for part in path:
-            section = section.setdefault(part, {})
+            key = _key_in(section, part, variable)
+            section, kind = section.setdefault(key, {}), _kind_of(kind, key)
             if not isinstance(section, dict):
                 raise InvalidError(
-                    f"an environment variable sets a key below a plain value: variable={variable} key={part}.",
-                    fix=f"Unset it, or make {part} a section of the file.",
+                    f"an environment variable sets a key below a plain value: variable={variable} key={key}.",
+                    fix=f"Unset it, or make {key} a section of the file.",
                 )
-        section[last] = value
+        key = _key_in(section, last, variable)
+        text = environ[variable]
+        section[key] = _parse_toml(text, variable) if _is_toml(_kind_of(kind, key)) else text
+
+
+def _key_in(section: Mapping[str, Any], name: str, variable: str) -> str:
+    """Return the key of a section that a variable means: shells have variables in upper case."""
+    if name in section:
+        return name
+    found = [key for key in section if key.lower() == name.lower()]
+    if len(found) > 1:
+        raise InvalidError(
+            f"an environment variable fits several keys: variable={variable} keys={', '.join(found)}.",
+            fix="Write it with the case of one of them.",
+        )
+    return found[0] if found else name.lower()
+
+
+def _kind_of(kind: Any, key: str) -> Any:
+    """Return the annotation of a key below a model or a map, None if it has none."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        field = kind.model_fields.get(key)
+        return field.annotation if field is not None else None
+    return get_args(kind)[1] if get_origin(kind) is dict else None
+
+
+def _is_toml(kind: Any) -> bool:
+    """Return whether a text cannot stand for a value of this annotation."""
+    origin = get_origin(kind)
+    if origin is Literal:
+        return not all(isinstance(value, str) for value in get_args(kind))
+    return origin in (list, dict) or (isinstance(kind, type) and issubclass(kind, BaseModel))
+
+
+def _parse_toml(text: str, variable: str) -> Any:
+    try:
+        found = tomllib.loads(f"value = {text.strip()}")
+    except tomllib.TOMLDecodeError:
+        found = {}
+    if found.keys() != {"value"}:
+        raise InvalidError(
+            f"an environment variable is not a value of TOML: variable={variable}.",
+            fix="""Write a list as '["a", "b"]', a map as '{ name = "value" }', a number as 2.""",
+        )
+    return found["value"]
 
 
 def read_env_file(path: Path) -> dict[str, str]:
