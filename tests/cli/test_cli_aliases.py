@@ -17,9 +17,11 @@ from support.cli.cluster import create_stores
 from tidemill.base.errors import InvalidError, TidemillError, UnavailableError
 from tidemill.cli.context import open_stores
 from tidemill.cli.main import app, load_command
+from tidemill.cli.pipeline import dead_letters
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 from tidemill.shards.api import Column, ShardSchema
 from tidemill.shards.registry import open_shard
+from tidemill.spark.replay.table_replay import Outcome
 
 SCHEMA = ShardSchema((Column("k", "int32"),), ("k",))
 FORCE = ("--force", "--yes-really")
@@ -96,7 +98,9 @@ def test_dlq_is_dead_letters(cluster: Cluster) -> None:
             cluster.run(command, "nope")
 
 
-def test_dead_letters_are_listed_unless_a_replay_is_named(cluster: Cluster, tmp_path: Path) -> None:
+def test_dead_letters_are_listed_unless_a_replay_is_named(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cluster.create_pipeline(PipelineRow("p", {}))
     assert cluster.run("dead-letters", "--json") == cluster.run("dead-letters", "list", "p", "--json")
     with pytest.raises(InvalidError, match=r"the configuration has no such pipeline: key=pipeline\.p"):
@@ -108,6 +112,11 @@ def test_dead_letters_are_listed_unless_a_replay_is_named(cluster: Cluster, tmp_
     assert answer == {
         "dry_run": False, "applied": 0, "superseded": 0, "invalid": 0, "waiting": 0, "unknown": 0, "records": []
     }  # fmt: skip
+    monkeypatch.setattr(dead_letters, "_replay", lambda *_: [Outcome("t", ("t", 0, 7), "applied")])
+    dry = ("dead-letters", "replay", "p", "--dry-run", "-o")
+    assert json.loads(cluster.run(*dry, "jsonl"))["dry_run"] is True
+    assert cluster.run(*dry, "csv").startswith("dry_run,") and "dry_run" not in cluster.run(*dry, "table")
+    assert "dry_run" not in cluster.run("dead-letters", "replay", "p", "-o", "jsonl")
 
 
 @pytest.mark.parametrize("command", ["resnapshot", "recopy"])

@@ -81,6 +81,7 @@ def test_a_pipeline_that_runs_is_not_deleted_and_one_that_was_stopped_is(tmp_pat
     create_stores(path)
     arguments = ("pipeline", "delete", "p", "--yes", "--config", str(path))
     refused(tidemill(*arguments, cwd=tmp_path), "no such pipeline: name=p")
+    refused(tidemill(*arguments, "--dry-run", cwd=tmp_path), "no such pipeline: name=p")
     with open_stores(path, create=True) as opened:
         opened.portal.call(opened.catalogue.put(PipelineRow("p", {"t": "topic:clicks"})))
         board, now_ms = StatusBoard(opened.consensus, opened.rand), opened.clock.now_ms()

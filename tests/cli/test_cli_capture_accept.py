@@ -3,6 +3,7 @@ accept. `tests/spark/test_spark_accept` tests the effect of an acceptance."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import psycopg
@@ -10,9 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from support.cli.cluster import Cluster
+from tidemill.base.errors import InvalidError
 from tidemill.capture.catalog.relations import describe_tables
+from tidemill.capture.changes import Relation
 from tidemill.capture.postgres.connection import PgConnection
 from tidemill.capture.tables.table_setup import captured_columns_of
+from tidemill.cli.capture import accept
 from tidemill.cli.context import open_stores
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 from tidemill.metastore.rows.captures import TableSnapshot
@@ -72,7 +76,29 @@ def test_a_dry_run_shows_a_changed_table_and_accepts_nothing(postgres_dsn: str, 
     assert [(shard["shard"], shard["becomes"]) for shard in reported["shards"]] == [("orders", "grown")]
     assert f"  table orders: {reported['shards'][0]['changes']}\n" in text
 
+    (row,) = map(json.loads, cluster.command("accept", "orders", "--dry-run", "-o", "jsonl").splitlines())
+    assert (row["dry_run"], row["shard"]) == (True, "orders")
+    assert "dry_run" in cluster.command("accept", "orders", "--dry-run", "-o", "csv").splitlines()[0]
+
     accepted = cluster.json("accept", "orders", "--yes")
     assert "dry_run" not in accepted
     assert accepted == {key: value for key, value in reported.items() if key != "dry_run"}
     assert cluster.row().recopy and len(cluster.row().accepted) == 1
+
+
+@pytest.mark.parametrize("command", ["accept", "resnapshot"])
+@pytest.mark.parametrize("state", ["refused", "left", "dropped"])
+def test_a_table_that_is_not_captured_is_refused_by_a_dry_run_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, state: str
+) -> None:
+    cluster = Cluster(tmp_path)
+    cluster.group = "capture"
+    found = Relation(7, "public", "orders", ())
+    monkeypatch.setattr(accept, "_describe_source_table", lambda *_: found)
+    row = CaptureTableRow("shop", TABLE, f"shop.{TABLE}", state=state, reason="it is partitioned.", fix="Merge it.")
+    with open_stores(cluster.config) as opened:
+        opened.portal.call(opened.catalogue.change_table("shop", TABLE, lambda _: row))
+    for option in ("--dry-run", "--yes", "--json"):
+        with pytest.raises(InvalidError) as refused:
+            cluster.command(command, "orders", option)
+        assert str(refused.value) == "the table is not captured: it is partitioned. Merge it."

@@ -92,7 +92,13 @@ def test_groups_are_listed_described_reset_and_deleted(tmp_path: Path) -> None:
         ("reset", "free", "--yes", "--to", "1", "--topic", "missing"),
         ("reset", "free", "--yes", "--to", "1", "--topic", "t:2"),
     ):
-        assert isinstance(run(tmp_path, *refused).exception, InvalidError), refused
+        error = run(tmp_path, *refused).exception
+        assert isinstance(error, InvalidError), refused
+        if refused[0] != "describe":
+            dry = [each for each in refused if each != "--yes"] + ["--dry-run"]
+            assert str(run(tmp_path, *dry).exception) == str(error), "a dry run is refused for the same reason"
+            asked = run(tmp_path, *dry[:-1]).exception
+            assert str(asked) == str(error), "nothing is asked that is refused after the answer"
     assert reported(tmp_path, "delete", "free", "--yes") == {"deleted": "free"}
     assert {row["group"] for row in reported(tmp_path, "list")} == {"busy", "new", "next"}
 

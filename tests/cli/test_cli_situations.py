@@ -124,6 +124,8 @@ def test_a_dry_run_asks_nothing_says_what_would_happen_and_changes_nothing(prepa
     rows = reported if isinstance(reported, list) else [reported]
     assert all(row["dry_run"] is True for row in rows), reported
     assert rows or command.startswith("topic lost"), "only a topic without lost objects has no row"
+    lines = run_tidemill(f"{command} --dry-run -o jsonl", cwd=prepared).output.splitlines()
+    assert len(lines) >= len(rows) and all(json.loads(line)["dry_run"] is True for line in lines), lines
     assert run_tidemill(f"{SHOWN_BY[command]} --json", cwd=prepared) == before
 
 

@@ -25,6 +25,8 @@ def test_a_lost_consensus_is_planned_restored_and_checked(directory: Path) -> No
     said = " ".join(planned.stdout.split())
     for words in ("incarnation 1", "domain ", " s old", "topic clicks partitions 2", "table table", "total topics 1"):
         assert words in said, (words, planned.stdout)
+    lines = command(directory, "restore", "--dry-run", "-o", "jsonl").stdout.splitlines()
+    assert {(row["dry_run"], row["kind"]) for row in map(json.loads, lines)} >= {(True, "topic"), (True, "table")}
     done = command(directory, "restore")
     assert done.returncode == 0, done
     assert "incarnation 2; start it with: tidemill up" in done.stdout

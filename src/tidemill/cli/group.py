@@ -117,10 +117,11 @@ def reset(
         )
     with open_stores(config) as opened:
         moves = GroupView(opened).plan_moves(name, to, by, topic or [])
+        admin = OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand)
+        opened.portal.call(admin.check_unused(name))
         if not dry_run:
             confirm(f"Commit {len(moves)} other offsets for group {name}?", yes=yes, out=out)
-            apart = OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand)
-            opened.portal.call(apart.reset(name, [row for _, _, row in moves]))
+            opened.portal.call(admin.reset(name, [row for _, _, row in moves]))
     rows: list[Row] = [
         {"topic": topic_name, "partition": row.partition, "before": before, "offset": row.offset}
         for topic_name, before, row in moves
@@ -145,19 +146,15 @@ def delete(
     from tidemill.kafka.transactions.store import drop_group_offsets
 
     with open_stores(config) as opened:
+        admin = OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand)
+        opened.portal.call(admin.check_unused(name, exists=True))
         if dry_run:
-            found = GroupView(opened).describe(name)
-            if found["members"]:
-                raise InvalidError(
-                    f"the group has members: group={name} members={len(found['members'])}.",
-                    fix="Stop them first; a killed member leaves at its session timeout.",
-                )
-            count = len(found["offsets"])
+            count = len(GroupView(opened).describe(name)["offsets"])
             preview(out, {"deleted": name, "offsets": count}, f"delete group {name} with {count} committed offsets")
             return
         confirm(f"Delete group {name} with its committed offsets?", yes=yes, out=out)
         forget = partial(drop_group_offsets, opened.consensus, opened.rand, name, None, opened.clock.now_ms())
-        opened.portal.call(OfflineGroupAdmin(opened.metastore, opened.clock, opened.rand).delete(name, forget))
+        opened.portal.call(admin.delete(name, forget))
     out.one({"deleted": name}, f"deleted {name}")
 
 

@@ -56,6 +56,12 @@ def predict_shard_effect(state: ShardState, wanted: ShardSchema) -> ShardEffect:
     return ShardEffect(state.name, "grown" if changes else "kept", str(changes), accepted, instants, texts)
 
 
+def check_captured(row: CaptureTableRow) -> None:
+    """Raise InvalidError for a table that is not captured: a request for it would be refused. Pure."""
+    if row.state in ("refused", "left", "dropped"):
+        raise InvalidError(f"the table is not captured: {row.reason}", fix=row.fix)
+
+
 async def request_recopy(catalogue: Catalogue, capture: str, table: str) -> CaptureTableRow:
     """Request another copy of a table, into a new generation of its topic. Raises MissingError for an unknown table,
     InvalidError for a table that is not captured.
@@ -88,8 +94,7 @@ async def _change_captured_table(
             raise MissingError(
                 f"no such captured table: capture={capture} table={table}.", fix="See tidemill capture list."
             )
-        if found.state in ("refused", "left", "dropped"):
-            raise InvalidError(f"the table is not captured: {found.reason}", fix=found.fix)
+        check_captured(found)
         return change(found)
 
     row = await catalogue.change_table(capture, table, changed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from tidemill.base.errors import InvalidError, MissingError, drop_table_command
-from tidemill.cli.context import OpenStores, confirm
+from tidemill.cli.context import DRY_RUN, OpenStores, confirm
 from tidemill.cli.output.output import Output
 from tidemill.metastore.catalogue import CaptureTableRow, PipelineRow
 
@@ -19,11 +19,12 @@ def accept_table(opened: OpenStores, row: CaptureTableRow, *, yes: bool, dry_run
     """Show the difference and the effect on each shard, ask for confirmation, and record what was agreed to. With
     `dry_run` only show them.
 
-    Raises InvalidError if the user declines or the table cannot be captured any more, MissingError if it is gone.
+    Raises InvalidError if the user declines or the table is not or cannot be captured, MissingError if it is gone.
     """
     from tidemill.capture.tables import recopy_requests
 
     now = _describe_source_table(opened, row)
+    recopy_requests.check_captured(row)
     difference = _column_difference(row, now)
     copied = bool(difference or row.paused_lsn)
     shards = _affected_shards(opened, row, _wanted_schema(row, now))
@@ -46,7 +47,8 @@ def accept_table(opened: OpenStores, row: CaptureTableRow, *, yes: bool, dry_run
         "capture": row.capture, "table": row.table, "difference": difference, "copied_again": copied, "shards": effects
     }  # fmt: skip
     if not out.is_text:
-        out.rows(effects, value=answer | ({"dry_run": True} if dry_run else {}))
+        mark = DRY_RUN if dry_run else {}
+        out.rows([{**mark, **effect} for effect in effects], value=answer | mark)
     elif done and dry_run:
         print("dry run: nothing was accepted")
     elif done:

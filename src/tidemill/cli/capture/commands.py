@@ -92,10 +92,11 @@ def resnapshot(
     The pipelines' tables adopt the copy automatically if its columns are unchanged, were added or have wider types. A
     change that would lose data waits for `tidemill capture accept`.
     """
-    from tidemill.capture.tables.recopy_requests import request_recopy
+    from tidemill.capture.tables.recopy_requests import check_captured, request_recopy
 
     with open_stores(config) as opened:
         row = find_table(opened, table, capture)
+        check_captured(row)
         rows = row.snapshot.rows if row.snapshot is not None else 0
         if dry_run:
             what = f"copy {row.table} again ({rows:,} rows last time); its topic {row.topic} is deleted and re-created"

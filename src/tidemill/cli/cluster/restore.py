@@ -13,7 +13,7 @@ from tidemill.base.config.config import load
 from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.base.status.logging import configure_logs
-from tidemill.cli.context import EXIT_BAD_INPUT, ConfigOption, DryRunOption, ProgressBars
+from tidemill.cli.context import DRY_RUN, EXIT_BAD_INPUT, ConfigOption, DryRunOption, ProgressBars
 from tidemill.cli.output.data_lines import Row
 from tidemill.cli.output.output import TABLE, Output
 from tidemill.cli.output.text_table import Column
@@ -79,7 +79,8 @@ def restore(
             portal.call(target.aclose())
             portal.call(objects.aclose())
     if not out.is_text:
-        out.rows(_report_rows(report), value=report)
+        mark = DRY_RUN if dry_run else {}
+        out.rows([{**mark, **row} for row in _report_rows(report)], value=report)
     else:
         _print_report(report, out)
         if source and not dry_run and source != loaded.objects_url:
@@ -101,7 +102,7 @@ async def _plan_restore(
     except InvalidError as error:
         # The content of the bucket is worth showing even if this consensus cannot be restored into.
         source, refused = await find_source(objects, rand, manifests), str(error)
-    return {"dry_run": True, "refused": refused, **await plan_restore(objects, source, clock, rand)}
+    return {**DRY_RUN, "refused": refused, **await plan_restore(objects, source, clock, rand)}
 
 
 async def _run_restore(

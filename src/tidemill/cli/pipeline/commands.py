@@ -143,6 +143,8 @@ def delete(
                     f"the pipeline runs: pipeline={name} process={report.process} pid={report.pid} host={report.host}.",
                     fix="Stop it, and remove it from the configuration.",
                 )
+        if opened.portal.call(opened.catalogue.get(PipelineRow, name)) is None:
+            raise MissingError(f"no such pipeline: name={name}.", fix="See `tidemill pipeline list`.")
         if dry_run:
             silent = [report.process for report in reports]
             drivers = f", and {len(silent)} silent drivers" if silent else ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError, TidemillError
-from tidemill.cli.context import ConfigOption, DryRunOption, OpenStores, open_stores
+from tidemill.cli.context import DRY_RUN, ConfigOption, DryRunOption, OpenStores, open_stores
 from tidemill.cli.output.output import TABLE, Output
 from tidemill.console.dead_letter_read import LettersRead, read_letters
 from tidemill.console.views.dead_letters import newest_letters
@@ -87,7 +87,8 @@ def replay(
         said = ", ".join(f"{count:,} {name}" for name, count in found.items() if count) or "no dead letters"
         print(f"dry run: {said}" if dry_run else said)
     if rows or not out.is_text:
-        out.rows(rows, value={"dry_run": dry_run, **found, "records": rows})
+        marked = [{**DRY_RUN, **row} for row in rows] if dry_run and not out.is_text else rows
+        out.rows(marked, value={"dry_run": dry_run, **found, "records": rows})
     if counts["invalid"] or counts["waiting"] or counts["unknown"]:
         raise typer.Exit(1)
 

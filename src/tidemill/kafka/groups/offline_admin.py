@@ -12,7 +12,7 @@ from tidemill.base.errors import ConflictError, InvalidError, MissingError
 from tidemill.kafka.groups.group_records import Rows
 from tidemill.kafka.groups.group_store import GroupFencedError, GroupStore
 from tidemill.metastore.metastore import Metastore
-from tidemill.metastore.rows import GROUP_OFFSETS
+from tidemill.metastore.rows import GROUP_MEMBERS, GROUP_OFFSETS
 from tidemill.metastore.rows.groups import GroupOffsetRow
 
 PART_ROWS = 5_000
@@ -22,7 +22,18 @@ class OfflineGroupAdmin:
     """Administration of groups. All methods may raise UnavailableError and UnknownOutcomeError."""
 
     def __init__(self, metastore: Metastore, clock: Clock, rand: Rand) -> None:
+        self._metastore = metastore
         self._rows = GroupStore(metastore, f"command/{rand.nonce()[:12]}", clock, rand)
+
+    async def check_unused(self, group: str, *, exists: bool = False) -> None:
+        """Check that `reset`, or with `exists` `delete`, would not refuse the group now. Raises the same errors, and
+        changes nothing."""
+        head = await self._rows.head(group)
+        if head is None and exists:
+            raise MissingError(f"no such group: group={group}.", fix="List them with: tidemill group list")
+        members = head.members if head is not None else 0
+        if found := members or len(await self._metastore.rows(GROUP_MEMBERS, group)):
+            raise _group_in_use_error(group, found)
 
     async def reset(self, group: str, offsets: Sequence[GroupOffsetRow]) -> None:
         """Commit these offsets; an unknown group is created.
@@ -36,15 +47,12 @@ class OfflineGroupAdmin:
 
         Raises MissingError, InvalidError if the group has members, ConflictError if it changed concurrently.
         """
-        if await self._rows.head(group) is None:
-            raise MissingError(f"no such group: group={group}.", fix="List them with: tidemill group list")
+        await self.check_unused(group, exists=True)
         await self._write(group, None, let_go)
 
     async def _write(self, group: str, rows: Rows | None, let_go: Callable[[], Awaitable[None]] | None = None) -> None:
         """Write the rows after a takeover; with `rows` None, delete all rows that exist then."""
-        head = await self._rows.head(group)
-        if head is not None and head.members:
-            raise _group_in_use_error(group, head.members)
+        await self.check_unused(group)
         taken = await self._rows.take_over(group)
         if taken.members:
             raise _group_in_use_error(group, len(taken.members))
