@@ -7,11 +7,13 @@ from typing import Any
 
 import jsonschema
 import pytest
+import referencing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.metastore.rows.registry import Reference, SchemaRow
 from tidemill.registry.errors import RegistryError
+from tidemill.registry.jsonschema.metaschema import have_unique_items
 from tidemill.registry.limits import StepBudget
 from tidemill.registry.schema import ParsedSchema, SubmittedSchema
 from tidemill.registry.schema_types import find_problems, parse_schema
@@ -191,6 +193,112 @@ def test_a_pattern_of_exponential_time_costs_none() -> None:
 def test_patterns_are_those_of_another_language() -> None:
     named = {**closed(), "patternProperties": {r"^\p{L}+$": STR}}
     assert why(named, {**named, "patternProperties": {r"^\p{L}+$": INT}}), "it is compared, not refused"
+
+
+class Calls:
+    """Counter of the calls of a function of a library, which refuses more than `limit`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, limit: int) -> None:
+        original = getattr(place, name)
+        self.count = 0
+
+        def counted(*arguments: Any) -> Any:
+            self.count += 1
+            assert self.count <= limit, f"{name} is called again and again"
+            return original(*arguments)
+
+        monkeypatch.setattr(place, name, counted)
+
+
+DRAFT4, DRAFT7 = (f"http://json-schema.org/draft-0{number}/schema#" for number in (4, 7))
+DRAFT2019, DRAFT2020 = (f"https://json-schema.org/draft/{name}/schema" for name in ("2019-09", "2020-12"))
+MANY = ["a", *range(3_000)]
+"""Items that cannot be sorted."""
+
+
+@pytest.mark.parametrize(
+    ("draft", "part", "valid"),
+    [
+        (DRAFT4, {"enum": MANY}, True), (DRAFT4, {"required": MANY}, False), (DRAFT7, {"type": MANY}, False),
+        (DRAFT7, {"dependencies": {"a": MANY}}, False), (DRAFT2019, {"required": MANY}, False),
+        (DRAFT2020, {"type": MANY}, False), (DRAFT2020, {"dependentRequired": {"a": MANY}}, False),
+        ("http://json-schema.org/draft-03/schema#", {"enum": MANY}, True),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("nested", [False, True])
+def test_items_are_not_compared_two_by_two(
+    draft: str, part: Any, valid: bool, nested: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Calls(monkeypatch, jsonschema._utils, "equal", 10 * len(MANY))
+    schema = {"$schema": draft, **({"properties": {"p": part}} if nested else part)}
+    if valid:
+        parsed(schema)
+        return
+    with pytest.raises(RegistryError) as refused:
+        parsed(schema)
+    assert refused.value.code == 42201
+
+
+@pytest.mark.parametrize(
+    ("items", "valid"),
+    [
+        (["a", 1, "1", 1.5, True, False, 0, None, "", [], {}], True), ([1, 1.0], False), ([0, -0.0], False),
+        (["a", 1, {"a": [1, 2]}, {"a": [1.0, 2]}], False), ([{"a": 1, "b": 2}, {"b": 2, "a": 1}], False),
+        ([{"a": 1}, {"a": True}], True), ([[1], 1, ["1"], [[1]]], True), (["a", 1, "a"], False),
+        ([1e300, 1e300], False), ([1e19, 10**19], False), ([2**53, 2**53 + 1, float(2**53)], False),
+        ([2**53 + 1, float(2**53)], True),
+    ],
+)  # fmt: skip
+def test_unique_items_are_those_of_json_schema(items: list[Any], valid: bool) -> None:
+    assert have_unique_items(items) is valid
+
+
+@pytest.mark.parametrize(
+    ("draft", "anchor", "reference"),
+    [
+        (DRAFT7, {"$id": "#a"}, {"$ref": "#a"}), (DRAFT2019, {"$anchor": "a"}, {"$ref": "#a"}),
+        (DRAFT2020, {"$anchor": "a"}, {"$ref": "#a"}), (DRAFT2020, {"$dynamicAnchor": "a"}, {"$dynamicRef": "#a"}),
+        (DRAFT7, {"$id": "a"}, {"$ref": "a"}), (DRAFT2020, {"$id": "a"}, {"$id": "b", "allOf": [{"$ref": "a"}]}),
+    ],
+)  # fmt: skip
+def test_the_documents_of_references_are_searched_once(
+    draft: str, anchor: Any, reference: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = 2_000
+    calls = Calls(monkeypatch, referencing.Resource, "subresources", 10 * many)
+    found = parsed({
+        "$schema": draft, "definitions": {"x": {**anchor, **STR}},
+        "properties": {str(number): reference for number in range(many)},
+    })  # fmt: skip
+    assert calls.count > many
+    texts = parsed({"properties": {str(number): STR for number in range(many)}})
+    assert find_problems("FULL", found, texts, StepBudget()) == []
+
+
+def test_the_metaschema_is_found_without_a_search_of_the_levels_above(monkeypatch: pytest.MonkeyPatch) -> None:
+    Calls(monkeypatch, referencing._core.Resolver, "dynamic_scope", 0)
+    for draft in (DRAFT2019, DRAFT2020):
+        deep: Any = {"minLength": 1}
+        for _ in range(30):
+            deep = {"not": deep}
+        parsed({"$schema": draft, **deep})
+        with pytest.raises(RegistryError):
+            parsed(json.dumps({"$schema": draft, **deep}).replace("1", "-1"))
+
+
+def test_uris_that_are_long_to_join_are_refused() -> None:
+    base = {"$id": "http://x.org/" + "a/" * 20_000, **STR}
+    assert parsed({**base, "properties": {str(number): {"$id": str(number)} for number in range(300)}})
+    for part in ({"$id": "b"}, {"$ref": "b"}):
+        with pytest.raises(RegistryError, match="URIs have more than"):
+            parsed({**base, "properties": {str(number): part for number in range(900)}})
+
+
+def test_what_cannot_be_searched_is_valid_without_anchors() -> None:
+    mixed = {"dependencies": {"a": INT, "b": ["c"]}, "properties": {"d": {"$ref": "#/dependencies/a"}}}
+    assert why(mixed, mixed) == []
+    with pytest.raises(RegistryError, match="unresolved reference '#d'"):
+        parsed({**mixed, "properties": {"d": {"$ref": "#d"}, "e": {"$id": "#d"}}})
 
 
 def test_dynamic_references_are_followed() -> None:

@@ -1,8 +1,7 @@
 """Parser of JSON Schemas: text → canonical text and model.
 
-The library jsonschema decides whether the text is a schema (of the draft that `$schema` names, 7 without it).
-`referencing` resolves `$ref` within the schema and to the schemas that the request's references name. Nothing is ever
-fetched.
+`metaschema` decides whether the text is a schema (of the draft that `$schema` names, 7 without it). `references`
+resolves `$ref` within the schema and to the schemas that the request's references name.
 
     canonical    no white space
     normalized   in addition: keys sorted
@@ -17,6 +16,7 @@ import orjson
 
 from tidemill.metastore.rows.registry import Reference
 from tidemill.registry.errors import invalid_schema
+from tidemill.registry.jsonschema.metaschema import check_schema
 from tidemill.registry.jsonschema.model import (
     ALL,
     ANY,
@@ -32,6 +32,7 @@ from tidemill.registry.jsonschema.model import (
     Node,
     Shape,
 )
+from tidemill.registry.jsonschema.references import ReferenceResolver
 from tidemill.registry.limits import load_json, shorten
 from tidemill.registry.schema import ParsedSchema, ResolvedReference, schema_digest
 
@@ -51,19 +52,10 @@ def parse(
     text: str, references: Sequence[Reference], resolved: Sequence[ResolvedReference], normalize: bool
 ) -> ParsedSchema:
     """Parse a schema. `resolved` has every schema that is referred to, directly or not. Raises RegistryError."""
-    from jsonschema import Draft7Validator
-    from jsonschema.exceptions import SchemaError
-    from jsonschema.validators import validator_for
-
     tree = load_json(text)
     if not isinstance(tree, dict | bool):
         raise invalid_schema(f"a JSON Schema is an object or a boolean: {shorten(tree)}")
-    try:
-        # Formats are not checked: patterns are those of ECMA 262, and Python's are not.
-        validator_for(tree, default=Draft7Validator).check_schema(tree, format_checker=None)
-    except SchemaError as error:
-        where = "/".join(str(part) for part in error.absolute_path)
-        raise invalid_schema(f"{error.message[:200]} at /{where}") from error
+    check_schema(tree)
     for found in resolved:
         if found.parsed.kind != "JSON":
             raise invalid_schema(f"it refers to a schema that is not JSON Schema: {shorten(found.name)}")
@@ -80,26 +72,17 @@ class _JsonSchemaModelBuilder:
     alive."""
 
     def __init__(self, tree: Any, others: Sequence[tuple[str, str]]) -> None:
-        from jsonschema_specifications import REGISTRY
-        from referencing import Resource
-        from referencing.jsonschema import DRAFT7
-
         trees = [(name, orjson.loads(text)) for name, text in others]
-        registry = REGISTRY.with_resources(
-            [(name, Resource.from_contents(other, default_specification=DRAFT7)) for name, other in trees]
-        )
         self._kept: list[Any] = [tree, *trees]
         self._tree = tree
         self._alone = isinstance(tree, dict) and "draft-0" in str(tree.get("$schema", ""))
         """Set for drafts before 2019-09, which ignore keywords next to a reference."""
-        self._draft = DRAFT7
-        self._by_name = registry.resolver()
-        self._resolver = registry.resolver_with_root(Resource.from_contents(tree, default_specification=DRAFT7))
+        self._references = ReferenceResolver(tree, trees)
         self._nodes: dict[int, Node] = {}
         self._chased: set[int] = set()
 
     def root(self) -> Node:
-        return self._build_node(self._tree, self._resolver)
+        return self._build_node(self._tree, self._references.root)
 
     def _build_node(self, schema: Any, resolver: Any) -> Node:
         if isinstance(schema, bool):
@@ -109,7 +92,7 @@ class _JsonSchemaModelBuilder:
         known = self._nodes.get(id(schema))
         if known is not None:
             return known
-        resolver = resolver.in_subresource(self._draft.create_resource(schema)) if "$id" in schema else resolver
+        resolver = self._references.enter(schema, resolver)
         if _reference(schema) is not None and (self._alone or not _has_other_keywords(schema)):
             return self._resolve_reference_only(schema, resolver)
         node = self._nodes[id(schema)] = Node()
@@ -130,16 +113,7 @@ class _JsonSchemaModelBuilder:
         return node
 
     def _resolve_reference(self, reference: str, resolver: Any) -> Node:
-        from referencing.exceptions import Unresolvable
-
-        try:
-            found = resolver.lookup(reference)
-        except (Unresolvable, ValueError):
-            try:
-                # under the name in the request, independent of the schema's own URI
-                found = self._by_name.lookup(reference)
-            except (Unresolvable, ValueError) as error:
-                raise invalid_schema(f"unresolved reference {shorten(reference)}") from error
+        found = self._references.look_up(reference, resolver)
         self._kept.append(found.contents)
         return self._build_node(found.contents, found.resolver)
 
