@@ -175,6 +175,9 @@ def test_documents_of_one_schema_are_valid_for_another_or_not(reader: Any, write
         "", "[]", "3", {"type": "nothing"}, {"$ref": "#/nowhere"}, {"$ref": "#"}, {"$ref": "http://example.com/x"},
         {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"},
         {"properties": {"a": 3}}, {"$ref": "file:///etc/passwd"}, '{"not":' * 120 + "{}" + "}" * 120, {"minLength": -1},
+        {"$schema": 5}, {"$schema": "http://[x"}, {"$id": "http://[x"},
+        {"$id": "a", "properties": {"a": {"$id": "//["}}},
+        {"minLength": 5, "$ref": "#/minLength/x"}, {"const": {"$id": 5}, "$ref": "#/const"}, {"$ref": "http://[x"},
     ],
 )  # fmt: skip
 def test_what_is_no_schema_or_refers_to_nothing_is_refused(schema: Any) -> None:

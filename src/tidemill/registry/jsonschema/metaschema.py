@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from tidemill.registry.errors import invalid_schema
+from tidemill.registry.limits import shorten
 
 
 def check_schema(tree: Any) -> None:
@@ -24,12 +25,16 @@ def check_schema(tree: Any) -> None:
     from jsonschema import Draft7Validator
     from jsonschema.validators import validator_for
 
+    try:
+        draft = validator_for(tree, default=Draft7Validator)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise invalid_schema(f"$schema is not a URI: {shorten(tree['$schema'])}") from error
     # Formats are not checked: patterns are those of ECMA 262, and Python's are not.
-    checker = _checker_class(validator_for(tree, default=Draft7Validator))
-    error = next(checker(checker.META_SCHEMA).iter_errors(tree), None)
-    if error is not None:
-        where = "/".join(str(part) for part in error.absolute_path)
-        raise invalid_schema(f"{error.message[:200]} at /{where}") from error
+    checker = _checker_class(draft)
+    found = next(checker(checker.META_SCHEMA).iter_errors(tree), None)
+    if found is not None:
+        where = "/".join(str(part) for part in found.absolute_path)
+        raise invalid_schema(f"{found.message[:200]} at /{where}") from found
 
 
 @cache

@@ -42,19 +42,25 @@ class ReferenceResolver:
 
     def enter(self, schema: dict[str, Any], resolver: Any) -> Any:
         """Return the resolver of a part of a schema, whose `$id` may name another URI."""
-        return resolver.in_subresource(self._draft.create_resource(schema)) if "$id" in schema else resolver
+        if "$id" not in schema:
+            return resolver
+        try:
+            return resolver.in_subresource(self._draft.create_resource(schema))
+        except (AttributeError, TypeError, ValueError) as error:
+            raise invalid_schema(f"$id is not a URI: {shorten(schema['$id'])}") from error
 
     def look_up(self, reference: str, resolver: Any) -> Any:
         """Return what a reference refers to: its `contents`, and their `resolver`."""
         from referencing.exceptions import Unresolvable
 
+        unresolved = (Unresolvable, ValueError, TypeError)  # TypeError: a pointer into a number
         try:
             return resolver.lookup(reference)
-        except (Unresolvable, ValueError):
+        except unresolved:
             try:
                 # under the name in the request, independent of the schema's own URI
                 return self._by_name.lookup(reference)
-            except (Unresolvable, ValueError) as error:
+            except unresolved as error:
                 raise invalid_schema(f"unresolved reference {shorten(reference)}") from error
 
 
