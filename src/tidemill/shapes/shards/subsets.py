@@ -13,6 +13,7 @@ of about two), and their bytes are counted.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import cmp_to_key
 from heapq import merge
@@ -41,7 +42,10 @@ MERGE_FAN_IN = 32
 """Runs merged in one step."""
 
 ROW_BYTES = 400
-"""Memory of a row that waits for its position, apart from its JSON."""
+"""Memory of a row that waits for its position, apart from its JSON and the values by which it is ordered."""
+
+_Waiting = tuple[Any, bytes, int]
+"""A row that waits for its position: its sort key, its JSON and its memory in bytes."""
 
 
 class SubsetRowReader:
@@ -117,34 +121,36 @@ class SubsetRowReader:
     def _read_ordered(self, table: pa.Table, rows: ResponseMemory, held: _HeldBytes) -> Iterator[None]:
         assert self._order is not None
         place = cmp_to_key(self._compare)
-        run: list[tuple[Any, bytes]] = []
-        runs: list[list[tuple[Any, bytes]]] = []
+        run: list[_Waiting] = []
+        runs: list[list[_Waiting]] = []
         waiting = 0
         for row in self._matching_rows(table):
             yield
             if row is None:
                 continue
             item = self._writer.render_base_row(row)
-            held.reserve(len(item) + ROW_BYTES)
-            run.append((place(([key.evaluate(row) for key in self._order], self._writer.key(row))), item))
+            values = [key.evaluate(row) for key in self._order]
+            size = len(item) + ROW_BYTES + sum(map(sys.getsizeof, values))
+            held.reserve(size)
+            run.append((place((values, self._writer.key(row))), item, size))
             if len(run) >= self._run_rows:
                 runs.append(self._sort_run(run, held))
                 waiting += len(runs[-1])
                 run = []
                 if self._most is not None and waiting > 2 * self._most + 8 * RUN_ROWS:
                     yield from _reduce_runs(runs)
-                    kept: list[tuple[Any, bytes]] = []
+                    kept: list[_Waiting] = []
                     for number, each in enumerate(merge(*runs, key=_sort_key)):
                         yield
                         if number < self._most:
                             kept.append(each)
                         else:
-                            held.release(len(each[1]) + ROW_BYTES)
+                            held.release(each[2])
                     runs, waiting = [kept], len(kept)
         runs.append(self._sort_run(run, held))
         yield from _reduce_runs(runs)
         some: list[bytes] = []
-        for _, item in islice(merge(*runs, key=_sort_key), self._first, self._most):
+        for _, item, _ in islice(merge(*runs, key=_sort_key), self._first, self._most):
             yield
             some.append(item)
             if len(some) >= RUN_ROWS:
@@ -152,11 +158,11 @@ class SubsetRowReader:
                 some = []
         rows.add(some)
 
-    def _sort_run(self, run: list[tuple[Any, bytes]], held: _HeldBytes) -> list[tuple[Any, bytes]]:
+    def _sort_run(self, run: list[_Waiting], held: _HeldBytes) -> list[_Waiting]:
         run.sort(key=_sort_key)
         if self._most is not None and len(run) > self._most:
-            for _, item in run[self._most :]:
-                held.release(len(item) + ROW_BYTES)
+            for *_, size in run[self._most :]:
+                held.release(size)
             del run[self._most :]
         return run
 
@@ -169,12 +175,12 @@ class SubsetRowReader:
         return (a[1] > b[1]) - (a[1] < b[1])
 
 
-def _reduce_runs(runs: list[list[tuple[Any, bytes]]]) -> Iterator[None]:
+def _reduce_runs(runs: list[list[_Waiting]]) -> Iterator[None]:
     """Merge until at most FAN runs are left: the first step of a merge reads from all of them."""
     while len(runs) > MERGE_FAN_IN:
-        joined: list[list[tuple[Any, bytes]]] = []
+        joined: list[list[_Waiting]] = []
         for first in range(0, len(runs), MERGE_FAN_IN):
-            one: list[tuple[Any, bytes]] = []
+            one: list[_Waiting] = []
             for each in merge(*runs[first : first + MERGE_FAN_IN], key=_sort_key):
                 yield
                 one.append(each)
@@ -182,7 +188,7 @@ def _reduce_runs(runs: list[list[tuple[Any, bytes]]]) -> Iterator[None]:
         runs[:] = joined
 
 
-def _sort_key(entry: tuple[Any, bytes]) -> Any:
+def _sort_key(entry: _Waiting) -> Any:
     return entry[0]
 
 

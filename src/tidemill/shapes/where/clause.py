@@ -11,7 +11,7 @@ nothing of rows that the outer one excludes.
 from __future__ import annotations
 
 from tidemill.base.runtime.tasks import error_sentence, is_fault
-from tidemill.shapes.where.expressions import BOOL, Evaluate, Expression, Row, fewest_values
+from tidemill.shapes.where.expressions import BOOL, Evaluate, Expression, Row, fewest_values, start_building
 from tidemill.shapes.where.sql_tree import parse_clause
 from tidemill.shapes.where.types import EvaluationError, Value
 
@@ -20,6 +20,7 @@ WHERE_PREFIX = "SELECT 1 WHERE "
 
 def evaluate_checked(evaluate: Evaluate, row: Row) -> Value:
     """Evaluate an expression. Raises EvaluationError, as PostgreSQL would, and for any other exception."""
+    start_building()
     try:
         return evaluate(row)
     except EvaluationError:

@@ -33,6 +33,7 @@ from tidemill.shapes.where.expressions import (
     column,
     column_text,
     constant,
+    evaluate_all,
     narrowest_equality,
     resolve_unknown,
     strict,
@@ -426,7 +427,7 @@ def _array_expression(type_: Type, items: Sequence[Expression]) -> Expression:
     if all(item.constant for item in items):
         values = [test({}) for test in tests]
         return Expression(array, lambda row: values, constant=True, collated=collated)
-    return Expression(array, lambda row: [test(row) for test in tests], collated=collated)
+    return Expression(array, evaluate_all(items), collated=collated)
 
 
 def _location(node: Any) -> str:

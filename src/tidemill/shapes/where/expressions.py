@@ -7,12 +7,13 @@ when the filter is compiled.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from tidemill.base.pgtypes.text import InvalidTextError
-from tidemill.shapes.where.types import TEXT_ONLY, Type, Value, WhereError, reader_of
+from tidemill.shapes.where.types import TEXT_ONLY, EvaluationError, Type, Value, WhereError, reader_of
 
 Row = Mapping[str, str | None]
 Evaluate = Callable[[Row], Value]
@@ -20,6 +21,32 @@ Evaluate = Callable[[Row], Value]
 UNKNOWN = Type("unknown")
 BOOL = Type("bool")
 TEXT = Type("text")
+
+
+BUILT_CHARS = 4 << 20
+"""Characters that one evaluation may build, in all its parts together: parts that wait for others are held in memory,
+and a clause can have thousands of them."""
+ELEMENT_CHARS = 4
+"""Characters that an element of an array counts as, besides those of built text."""
+
+
+class _Built(threading.local):
+    chars = 0
+
+
+_built = _Built()
+
+
+def start_building() -> None:
+    """Start counting for an evaluation, or for a compilation, which evaluates constants."""
+    _built.chars = 0
+
+
+def count_built(chars: int) -> None:
+    """Count characters before they are built. Raises EvaluationError beyond BUILT_CHARS."""
+    _built.chars += chars
+    if _built.chars > BUILT_CHARS:
+        raise EvaluationError(f"texts and arrays that a clause builds are limited to {BUILT_CHARS} characters")
 
 
 class Equality(msgspec.Struct, frozen=True):
@@ -51,6 +78,19 @@ class Expression(msgspec.Struct, frozen=True):
     column: str = ""
     collated: bool = False
     equality: Equality | None = None
+
+
+def creates_value(expression: Expression) -> bool:
+    """Return whether evaluating creates a value, rather than returns one of the row or of the clause."""
+    return not expression.constant and (not expression.column or expression.type.array)
+
+
+def count_waiting(value: Value) -> None:
+    """Count a created value that waits until others are evaluated. Raises EvaluationError beyond BUILT_CHARS."""
+    if isinstance(value, str):
+        count_built(len(value))
+    elif isinstance(value, list):
+        count_built(ELEMENT_CHARS * len(value))
 
 
 def narrowest_equality(parts: Sequence[Expression]) -> Equality | None:
@@ -115,6 +155,22 @@ def resolve_unknown(expression: Expression, type_: Type, location: str = "") -> 
         raise WhereError(f"{location}{error}") from error
 
 
+def evaluate_all(expressions: Sequence[Expression]) -> Callable[[Row], list[Value]]:
+    """Return the function from a row to the values of all expressions, which are held in memory together."""
+    tests = [(each.evaluate, creates_value(each)) for each in expressions]
+
+    def evaluate(row: Row) -> list[Value]:
+        values: list[Value] = []
+        for test, creates in tests:
+            value = test(row)
+            if creates:
+                count_waiting(value)
+            values.append(value)
+        return values
+
+    return evaluate
+
+
 def strict(function: Callable[..., Value], *arguments: Expression) -> Evaluate:
     """Call `function` on the values of one or two arguments; NULL if one is NULL. Both arguments are evaluated, so
     either may fail."""
@@ -132,4 +188,11 @@ def strict(function: Callable[..., Value], *arguments: Expression) -> Evaluate:
         a, b = left(row), right(row)
         return None if a is None or b is None else function(a, b)
 
-    return binary
+    def binary_waiting(row: Row) -> Value:
+        a = left(row)
+        count_waiting(a)
+        b = right(row)
+        return None if a is None or b is None else function(a, b)
+
+    waits = creates_value(arguments[0]) and not (arguments[1].constant or arguments[1].column)
+    return binary_waiting if waits else binary

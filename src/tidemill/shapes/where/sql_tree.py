@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 from tidemill.base.pgtypes.text import InvalidTextError
 from tidemill.base.runtime.tasks import error_sentence, is_fault
+from tidemill.shapes.where.expressions import start_building
 from tidemill.shapes.where.types import WhereError
 
 T = TypeVar("T")
@@ -26,6 +27,7 @@ MAX_WHERE_BYTES = 64 << 10
 
 def compile_guarded(compiling: Callable[[], T]) -> T:
     """Call `compiling`; raise any exception of it as WhereError (invariant of compiler.py: one error type)."""
+    start_building()
     try:
         return compiling()
     except WhereError:

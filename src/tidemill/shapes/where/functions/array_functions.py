@@ -16,7 +16,17 @@ from tidemill.base.pgtypes.arrays import ARRAY_CHARS, DIMENSIONS_MAX, BoundedArr
 from tidemill.base.pgtypes.text import INTEGERS
 from tidemill.shapes.where.collations import decided_collation, with_common_collation
 from tidemill.shapes.where.common_type import coerce, find_common_type
-from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Expression, Row, resolve_unknown, strict
+from tidemill.shapes.where.expressions import (
+    ELEMENT_CHARS,
+    TEXT,
+    UNKNOWN,
+    Expression,
+    Row,
+    count_built,
+    evaluate_all,
+    resolve_unknown,
+    strict,
+)
 from tidemill.shapes.where.functions.array_comparison import flatten
 from tidemill.shapes.where.types import TEXTS, EvaluationError, Type, Value, WhereError, canonical_form
 
@@ -64,10 +74,10 @@ def compile_call(name: str, operands: Sequence[Expression], location: str) -> Ex
         for operand, kind in zip(operands, signature, strict=True)
     ]
     result, function = _FUNCTIONS[name](element, operands, refused)
-    tests = [operand.evaluate for operand in operands]
+    values = evaluate_all(operands)
 
     def evaluate(row: Row) -> Value:
-        return function(*[test(row) for test in tests])
+        return function(*values(row))
 
     constant = all(operand.constant for operand in operands)
     return Expression(result, evaluate, constant=constant, collated=any(operand.collated for operand in operands))
@@ -142,8 +152,7 @@ def _lower_bounds(array: Array) -> tuple[int, ...]:
 def _with_bounds(items: Array, lower: tuple[int, ...]) -> Array:
     """Return the items with lower bounds. Raises EvaluationError if a subscript would exceed int4, or the array is too
     large."""
-    if len(items) > MAX_ELEMENTS:
-        raise EvaluationError(f"an array of more than {MAX_ELEMENTS} elements is not supported")
+    _check_size(len(items))
     if not items or all(bound == 1 for bound in lower):
         return items
     if lower[0] + len(items) not in _INT4:
@@ -151,6 +160,11 @@ def _with_bounds(items: Array, lower: tuple[int, ...]) -> Array:
     found = BoundedArray(items)
     found.lower = lower
     return found
+
+
+def _check_size(count: int) -> None:
+    if count > MAX_ELEMENTS:
+        raise EvaluationError(f"an array of more than {MAX_ELEMENTS} elements is not supported")
 
 
 def _require_one_dimension(array: Array, doing: str) -> Array:
@@ -273,8 +287,10 @@ def _to_string(write: Callable[[Value], str], array: Array | None, between: str 
     if array is None or between is None:
         return None
     for_null = null[0] if null else None
-    texts = (for_null if item is None else write(item) for item in flatten(array))
-    return between.join(text for text in texts if text is not None)
+    found = (for_null if item is None else write(item) for item in flatten(array))
+    texts = [text for text in found if text is not None]
+    count_built(sum(map(len, texts)) + len(between) * len(texts))
+    return between.join(texts)
 
 
 def _writer(element: Type) -> Callable[[Value], str] | None:
@@ -364,12 +380,15 @@ def _string_to_array(operands: Sequence[Expression], refused: WhereError) -> Exp
         raise refused
     decided_collation(*operands)
     result = with_common_collation(Type("text", True), *operands)
-    tests = [coerce(operand, TEXT, "").evaluate for operand in operands]
+    values = evaluate_all([coerce(operand, TEXT, "") for operand in operands])
 
     def evaluate(row: Row) -> Value:
-        text, between, *null = (test(row) for test in tests)
+        text, between, *null = values(row)
         if not text:
             return None if text is None else []
+        count = len(text) if between is None else text.count(between) + 1 if between else 1
+        _check_size(count)
+        count_built(len(text) + ELEMENT_CHARS * count)
         parts = list(text) if between is None else [text] if not between else text.split(between)
         found = [None if null and part == null[0] else part for part in parts]
         return _with_bounds(found, (1,))

@@ -10,7 +10,16 @@ from tidemill.base.pgtypes.text import INTEGERS
 from tidemill.shapes.where import operators
 from tidemill.shapes.where.collations import with_common_collation
 from tidemill.shapes.where.common_type import coerce, convert_to_common_type
-from tidemill.shapes.where.expressions import TEXT, UNKNOWN, Evaluate, Expression, Row, resolve_unknown
+from tidemill.shapes.where.expressions import (
+    TEXT,
+    UNKNOWN,
+    Evaluate,
+    Expression,
+    Row,
+    count_waiting,
+    creates_value,
+    resolve_unknown,
+)
 from tidemill.shapes.where.types import CHAR_BYTES, NUMBERS, TEXTS, Type, Value, WhereError, canonical_form
 
 
@@ -83,12 +92,14 @@ def compile_extreme(greatest: bool, parts: Sequence[Expression], location: str) 
     probe = Expression(type_, lambda row: None, constant=all(part.constant for part in parts), collated=collated)
     before = operators.comparator(">" if greatest else "<", probe, probe, location)
     form = canonical_form("bpchar") if type_.name == "bpchar" else None
-    tests = [part.evaluate for part in same]
+    tests = [(part.evaluate, creates_value(part)) for part in same]
 
     def evaluate(row: Row) -> Value:
         chosen = None
-        for test in tests:
+        for test, creates in tests:
             value = test(row)
+            if creates:
+                count_waiting(value)
             if value is None:
                 continue
             if chosen is None or (before(value, chosen) if form is None else before(form(value), form(chosen))):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -11,7 +10,7 @@ import msgspec
 
 from tidemill.shapes.where.case_folding import lower_function, upper_function
 from tidemill.shapes.where.collations import decided_collation, with_common_collation
-from tidemill.shapes.where.expressions import BOOL, TEXT, Expression, Row, resolve_unknown, strict
+from tidemill.shapes.where.expressions import BOOL, TEXT, Expression, Row, count_built, resolve_unknown, strict
 from tidemill.shapes.where.operators import operator_error
 from tidemill.shapes.where.types import CHAR_BYTES, EvaluationError, Type, Value, WhereError
 
@@ -26,9 +25,14 @@ def compile_concatenation(left: Expression, right: Expression, location: str) ->
         raise WhereError(f'{location}operator is not unique: || of "char"', fix="Cast both to text.")
     type_ = with_common_collation(TEXT, left, right, location=location)
     return Expression(
-        type_, strict(operator.add, left, right), constant=left.constant and right.constant,
+        type_, strict(_join, left, right), constant=left.constant and right.constant,
         collated=left.collated or right.collated,
     )  # fmt: skip
+
+
+def _join(left: str, right: str) -> str:
+    count_built(len(left) + len(right))
+    return left + right
 
 
 class LikePattern:
@@ -234,7 +238,13 @@ def compile_call(name: str, operands: Sequence[Expression], location: str) -> Ex
     tests = [operand.evaluate for operand in operands]
 
     def joined(row: Row) -> Value:
-        return "".join(text for test in tests if (text := test(row)) is not None)
+        texts: list[str] = []
+        for test in tests:
+            text = test(row)
+            if text is not None:
+                count_built(len(text))
+                texts.append(text)
+        return "".join(texts)
 
     return Expression(type_, joined, constant=constant, collated=collated)
 
