@@ -63,7 +63,7 @@ class BucketClaim(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        """What distinguishes the claim from one in another bucket. Claims of former versions have no nonce."""
+        """Return the text that distinguishes the claim from those in other buckets. A former version wrote no nonce."""
         return self.nonce or str(self.at_ms)
 
 
