@@ -12,6 +12,7 @@ from support.postgres import EmbeddedPostgres
 from support.waiting import run
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, CorruptError, InvalidError, TidemillError, UnavailableError
+from tidemill.cli.context import _redacted_url
 from tidemill.consensus.factory import open_consensus
 from tidemill.consensus.operations import Acquire, Leases
 from tidemill.consensus.sqlite import schema, sockets
@@ -38,6 +39,25 @@ def refused(url: str, kind: type[TidemillError]) -> str:
 )
 def test_a_url_that_names_no_engine_is_refused_by_its_key(url: str) -> None:
     assert "consensus.url" in refused(url, InvalidError)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql:/u:s3cret@127.0.0.1/db",
+        "postgres:u:s3cret@127.0.0.1/db",
+        "postgresql//u:s3cret@127.0.0.1/db",
+        "postgresql://u:s3cret%zz@127.0.0.1/db",
+        "postgresql://u:s3cret/x@127.0.0.1/db",
+        "postgresql://127.0.0.1:1/s3cret@127.0.0.1/db",
+        "s3:AK:s3cret@bucket",
+    ],
+)
+def test_a_malformed_url_is_reported_without_its_password(url: str) -> None:
+    with pytest.raises(TidemillError) as raised:
+        run(open_consensus(url, SystemClock(), Rand()))
+    assert "consensus.url" in str(raised.value) and "s3cret" not in str(raised.value)
+    assert "s3cret" not in _redacted_url(url)
 
 
 @pytest.mark.parametrize("url", ["postgres+psycopg://u:s3cret@h/db", "sqlite://u:s3cret@h/", "password=s3cret host=h"])

@@ -94,14 +94,17 @@ def without_credentials(url: str) -> str:
     """Return a URL, or a list of parameters, as messages may show it: without user and password, which precede an `@`.
 
     A password may contain characters that should have been quoted: after `user:` everything up to the last `@` is left
-    out.
+    out, even if `user:` may be `host:`. So is a scheme without `://`.
     """
+    url = _SECRET_PARAMETER.sub(r"\1\2***", url)
     scheme, mark, rest = url.partition("://")
+    if not mark:
+        before, _, after = url.rpartition("@")
+        return after if ":" in before else url
     authority = re.split(r"[/?#]", rest, maxsplit=1)[0]
-    _, colon, port = authority.rpartition(":")
-    if "@" in authority or (colon and not port.isdigit()):
+    if "@" in authority or ":" in authority:
         rest = rest.rpartition("@")[2]
-    return _SECRET_PARAMETER.sub(r"\1\2***", scheme + mark + rest)
+    return scheme + mark + rest
 
 
 def canonical_host(host: str) -> str:

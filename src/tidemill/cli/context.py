@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from tidemill.base.address import without_credentials
 from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config.config import Config, find_file, load
 from tidemill.base.errors import (
@@ -213,8 +214,10 @@ def _sqlite_blocker(url: str) -> str:
 
 def _redacted_url(url: str) -> str:
     """Return a URL of consensus without its password."""
-    if not url.startswith(("postgres:", "postgresql:")):
+    if url.startswith("sqlite:"):
         return url
+    if not url.startswith(("postgres:", "postgresql:")):
+        return without_credentials(url)
     from tidemill.consensus.postgres.connections import without_password
 
     return without_password(url)

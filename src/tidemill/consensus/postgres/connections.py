@@ -52,6 +52,11 @@ KEEPALIVES = {
 }
 
 
+_UNREADABLE = "(unreadable)"
+_UNREADABLE_REASON = "it is not postgresql://user:password@host:5432/database with reserved characters percent-encoded"
+"""Reason for any failure to connect to an unreadable URL: libpq's reason quotes it, possibly with the password."""
+
+
 async def connect(url: str) -> Connection:
     """Return a prepared session. Raises psycopg.Error."""
     parameters = {
@@ -268,8 +273,8 @@ def translate_connect_error(error: BaseException, url: str) -> TidemillError:
     """Translate a failure to connect. libpq gives no code here, so rights and names are recognised by the server's
     wording.
     """
-    reason = _first_line(error)
     where = without_password(url)
+    reason = _first_line(error) if where != _UNREADABLE else _UNREADABLE_REASON
     wrong = (
         "authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry", "permission denied",
         "invalid", "missing \"=\"", "not permitted to log in",
@@ -304,7 +309,11 @@ def without_password(url: str) -> str:
     try:
         parts = psycopg.conninfo.conninfo_to_dict(url)
     except psycopg.Error:
-        return "(unreadable)"
+        return _UNREADABLE
+    # libpq ends the password at its first reserved character: the rest became host, port or database.
+    names = [str(parts.get(name, "")) for name in ("host", "port", "dbname")]
+    if "://" in url and any("@" in name and name in url for name in names):
+        return _UNREADABLE
     host = f"{parts.get('user', '')}@{parts.get('host', '')}:{parts.get('port', 5432)}"
     return f"postgresql://{host}/{parts.get('dbname', '')}"
 
