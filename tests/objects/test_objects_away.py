@@ -13,6 +13,7 @@ import os
 import subprocess
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import pytest
@@ -236,6 +237,37 @@ async def test_f508_another_directory_in_its_place_is_not_the_store_even_if_a_pr
     await store.aclose()
 
 
+async def test_f508_another_directory_with_the_same_inodes_is_not_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The roots of two file systems, and the first directories in them, have the same inodes on XFS, btrfs, tmpfs."""
+    swapped, stat = Swapped(tmp_path / "bucket"), os.stat
+    roots = {str(swapped.directory) + end for end in ("", "/", "/.tmp")}
+
+    def equal(path: Any, **options: Any) -> Any:
+        found = stat(path, **options)
+        return SimpleNamespace(st_ino=256, st_mode=found.st_mode) if str(path) in roots else found
+
+    monkeypatch.setattr(local_root.os, "stat", equal)
+    swapped.directory.mkdir()
+    (swapped.directory / ".tmp").mkdir()  # of a former version
+    store = LocalObjects.open(swapped.directory, SystemClock(), Rand(1))
+    await store.put("a/b", b"1")
+    swapped.unmount()
+    other = LocalObjects.open(swapped.directory, SystemClock(), Rand(2))
+    for ask in (store.get("a/b"), store.head("a/b"), store.put("a/c", b"2"), store.delete("a/d")):
+        with pytest.raises(UnavailableError, match="another directory"):
+            await ask
+    await other.aclose()
+    swapped.mount()
+    again = LocalObjects.open(swapped.directory, SystemClock(), Rand(3), create=False)
+    assert await store.get("a/b") == b"1" == await again.get("a/b")
+    with pytest.raises(MissingError):
+        await store.get("a/none")
+    await again.aclose()
+    await store.aclose()
+
+
 @pytest.mark.parametrize("unpublished", [False, True])
 async def test_f508_a_directory_that_is_replaced_during_a_write_receives_no_name(
     tmp_path: Path, unpublished: bool
@@ -251,7 +283,7 @@ async def test_f508_a_directory_that_is_replaced_during_a_write_receives_no_name
     store = LocalObjects.open(swapped.directory, SystemClock(), Rand(1), ReplacedAfterWrite())
     with pytest.raises(UnavailableError, match="another directory"):
         await (store.put_unpublished if unpublished else store.put)("a/b", b"1")
-    assert os.listdir(swapped.directory) == [".tmp"]
+    assert sorted(os.listdir(swapped.directory)) == [".id", ".tmp"]
     await store.aclose()
 
 

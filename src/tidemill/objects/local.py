@@ -2,8 +2,8 @@
 
     ROOT/<key>          the objects; directories are created with their first object and are never removed,
                         so no create can lose its parent to a racing delete
-    ROOT/.tmp/<nonce>   objects being written; files left by a killed process are swept by age at open. The directory
-                        identifies the store (`local_root.py`)
+    ROOT/.tmp/<nonce>   objects being written; files left by a killed process are swept by age at open
+    ROOT/.id            nonce that identifies the store (`local_root.py`)
 
 Blocking calls run in a small pool of threads. Reads of up to INLINE_READ_BYTES do not: a pread from the page cache
 costs a microsecond, the trip through a thread some fifty. Larger ones, up to CACHED_READ_BYTES, are first tried from
@@ -68,7 +68,7 @@ class LocalObjects:
         self._clock = clock
         self._rand = rand
         self._calls = calls or RealSyscalls()
-        self._directory = LocalRoot(self._calls, root)
+        self._directory = LocalRoot(self._calls, rand, root)
         self._prefix = self._directory.prefix
         self._directories = DirectorySyncer(self._calls, root, self._directory.check)
         self._syncs = GroupedDirectorySyncs(self._directories, THREADS)

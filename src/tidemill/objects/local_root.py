@@ -6,19 +6,25 @@ like a store as soon as any process has prepared it. Therefore:
 - Invariant (created once): only a process that may create the store prepares an unprepared directory. For the others it
   is unavailable, until it is mounted. One that has the layout of a store is a copy of it.
 - Invariant (same directory): a process creates and removes names only in the directory that it opened, and concludes
-  only there that an object is missing. The inodes of the directory and of `.tmp` identify it. Device numbers do not:
-  some file systems have another one after each mount.
+  only there that an object is missing. The inodes of the directory and of `.tmp` identify it, and the nonce in `.id`, a
+  symbolic link to nothing: one call creates it with its content, and one reads it. Inodes alone do not, since
+  the roots of most file systems have the same one; device numbers do not, since some file systems have another one
+  after each mount.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 
+from tidemill.base.clock import Rand
 from tidemill.base.errors import InvalidError, UnavailableError
 from tidemill.objects.durable_create import Syscalls
 
 TEMPORARY = ".tmp"
+IDENTITY = ".id"
+_NO_SYMLINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
 
 _IN_EMPTY_FILE_SYSTEMS = {"lost+found"}
 _IN_EVERY_STORE = "metastore"
@@ -30,12 +36,13 @@ _FIX = "Check that its file system is mounted, and objects.url."
 class LocalRoot:
     """The directory of one store. All calls block, `check` for microseconds."""
 
-    def __init__(self, calls: Syscalls, path: str) -> None:
+    def __init__(self, calls: Syscalls, rand: Rand, path: str) -> None:
         self.path = path
         self.prefix = path.rstrip("/") + "/"
         self.temporary = self.prefix + TEMPORARY
         self._calls = calls
-        self._opened: tuple[int, int] | None = None
+        self._rand = rand
+        self._opened: tuple[int, int, str] | None = None
 
     def prepare(self, *, create: bool) -> None:
         """Prepare the directory, or without `create` find it prepared, and remember its identity.
@@ -52,6 +59,7 @@ class LocalRoot:
             self._calls.fsync_directory(self.path)  # After power loss, too, the others must find it prepared.
         else:
             self._find_prepared()
+        self._make_nonce()
         self._opened = self._identity()
 
     def _find_prepared(self) -> None:
@@ -77,6 +85,27 @@ class LocalRoot:
             self._calls.mkdir(self.temporary)
         self._calls.fsync_directory(self.path)
 
+    def _make_nonce(self) -> None:
+        """Create the nonce of the directory, unless it has one: directories of former versions have none."""
+        if self._nonce():
+            return
+        try:
+            os.symlink(self._rand.nonce(), self.prefix + IDENTITY)
+        except FileExistsError:
+            return
+        except OSError as error:
+            if error.errno not in _NO_SYMLINKS:
+                raise
+        self._calls.fsync_directory(self.path)
+
+    def _nonce(self) -> str:
+        try:
+            return os.readlink(self.prefix + IDENTITY)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.EINVAL):  # absent, or a file
+                return ""
+            raise
+
     def check(self) -> None:
         """Check that the path still leads to the directory that was opened: in another one, a missing object proves
         nothing, and a new one would be lost. Raises UnavailableError."""
@@ -92,8 +121,8 @@ class LocalRoot:
                 fix=f"{_FIX} If its objects were copied to another one, restart this process.",
             )
 
-    def _identity(self) -> tuple[int, int]:
-        return os.stat(self.path).st_ino, os.stat(self.temporary, follow_symlinks=False).st_ino
+    def _identity(self) -> tuple[int, int, str]:
+        return os.stat(self.path).st_ino, os.stat(self.temporary, follow_symlinks=False).st_ino, self._nonce()
 
 
 def _make_directory(calls: Syscalls, path: str) -> None:
