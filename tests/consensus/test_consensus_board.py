@@ -83,6 +83,23 @@ async def test_a_process_that_was_forgotten_while_it_slept_shows_all_of_its_repo
     assert again in await other.reports()
 
 
+async def test_a_report_from_the_future_is_dropped_after_an_hour_without_another_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now_s, future_ms = 1_000.0, 1 << 50
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now_s)
+    consensus = MemoryConsensus(SystemClock())
+    gone, alive, here = (StatusBoard(consensus, Rand(seed)) for seed in range(3))
+    await gone.publish(report("gone", future_ms))
+    for number in range(1, 8):
+        await alive.publish(report("alive", future_ms + number))  # its clock is as fast
+        await here.publish(report("here", number * (CLEANUP_INTERVAL_MS + 1)))
+        left = [found.process for found in await here.reports()]
+        assert left == (["alive", "gone", "here"] if number < 7 else ["alive", "here"])
+        now_s += DROP_SILENT_AFTER_MS / 6_000
+    assert [key for key in consensus.state.registers if "gone" in key] == []
+
+
 @pytest.mark.parametrize("fate", ["before", "after"])
 async def test_a_lost_acknowledgement_does_not_hide_a_report(fate: str) -> None:
     consensus = Lossy(SystemClock())

@@ -6,7 +6,8 @@
 Only its own process writes a report, so the last write wins and a lost acknowledgement is resolved by writing again.
 One scan reads all registers; a page may be slightly newer than its head. This module never interprets a report as
 health: `base.status.status.derive_statuses` does that. A publishing process also drops the reports of processes that
-have been silent for an hour: those are gone, not blind.
+have been silent for an hour: those are gone, not blind. So is one whose report, of a fast clock, is from the future
+and has not changed for an hour by the publishing process's monotonic clock.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class StatusBoard:
         self._seqs: dict[str, int] = {}
         self._written: dict[str, bytes] = {}
         self._tidied_ms = 0
+        self._unchanged: dict[str, tuple[int, float]] = {}
+        """Version of the head of each process, and the time of the loop at which it was first found."""
 
     async def publish(self, report: StatusReport) -> None:
         """Replace this process's last report by `report`.
@@ -160,8 +163,17 @@ class StatusBoard:
 
     async def _drop_silent_processes(self, now_ms: int) -> None:
         """Drop the registers of processes that are gone. Failures are left for the next time, or another process."""
-        for process, registers in (await self._scan()).items():
-            if _decode_report(process, registers).at_ms >= now_ms - DROP_SILENT_AFTER_MS:
+        found, now_s = await self._scan(), asyncio.get_running_loop().time()
+        heads = {process: registers[0][1].seq for process, registers in found.items()}
+        known = self._unchanged
+        self._unchanged = {
+            process: known[process] if known.get(process, (0, 0.0))[0] == seq else (seq, now_s)
+            for process, seq in heads.items()
+        }
+        for process, registers in found.items():
+            unchanged_ms = (now_s - self._unchanged[process][1]) * 1000
+            silent = _decode_report(process, registers).at_ms < now_ms - DROP_SILENT_AFTER_MS
+            if not silent and unchanged_ms < DROP_SILENT_AFTER_MS:
                 continue
             log.info("a silent process was removed from the status board", process=process, registers=len(registers))
             for key, version in reversed(registers):  # the head last: until then the report can be found again
