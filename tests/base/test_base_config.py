@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from support.unprivileged import call_unprivileged
+from support.unprivileged import call_unprivileged, closed, enterable_directory
 from tidemill.base.config.config import load, parse
 from tidemill.base.config.environment import env_line
 from tidemill.base.config.listeners import HttpSection
@@ -82,18 +82,16 @@ def test_an_unknown_key_is_refused_with_the_known_one_that_is_most_like_it(
     assert near in caught.value.fix
 
 
-def test_a_file_in_a_directory_that_cannot_be_entered_is_one_sentence(tmp_path: Path) -> None:
-    directory = tmp_path / "private"
-    directory.mkdir()
-    path = write(directory, "")
-    directory.chmod(0o000)
-    try:
-        for named, environ in ((path, {}), (None, {"TIDEMILL_CONFIG": str(path)})):
-            said = call_unprivileged(directory, lambda named=named, environ=environ: load(named, environ=environ))
-            expected = f"the configuration cannot be read: path={path} reason=Permission denied."
-            assert said == f"InvalidError: {expected} Use a readable TOML file."
-    finally:
-        directory.chmod(0o700)
+def test_a_file_in_a_directory_that_cannot_be_entered_is_one_sentence() -> None:
+    with enterable_directory() as parent:
+        directory = parent / "private"
+        directory.mkdir()
+        path = write(directory, "")
+        expected = f"the configuration cannot be read: path={path} reason=Permission denied."
+        with closed(directory):
+            for named, environ in ((path, {}), (None, {"TIDEMILL_CONFIG": str(path)})):
+                said = call_unprivileged(lambda named=named, environ=environ: load(named, environ=environ))
+                assert said == f"InvalidError: {expected} Use a readable TOML file."
 
 
 PIPELINE = """

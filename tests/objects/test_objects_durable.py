@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from support.objects.crash_model import Recorder, crash
-from support.unprivileged import call_unprivileged
+from support.unprivileged import call_unprivileged, enterable_directory
 from support.waiting import SCENARIO_S
 from tidemill.base.clock import ManualClock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, InvalidError, UnavailableError, UnknownOutcomeError
@@ -383,12 +383,13 @@ async def test_a_key_below_an_object_is_refused(tmp_path: Path) -> None:
     await store.aclose()
 
 
-def test_a_read_only_directory_is_refused_at_open(tmp_path: Path) -> None:
-    root = tmp_path / "ro"
-    root.mkdir()
-    root.chmod(0o555)
-    said = call_unprivileged(root, lambda: LocalObjects.open(root, SystemClock(), Rand()))
-    assert said.startswith("MisconfiguredError: ")
-    assert "Make the directory writable" in said
-    assert str(root) in said
-    assert list(root.iterdir()) == []
+def test_a_read_only_directory_is_refused_at_open() -> None:
+    with enterable_directory() as directory:
+        root = directory / "ro"
+        root.mkdir()
+        root.chmod(0o555)
+        said = call_unprivileged(lambda: LocalObjects.open(root, SystemClock(), Rand()))
+        assert said.startswith("MisconfiguredError: ")
+        assert "Make the directory writable" in said
+        assert str(root) in said
+        assert list(root.iterdir()) == []

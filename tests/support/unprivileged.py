@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 NOBODY = 65534
-ROOTS = (Path("/tmp"), Path("/"))
 
 
-def call_unprivileged(directory: Path, call: Callable[[], object]) -> str:
-    """Return the result of the call, or `TYPE: MESSAGE` of its error. The child can enter the parents of `directory`.
+@contextlib.contextmanager
+def enterable_directory() -> Iterator[Path]:
+    """Yield a directory that every user can enter. Those of pytest are private again when another session starts."""
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def closed(directory: Path) -> Iterator[None]:
+    """Take all rights on a directory away, for a while."""
+    directory.chmod(0o000)
+    try:
+        yield
+    finally:
+        directory.chmod(0o700)
+
+
+def call_unprivileged(call: Callable[[], object]) -> str:
+    """Return the result of the call, or `TYPE: MESSAGE` of its error.
 
     Modules that the call needs have to be imported before: the child may have no access to them.
     """
-    for parent in directory.parents:
-        if parent in ROOTS:
-            break
-        parent.chmod(parent.stat().st_mode | 0o055)
     reader, writer = os.pipe()
     child = os.fork()
     if child == 0:
