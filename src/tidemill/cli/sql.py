@@ -12,6 +12,7 @@ import typer
 
 from tidemill.base.config.config import load
 from tidemill.base.errors import InvalidError, MissingError, TidemillError, UnavailableError, nearest_name
+from tidemill.base.runtime.private_directories import is_present
 from tidemill.base.status.logging import configure_logs
 from tidemill.cli.context import ConfigOption, no_cluster, open_stores
 from tidemill.cli.output.output import TABLE, Form, Output
@@ -53,7 +54,7 @@ def sql(
             from tidemill.query import connect
 
             consensus_file = sqlite_path_of_url(found.consensus_url)
-            if consensus_file is not None and not consensus_file.exists():
+            if consensus_file is not None and not is_present(consensus_file):
                 missing = MissingError(f"there is no cluster here: consensus={found.consensus_url}.")
                 raise no_cluster(config, found, missing)
             with connect(objects=found.objects_url, consensus=found.consensus_url) as cluster:

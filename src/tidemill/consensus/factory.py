@@ -7,6 +7,7 @@ from pathlib import Path
 from tidemill.base.address import without_credentials
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import InvalidError, MissingError
+from tidemill.base.runtime.private_directories import is_present
 from tidemill.consensus.api import Consensus
 
 FIX = "Write sqlite:///absolute/path/file.db, sqlite:relative/file.db, postgresql://user@host/database or memory:."
@@ -24,7 +25,7 @@ async def open_consensus(url: str, clock: Clock, rand: Rand, *, create: bool = T
     if file is not None:
         from tidemill.consensus.sqlite.client import SqliteConsensus
 
-        if not create and not file.exists():
+        if not create and not is_present(file):
             raise MissingError(f"consensus has no cluster: path={file} does not exist.")
         sqlite = SqliteConsensus(file, clock, rand)
         await sqlite.start()

@@ -22,6 +22,7 @@ import msgspec
 
 from tidemill.base.errors import InvalidError
 from tidemill.base.limits import FRESHNESS_BUDGET_MS, PIPELINE_FRESHNESS_MS
+from tidemill.base.runtime.private_directories import is_present
 from tidemill.consensus.factory import sqlite_path_of_url
 
 OBJECTS_VARIABLE = "TIDEMILL_OBJECTS__URL"
@@ -75,7 +76,7 @@ def find_cluster(
     if not (objects and consensus):
         raise InvalidError("objects or consensus is missing: both are needed.", fix=NO_CLUSTER_FIX)
     file = sqlite_path_of_url(consensus)
-    if file is not None and not file.exists():
+    if file is not None and not is_present(file):
         raise InvalidError(
             f"there is no cluster here: consensus={consensus} directory={Path.cwd()}.", fix=NO_CLUSTER_FIX
         )

@@ -23,6 +23,7 @@ from tidemill.base.config.config import Config, advertised_addresses, exposed_se
 from tidemill.base.errors import CorruptError, InvalidError, MissingError, TidemillError
 from tidemill.base.libraries import is_installed, require
 from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.base.runtime.private_directories import is_present
 from tidemill.cli.cluster.capture_checks import check_capture
 from tidemill.cli.cluster.check_results import Result, guard_check, run_check
 from tidemill.cli.cluster.own_node import own_node_pid
@@ -81,7 +82,7 @@ def _run_deep_check(config: Config, out: Output, contents: bool) -> NoReturn:
     clock, rand = SystemClock(), Rand()
     directory = local_directory(config.objects_url)
     with BlockingPortal() as portal, ProgressBars() as bars:
-        if directory is not None and not Path(directory).exists() and not _may_have_cluster(config, portal):
+        if directory is not None and not is_present(Path(directory)) and not _may_have_cluster(config, portal):
             raise MissingError(
                 f"there is no cluster: the bucket does not exist: path={directory}.",
                 fix="Correct objects.url or --config.",
@@ -255,7 +256,7 @@ def _check_objects(config: Config) -> list[Result]:
         has_cluster = _may_have_cluster(config, portal)
         with contextlib.suppress(TidemillError, OSError):  # the probe reports it
             directory = local_directory(url)
-            if directory is not None and not has_cluster and not Path(directory).exists():
+            if directory is not None and not has_cluster and not is_present(Path(directory)):
                 parent = _existing_parent(Path(directory))
                 url = stack.enter_context(TemporaryDirectory(prefix=".tidemill-probe-", dir=parent))
         checks = portal.call(probe_url(url, SystemClock(), Rand(), create=not has_cluster))

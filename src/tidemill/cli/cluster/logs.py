@@ -20,6 +20,7 @@ import typer
 
 from tidemill.base.config.config import load
 from tidemill.base.errors import MissingError, unknown_name_fix
+from tidemill.base.runtime.private_directories import list_files
 from tidemill.cli.context import ConfigOption
 from tidemill.cli.output.output import TABLE, Form, Output
 
@@ -47,7 +48,7 @@ def logs(
     With -o json or jsonl each line is an object with the name of its process.
     """
     directory = Path(load(config).node.data) / "logs"
-    files = {path.stem: path for path in sorted(directory.glob("*.log"))}
+    files = {path.stem: path for path in list_files(directory, ".log")}
     if not files:
         raise MissingError(f"no process has run here: directory={directory}.", fix="Start one: tidemill up.")
     wanted = [_log_name(each, files) for each in name or ()] or list(files)

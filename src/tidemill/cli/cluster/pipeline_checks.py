@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from tidemill.base.config.config import Config
 from tidemill.base.errors import MissingError, TidemillError
+from tidemill.base.runtime.private_directories import is_present
 from tidemill.cli.cluster.check_results import Result, failed, passed
 from tidemill.cli.context import open_stores
 
@@ -47,7 +48,7 @@ def _check_inputs(checked: dict[str, CheckedPipeline], config: Config, path: Pat
     declared = {table for found in checked.values() for table in found.all_tables}
     directory = local_directory(config.objects_url)
     try:
-        if directory is not None and not Path(directory).exists():
+        if directory is not None and not is_present(Path(directory)):
             raise MissingError("there is no cluster yet.")
         with open_stores(path) as opened:
             for found in checked.values():

@@ -12,6 +12,7 @@ from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.config.config import load
 from tidemill.base.errors import CorruptError, InvalidError, MissingError
 from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.base.runtime.private_directories import is_present
 from tidemill.base.status.logging import configure_logs
 from tidemill.cli.context import DRY_RUN, EXIT_BAD_INPUT, ConfigOption, DryRunOption, ProgressBars
 from tidemill.cli.output.data_lines import Row
@@ -57,7 +58,7 @@ def restore(
     clock, rand = SystemClock(), Rand()
     url, bucket = consensus or loaded.consensus_url, source or loaded.objects_url
     directory = local_directory(bucket)
-    if directory is not None and not Path(directory).exists():
+    if directory is not None and not is_present(Path(directory)):
         raise MissingError(f"the bucket contains no cluster: path={directory} does not exist.", fix="Correct --from.")
     with BlockingPortal() as portal, ProgressBars() as bars:
         objects = portal.call(open_objects(bucket, clock, rand, create=False))
