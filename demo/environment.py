@@ -63,7 +63,8 @@ def prepare(
                 consensus_url=consensus_url,
                 objects_url=objects_url,
                 master=master,
-            )
+            ),
+            encoding="utf-8",
         )
         return Environment(directory, postgres, load(config_path), config_path, dsn, resumed)
     except BaseException:

@@ -72,7 +72,8 @@ class Postgres:
         self._stop_orphan()
         settings = self._directory / "postgresql.auto.conf"
         settings.write_text(
-            "".join(f"{name} = '{value}'\n" for name, value in {**SETTINGS, "port": self._port}.items())
+            "".join(f"{name} = '{value}'\n" for name, value in {**SETTINGS, "port": self._port}.items()),
+            encoding="utf-8",
         )
         self._chown(settings)
         log_path = self._directory / "server.log"
@@ -106,7 +107,13 @@ class Postgres:
         self._chown(partial)
         initdb = [str(binaries / "initdb"), "-D", str(partial), "-U", "postgres", "-A", "trust", "-E", "UTF8"]
         initdb += ["--locale=C.UTF-8", "--no-sync", "--no-instructions"]
-        done = subprocess.run(self._unprivileged(initdb), stdin=subprocess.DEVNULL, capture_output=True, text=True)
+        done = subprocess.run(
+            self._unprivileged(initdb),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            encoding="utf-8",
+            errors="replace",
+        )
         if done.returncode != 0:
             raise UnavailableError(f"initdb failed: dir={partial} output={done.stderr.strip()[-400:]!r}.")
         partial.rename(self._directory)
@@ -116,20 +123,22 @@ class Postgres:
         pid_file = self._directory / "postmaster.pid"
         if not pid_file.exists():
             return
-        process = Path("/proc") / pid_file.read_text().split("\n", 1)[0]
+        process = Path("/proc") / pid_file.read_bytes().split(b"\n", 1)[0].decode()
         deadline_s = self._clock.monotonic_s() + STOP_TIMEOUT_S
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            if str(self._directory) not in (process / "cmdline").read_text():
+            if os.fsencode(self._directory) not in (process / "cmdline").read_bytes():
                 return
             os.kill(int(process.name), signal.SIGQUIT)
-            while self._clock.monotonic_s() < deadline_s and (process / "cmdline").read_text():  # empty for a zombie
+            while self._clock.monotonic_s() < deadline_s and (process / "cmdline").read_bytes():  # empty for a zombie
                 threading.Event().wait(0.05)
 
     def _await_ready(self, process: subprocess.Popen[bytes], log_path: Path) -> None:
         deadline_s = self._clock.monotonic_s() + START_TIMEOUT_S
         while True:
             if process.poll() is not None:
-                raise UnavailableError(f"PostgreSQL did not start: log={log_path.read_text()[-600:]!r}.")
+                raise UnavailableError(
+                    f"PostgreSQL did not start: log={log_path.read_text(encoding='utf-8', errors='replace')[-600:]!r}."
+                )
             try:
                 psycopg.connect(self.dsn_for("postgres"), connect_timeout=5).close()
                 return

@@ -29,7 +29,7 @@ def create(dsn: str, rand: Rand) -> bool:
         found = connection.execute("SELECT to_regclass('public.payment') IS NOT NULL").fetchone()
         if found and found[0]:
             return False
-        connection.execute(Path(__file__).with_name("shop.sql").read_text())
+        connection.execute(Path(__file__).with_name("shop.sql").read_text(encoding="utf-8"))
         cursor = connection.cursor()
         for w in range(1, WAREHOUSES + 1):
             cursor.execute("INSERT INTO warehouse (w_id, name) VALUES (%s, %s)", (w, f"Harbour {w}"))

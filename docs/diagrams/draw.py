@@ -259,7 +259,7 @@ def main() -> None:
     from pictures import PICTURES
 
     for picture in PICTURES:
-        (here / f"{picture.name}.svg").write_text(svg(picture))
+        (here / f"{picture.name}.svg").write_text(svg(picture), encoding="utf-8")
 
 
 if __name__ == "__main__":

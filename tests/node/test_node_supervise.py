@@ -255,6 +255,27 @@ def test_no_password_is_on_a_command_line_or_in_a_file_that_others_may_read(tmp_
         assert not path.is_file() or path.stat().st_mode & 0o077 == 0
 
 
+def test_a_configuration_reaches_the_node_in_a_locale_without_utf_8(tmp_path: Path) -> None:
+    program = r"""
+import sys
+from pathlib import Path
+from tidemill.base.config.config import parse
+from tidemill.cli import serve
+from tidemill.node.supervise.processes import write_private
+
+sys.argv[1:] = ["resolved.json"]
+config = parse({"capture": {"shop": {"dsn": "x", "tables": ["public.\u0437\u0430\u043a\u0430"]}}}, origin="")
+write_private(Path(sys.argv[1]), config.model_dump_json())
+serve._preload_modules = lambda config: sys.exit(ascii(config.capture["shop"].tables))
+serve.main()
+"""
+    environ = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stderr == ascii(["public.зака"]) + "\n"
+    assert "зака" in (tmp_path / "resolved.json").read_text(encoding="utf-8")
+
+
 def test_no_child_outlives_a_killed_parent(tmp_path: Path) -> None:
     program = f"""
 import asyncio

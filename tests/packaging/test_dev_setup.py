@@ -76,14 +76,16 @@ def make_clone(directory: Path) -> Path:
     return clone
 
 
-def setup(clone: Path, path: str = f"{PYTHONS}:/usr/bin:/bin") -> subprocess.CompletedProcess[str]:
-    environ = {"PATH": path, "HOME": str(clone), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull}
-    return subprocess.run([clone / "dev", "setup"], env=environ, capture_output=True, text=True, timeout=300)
+def run_dev(
+    clone: Path, path: str = f"{PYTHONS}:/usr/bin:/bin", verb: str = "setup"
+) -> subprocess.CompletedProcess[str]:
+    environ = {"PATH": path, "HOME": str(clone), "PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHONUTF8": "0"}
+    return subprocess.run([clone / "dev", verb], env=environ, capture_output=True, text=True, timeout=300)
 
 
 def set_up(clone: Path) -> None:
     """Run `./dev setup`, and check that programs of the environment import tidemill from the clone."""
-    done = setup(clone)
+    done = run_dev(clone)
     assert done.returncode == 0, done.stderr
     assert imported_file(clone) == clone / "src" / "tidemill" / "__init__.py"
 
@@ -103,7 +105,7 @@ def test_a_python_without_ensurepip_is_named_with_its_package(clone: Path) -> No
     python.parent.mkdir()
     python.write_text(f'#!/bin/sh\ncase "$*" in *ensurepip* | *venv*) exit 1 ;; esac\nexec {PYTHONS / NAME} "$@"\n')
     python.chmod(0o755)
-    done = setup(clone, f"{python.parent}:/usr/bin:/bin")
+    done = run_dev(clone, f"{python.parent}:/usr/bin:/bin")
     assert done.returncode == 2
     assert done.stderr.endswith(f"dev: {python} has no ensurepip: install python3-venv (Debian, Ubuntu)\n")
     assert not (clone / ".venv").exists()
@@ -113,8 +115,14 @@ def test_a_finished_set_up_is_not_repeated_not_even_through_a_symbolic_link(fini
     link = finished.with_name("link")
     link.symlink_to(finished)
     for path in (finished, link):
-        done = setup(path)
+        done = run_dev(path)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_tools_read_utf_8_in_every_locale(finished: Path) -> None:
+    (finished / "sim.py").write_text("import sys; print(sys.flags.utf8_mode)")
+    done = run_dev(finished, verb="sim")
+    assert done.stdout == "1\n", done.stderr
 
 
 def test_another_installation_in_the_environment_is_replaced_by_the_clone(finished: Path) -> None:
@@ -162,7 +170,7 @@ def test_a_python_for_which_every_locked_package_has_a_wheel_is_preferred(
         fake = FAKE.format(version=version, minor=version.replace(".", ", "), real=PYTHONS / NAME)
         (programs / name).write_text(fake)
         (programs / name).chmod(0o755)
-    done = setup(clone, str(programs))
+    done = run_dev(clone, str(programs))
     if chosen:
         assert f"dev: setting up: Python {chosen} in .venv" in done.stderr
         assert ("have no wheel" in done.stderr) is (chosen == "3.15.0"), done.stderr

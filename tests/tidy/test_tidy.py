@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 import gc
+import re
 import subprocess
 from collections import Counter
 from pathlib import Path
@@ -100,6 +101,56 @@ def test_no_bare_tasks() -> None:
         if name in ("create_task", "ensure_future")
     ]
     assert not bare, f"spawn through base.runtime.tasks.Tasks: {bare}"
+
+
+def test_text_has_an_encoding_that_does_not_depend_on_the_locale() -> None:
+    found = [
+        f"{relative(path)}:{node.lineno}"
+        for path in [*FILES, *(ROOT / "docs").rglob("*.py")]
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and uses_encoding_of_the_locale(node)
+    ]
+    assert not found, f'pass encoding="utf-8": {found}'
+
+
+def uses_encoding_of_the_locale(call: ast.Call) -> bool:
+    """Return whether a call reads or writes text without naming its encoding. `x.open()` is taken for no file."""
+    given = {keyword.arg: keyword.value for keyword in call.keywords}
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    opens = name in ("open", "fdopen", "TemporaryFile", "NamedTemporaryFile")
+    of_path = name == "open" and isinstance(call.func, ast.Attribute)
+    position = 0 if of_path or name.endswith("TemporaryFile") else 1
+    mode = given.get("mode", call.args[position] if opens and len(call.args) > position else None)
+    text_mode = isinstance(mode, ast.Constant) and re.fullmatch("[rwaxt+]+", str(mode.value)) is not None
+    return "encoding" not in given and (
+        name in ("read_text", "write_text")
+        or (opens and (text_mode or (mode is None and position == 1)))
+        or not {"text", "universal_newlines"}.isdisjoint(given)
+    )
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("path.read_text(errors='replace')", True),
+        ("path.write_text(text)", True),
+        ("path.open('a')", True),
+        ("open(path)", True),
+        ("os.fdopen(number, 'w')", True),
+        ("NamedTemporaryFile('w')", True),
+        ("subprocess.run(command, text=True)", True),
+        ("path.write_text(text, encoding='utf-8')", False),
+        ("path.open('rb')", False),
+        ("open(path, mode='wb')", False),
+        ("NamedTemporaryFile()", False),
+        ("domain.open(context)", False),
+        ("os.open(path, os.O_RDONLY)", False),
+        ("subprocess.run(command)", False),
+    ],
+)
+def test_text_without_an_encoding_is_found(code: str, found: bool) -> None:
+    (call,) = (node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Call))
+    assert uses_encoding_of_the_locale(call) is found
 
 
 def test_files_stay_readable() -> None:

@@ -233,7 +233,7 @@ HIDDEN = {"sql": ("pandas",), "group": ("hypothesis",), "txn": ("hypothesis",)}
 def run() -> None:
     """Run the command line of this process."""
     if sys.stdout is None:  # closed by the shell: >&-
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (for the life of the process)
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (for the life of the process)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # a locale without UTF-8 cannot show every name

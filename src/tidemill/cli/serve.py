@@ -71,7 +71,7 @@ def main() -> int:
     file_descriptors.raise_limit()
     retain_freed_memory(RETAINED_FREE_BYTES)
     hide_modules("pandas", "hypothesis")
-    config = Config.model_validate(json.loads(Path(sys.argv[1]).read_text()))
+    config = Config.model_validate(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
     try:
         gc.disable()  # nearly all containers that imports create live on: walking them took an eighth of the start
         _preload_modules(config)

@@ -37,7 +37,7 @@ class _File(_Stderr):
         with contextlib.suppress(OSError):
             if self._path.exists() and self._path.stat().st_size > LOG_BYTES:
                 self._path.replace(self._path.with_suffix(".log.1"))
-            with self._path.open("a") as file:
+            with self._path.open("a", encoding="utf-8") as file:
                 print(message, file=file)
 
     log = debug = info = warn = warning = error = critical = fatal = exception = msg

@@ -185,6 +185,7 @@ def _require_local_driver(report: StatusReport) -> None:
 
 def _is_stopped(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in ("T", "t")
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+        return fields.split()[0] in ("T", "t")
     except OSError:
         return False

@@ -87,7 +87,7 @@ async def _export(opened: OpenStores, shard: LogShard, as_of: int | None, to: Pa
             facts = {"shard": shard.name, "shard_id": shard.shard_id, "as_of_ms": time_ms, "rows": rows,
                      "files": number + 1, "key": list(shard.schema.key),
                      "columns": {c.name: c.type for c in shard.schema.columns}}  # fmt: skip
-            (partial / MANIFEST).write_text(json.dumps(facts, indent=1) + "\n")
+            (partial / MANIFEST).write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
             _sync_to_disk(partial / MANIFEST)
             _sync_to_disk(partial)
             partial.rename(to)

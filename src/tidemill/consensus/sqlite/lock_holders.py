@@ -72,7 +72,7 @@ def _held_locks() -> list[tuple[int, int]]:
     """Return (pid, inode) of every lock held on this machine."""
     found = []
     with contextlib.suppress(OSError, ValueError, IndexError):
-        for line in Path("/proc/locks").read_text().splitlines():
+        for line in Path("/proc/locks").read_text(encoding="utf-8").splitlines():
             fields = line.split()
             if "->" not in fields:
                 found.append((int(fields[4]), int(fields[5].rpartition(":")[2])))
@@ -85,5 +85,6 @@ def _holder(pid: int) -> LockHolder:
         said = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         command = " ".join(said.split())
     with contextlib.suppress(OSError, IndexError):
-        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2]
+        state = fields.split()[0]
     return LockHolder(pid, command[:COMMAND_CHARS], STATES.get(state, ""))

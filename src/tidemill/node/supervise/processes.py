@@ -134,7 +134,8 @@ def write_private(path: Path, text: str) -> None:
     make_private_directory(path.parent)
     fresh = path.with_name(f"{path.name}.new")
     fresh.unlink(missing_ok=True)
-    with os.fdopen(os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w") as file:
+    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(text)
     fresh.replace(path)
 

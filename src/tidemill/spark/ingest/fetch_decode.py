@@ -264,7 +264,7 @@ def from_ipc(data: bytes, empty: pa.Table) -> pa.Table:
 def boot_id() -> str:
     """Return the id of this boot of this machine: files that were not synced are trusted only within one boot."""
     try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
     except OSError:
         return ""
 

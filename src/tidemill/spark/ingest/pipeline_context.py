@@ -171,7 +171,7 @@ def lock_scratch_directory(scratch: Path) -> Iterator[None]:
     """
     try:
         make_private_directory(scratch)
-        lock = (scratch / "lock").open("w")
+        lock = (scratch / "lock").open("w", encoding="utf-8")
     except OSError as error:
         raise InvalidError(
             f"cannot write the scratch directory: scratch={scratch} error={error.strerror}.", fix="Make it writable."

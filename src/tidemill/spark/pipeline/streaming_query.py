@@ -242,7 +242,7 @@ def planned_ends(checkpoint: Path, batch_id: int) -> dict[str, int]:
     The log is a file of lines: version, metadata, then one offset per reader.
     """
     try:
-        lines = (checkpoint / "offsets" / str(batch_id)).read_text().splitlines()
+        lines = (checkpoint / "offsets" / str(batch_id)).read_text(encoding="utf-8").splitlines()
         return msgspec.json.decode(lines[2], type=dict[str, int])
     except (OSError, IndexError, ValueError, msgspec.MsgspecError):
         return {}

@@ -117,7 +117,7 @@ def _read_release(home: Path) -> tuple[int, frozenset[str], str]:
     fields: dict[str, str] = {}
     release = home / "release"
     if release.is_file():
-        fields = dict(_RELEASE_LINE.findall(release.read_text(errors="replace")))
+        fields = dict(_RELEASE_LINE.findall(release.read_text(encoding="utf-8", errors="replace")))
     build = fields.get("JAVA_RUNTIME_VERSION") or fields.get("JAVA_VERSION", "")
     version = _parse_major(fields.get("JAVA_VERSION", ""))
     modules = frozenset(fields.get("MODULES", "").split())
@@ -131,7 +131,9 @@ def _read_release(home: Path) -> tuple[int, frozenset[str], str]:
 
 def _run_java(java: str, flag: str) -> str:
     try:
-        done = subprocess.run([java, flag], capture_output=True, text=True, timeout=30, check=False)
+        done = subprocess.run(
+            [java, flag], capture_output=True, encoding="utf-8", errors="replace", timeout=30, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout + done.stderr
@@ -163,7 +165,7 @@ def cache_dir(env: Mapping[str, str]) -> Path:
 def _write_launcher(wheel: Path, cache: Path) -> Path:
     """Return a JAVA_HOME around the wheel's java, written once; a rename makes it appear atomically to other
     processes."""
-    script = (
+    script = os.fsencode(
         "#!/bin/sh\n"
         "# Spark always asks for a module that this runtime lacks: drop that one flag.\n"
         "n=$#\n"
@@ -175,13 +177,13 @@ def _write_launcher(wheel: Path, cache: Path) -> Path:
     )
     home = cache / "java-launcher"
     target = home / "bin" / "java"
-    if target.is_file() and target.read_text() == script:
+    if target.is_file() and target.read_bytes() == script:
         return home
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         (home / "tidemill-launcher").touch()
         fresh = target.with_name(f"java.{os.getpid()}")
-        fresh.write_text(script)
+        fresh.write_bytes(script)
         fresh.chmod(0o755)
         fresh.replace(target)
     except OSError as error:
