@@ -2,9 +2,9 @@
 
 A request names one group up to v7, several from v8. Topics null (v2) requests all of the group's. Rows are read after a
 barrier, so any node answers with everything that was acknowledged before. While a topic or the group cannot be looked
-up, its committed offsets are unknown: the answer is COORDINATOR_LOAD_IN_PROGRESS, the only code besides NOT_COORDINATOR
-that Java clients of every version retry here. With `require_stable` (v7, KIP-447), an offset that an open or prepared
-transaction may still commit is UNSTABLE_OFFSET_COMMIT, which the reader retries.
+up, its committed offsets are unknown: the answer is COORDINATOR_LOAD_IN_PROGRESS, the only code apart from
+NOT_COORDINATOR that Java clients of every version retry here. With `require_stable` (v7, KIP-447), an offset that an
+open or prepared transaction may still commit is UNSTABLE_OFFSET_COMMIT, which the reader retries.
 """
 
 from __future__ import annotations
