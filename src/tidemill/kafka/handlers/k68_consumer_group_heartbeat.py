@@ -24,13 +24,11 @@ from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import assigned_topics
 from tidemill.kafka.groups.topic_patterns import TopicView
-from tidemill.kafka.schema.codec_compiler import Body, decode_request
-from tidemill.kafka.schema.primitives import MalformedFrameError
+from tidemill.kafka.schema.codec_compiler import Body
+from tidemill.kafka.schema.primitives import MalformedFrameError, read_i32, read_string
 from tidemill.security.acls import Operation, Resource
 
 CLIENT_CHARS: Final = 255
-DEPARTURE_BYTES: Final = 4_096
-"""Limit of a request that is decoded before its turn. A departure has no subscription."""
 
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
@@ -141,11 +139,19 @@ _begin_heartbeat: Final = begin_decoded(handle, error_answer)
 
 
 def begin(context: Context, request: Request) -> Awaitable[Reply] | PlainOutcome:
-    if len(request.view) <= DEPARTURE_BYTES:
-        with suppress(MalformedFrameError):  # reported by the handler
-            body = decode_request(request.key, request.version, request.view, request.position)
-            request.is_kept = body["member_epoch"] < 0
+    with suppress(MalformedFrameError):  # reported by the handler
+        request.is_kept = _member_epoch(request) < 0
     return _begin_heartbeat(context, request)
+
+
+def _member_epoch(request: Request) -> int:
+    """Read the epoch, which follows the ids of the group and the member. The rest of the request may be large: a
+    consumer that leaves may repeat its subscription. Raises MalformedFrameError."""
+    position = request.position
+    for _ in ("group_id", "member_id"):
+        _, position = read_string(request.view, position, compact=True)
+    epoch, _ = read_i32(request.view, position)
+    return epoch
 
 
 API = Api(68, "consumer_group_heartbeat", 0, 1, begin, abandon=True)
