@@ -129,6 +129,23 @@ def test_partitions_that_are_added_to_a_held_topic_beyond_the_room_are_left_out_
     assert not group.topics_left_out
 
 
+@pytest.mark.parametrize("is_rejoin", [False, True], ids=["revoked", "joins again"])
+def test_topics_that_were_left_out_are_assigned_once_revoked_partitions_make_room(is_rejoin: bool) -> None:
+    """Regression: they stayed out until a subscription or a topic changed."""
+    group, seen = overfull()
+    owned = ask(group, seen, "m1", pattern="t1").assignment or {}
+    assert len(owned) == full_room() - 100 and len(group.members["m1"].revoking) == 100
+    if is_rejoin:
+        assert join(group, seen, "m1", "t1", instance_id="i").assignment == owned
+    else:
+        assert ask(group, seen, "m1", owned=owned).error == 0
+    assert len(ask(group, seen, "m1").assignment or ()) == full_room()
+    assert group.topics_left_out == 300 - full_room()
+    epoch = group.epoch
+    for _ in range(3):
+        assert ask(group, seen, "m1").assignment is None and group.epoch == epoch, "nothing has changed"
+
+
 def test_a_member_may_repeat_its_subscription_though_topics_are_left_out() -> None:
     group, seen = overfull()
     owned = group.members["m1"].assigned

@@ -104,11 +104,13 @@ def reconcile(
     if member.revoking and owned is not None and _has_revoked(member.revoking, owned):
         free_partitions(group, member, member.revoking)
         member.revoking = {}
+        note_freed_room(group)
     if not member.revoking:
         gone = subtract_partitions(member.held, member.target)
         if gone and is_join and owned is not None and _has_revoked(gone, owned):
             free_partitions(group, member, gone)
             gone = {}
+            note_freed_room(group)
         if gone:
             member.revoking, member.revoke_until_ms = gone, now + member.rebalance_ms
         else:
@@ -141,6 +143,12 @@ def free_partitions(group: ConsumerGroup, member: ConsumerGroupMember, these: Pa
         if group.owners.get(place) == member.member_id:
             del group.owners[place]
     member.held = subtract_partitions(member.held, these)
+
+
+def note_freed_room(group: ConsumerGroup) -> None:
+    """Let the next heartbeat check whether topics that were left out have room now."""
+    if group.topics_left_out:
+        group.seen_version = -1
 
 
 def remove_member(group: ConsumerGroup, member: ConsumerGroupMember) -> None:

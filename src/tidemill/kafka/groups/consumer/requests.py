@@ -53,6 +53,8 @@ def heartbeat(group: ConsumerGroup, now: int, ask: HeartbeatRequest, seen: Topic
     member.until_ms = now + group.limits.consumer_session_ms
     reconciliation.update_target(group, seen)
     changed = reconciliation.reconcile(group, now, member, ask.owned)
+    if ask.epoch == 0:
+        reconciliation.note_freed_room(group)  # it may have been revoking partitions when it joined again
     # A member that sends its full state, or an outdated epoch, may not have received its last answer.
     is_whole = ask.owned is not None and (ask.topics is not None or ask.pattern is not None)
     tells = changed or is_whole or ask.epoch != member.epoch

@@ -133,7 +133,7 @@ class ConsumerGroup:
     digest                 hash of `topics` for which the targets were computed
     matches                pattern → names of topics
     seen_version           version of the snapshot from which `topics` and `matches` were computed; -1 after a change of
-                           subscriptions
+                           subscriptions, and if there may be room for topics that were left out
     found_version          version of the snapshot that `topics` was looked up in
     found_names            names that were looked up for `topics`; None if there was no room for some
     subscribed_ids         names of a subscription → ids of those in `topics`
