@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import itertools
 import os
 import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from structlog.testing import capture_logs
 
 from support.spark.pipelines import until
 from support.spark.wide_table import COLUMNS, SCHEMA, append, explained, holds, merge, rows, same
+from support.waiting import until as wait
 from tidemill.base.errors import InvalidError
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.spark import read
@@ -158,6 +162,80 @@ def test_an_idle_iterator_is_held_for_a_while_unless_many_frames_were_released_a
     assert reading._lingering, "the last that was released goes on"
     monkeypatch.setattr(reading, "LINGERING_MAX", 0)
     until(lambda: second not in readers(), "the other ends early")
+
+
+def test_a_job_that_began_before_the_frame_was_created_does_not_hold_what_it_reads(
+    harbour: Any, spark: Any, changed: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(reading, "USE_CHECK_S", 0.05)
+    monkeypatch.setattr(reading, "LINGER_S", 0.2)
+    end = str(tmp_path / "end")
+
+    def wait_for_the_end(rows: Iterator[int]) -> Iterator[int]:
+        while not os.path.exists(end):
+            time.sleep(0.02)
+        yield from rows
+
+    def let_go() -> bool:
+        collect_garbage(spark)
+        return not holds(harbour, "t")
+
+    other = spark.sparkContext.parallelize([7], 1).mapPartitions(wait_for_the_end)
+    with ThreadPoolExecutor(1) as pool:
+        collected = pool.submit(other.collect)
+        try:
+            until(lambda: spark.sparkContext.statusTracker().getActiveJobsIds(), "the other job runs")
+            frame = read(spark, "t", as_of=9, **changed)
+            assert frame.count() == COUNT + 1
+            del frame
+            until(let_go, "the hold ends")
+            assert not collected.done()
+        finally:
+            Path(end).touch()
+        assert collected.result() == [7]
+
+
+async def test_few_released_frames_are_held_for_a_job_of_that_moment_that_runs_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held: set[str] = set()
+
+    @asynccontextmanager
+    async def hold(_: Any, reader: str, since: int) -> AsyncIterator[None]:
+        held.add(reader)
+        try:
+            yield
+        finally:
+            held.discard(reader)
+
+    class Shard:
+        def reader_name(self, what: str) -> str:
+            return f"{what}/{next(numbers)}"
+
+        async def aclose(self) -> None:
+            closed.append(self)
+
+    for name, value in {
+        "USE_CHECK_S": 0.001, "LINGER_S": 0.01, "hold_during": hold, "_holds": set(), "_lingering": {},
+    }.items():  # fmt: skip
+        monkeypatch.setattr(reading, name, value)
+    numbers, closed, runs = itertools.count(), list[Any](), True
+
+    def hold_while(find_use: Callable[[], reading._Use]) -> Coroutine[Any, Any, None]:
+        release: Future[Any] = Future()
+        release.set_result(find_use)
+        return reading._hold_while_used(Shard(), 0, Future(), release)  # type: ignore[arg-type]
+
+    async with asyncio.TaskGroup() as tasks:
+        for _ in range(300):
+            tasks.create_task(hold_while(lambda: reading._Use.JOB if runs else reading._Use.POSSIBLE))
+        await wait(lambda: len(closed) == 300 - reading.LINGERING_MAX, "the others end early")
+        last = {*held}
+        assert len(last) == reading.LINGERING_MAX and not reading._holds
+        await hold_while(lambda: reading._Use.POSSIBLE)
+        assert held == last, "a frame without a job ends first"
+        runs = False
+    assert not held and not reading._lingering
 
 
 def test_where_no_plan_can_be_exact_the_data_source_reads_and_the_log_says_so(

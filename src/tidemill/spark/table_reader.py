@@ -6,8 +6,9 @@ reads the shard at the same time, and the log states the reason.
 A read hold retains the parts for as long as a Spark plan may read them. It ends LINGER_S after the last frame that was
 derived from this one was released: by the JVM, or under Spark Connect, where plans are trees on the client, by the
 client. Until then a job may continue, an iterator may start the job of its next partition, or an RDD may be used. In
-the JVM, jobs over the RDDs that were being read at the release prolong this time. Nothing is known of an RDD that was
-idle then, nor of a view that a Connect server stores: the program has to keep the frame.
+the JVM, jobs over the RDDs that were being read at the release, and were created after the frame, prolong this time.
+Which files they read is unknown, so released frames with such a job count towards LINGERING_MAX, too. Nothing is known
+of an RDD that was idle then, nor of a view that a Connect server stores: the program has to keep the frame.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from datetime import datetime
 from enum import Enum
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -51,7 +51,8 @@ LINGER_S = 300.0
 """Time that jobs, iterators and RDDs may read the parts after the last frame was released, or after the last known job.
 """
 LINGERING_MAX = 32
-"""Number of released frames of this process whose parts are held; older ones end early. A table has HOLDS_MAX holds."""
+"""Number of released frames of this process whose parts are held; older ones end early, those without a job first. A
+table has HOLDS_MAX holds."""
 HOLDS_BEFORE_GC = 64
 """Number of holds from which on a read first makes Python and the JVM collect garbage, to release frames out of use."""
 SUPERSEDED_PREFIX = "_gone"
@@ -63,8 +64,8 @@ log = structlog.get_logger()
 
 _holds: set[str] = set()
 """Holds of frames that are not known to be released."""
-_lingering: dict[str, None] = {}
-"""Holds of released frames without a known job, in order of their release."""
+_lingering: dict[str, bool] = {}
+"""Holds of released frames, in order of their release: whether a job that may read the parts runs."""
 
 
 def read(
@@ -134,7 +135,8 @@ def frame_at(
 class _Use(Enum):
     """Answer to the question whether the parts of a frame are still in use."""
 
-    CERTAIN = "a frame or a job may read them"
+    FRAME = "a frame may read them"
+    JOB = "the frame was released, and a job that may read them has run since"
     POSSIBLE = "the frame was released: jobs, iterators and RDDs may remain"
     NONE = "nothing can read them"
 
@@ -150,14 +152,12 @@ async def _hold_while_used(shard: LogShard, at: int, held: Future[None], release
             find_use = await asyncio.wrap_future(release)
             left_s = LINGER_S
             while (use := await asyncio.to_thread(find_use)) is not _Use.NONE and left_s > 0:
-                if use is _Use.CERTAIN:
-                    left_s = LINGER_S
-                    _lingering.pop(name, None)
-                else:
-                    left_s -= USE_CHECK_S
+                left_s = left_s - USE_CHECK_S if use is _Use.POSSIBLE else LINGER_S
+                if use is not _Use.FRAME:
                     _holds.discard(name)
-                    _lingering.setdefault(name)
-                    if name in islice(_lingering, max(0, len(_lingering) - LINGERING_MAX)):
+                    _lingering[name] = use is _Use.JOB
+                    ending = sorted(_lingering, key=lambda each: _lingering[each])  # stable: then by release
+                    if name in ending[: max(0, len(ending) - LINGERING_MAX)]:
                         break
                 await asyncio.sleep(USE_CHECK_S)
     except TidemillError as error:
@@ -180,7 +180,7 @@ def _track_use(frame: DataFrame) -> Callable[[], _Use]:
     plan = getattr(frame, "_jdf", None)
     if plan is None:
         node = weakref.ref(frame._plan)
-        return lambda: _Use.POSSIBLE if node() is None else _Use.CERTAIN
+        return lambda: _Use.POSSIBLE if node() is None else _Use.FRAME
     from py4j.protocol import Py4JError  # not part of pyspark-client
 
     leaf = plan.queryExecution().analyzed().collectLeaves().apply(0)
@@ -192,6 +192,7 @@ def _track_use(frame: DataFrame) -> Callable[[], _Use]:
     weak = session._jvm.java.lang.ref.WeakReference(
         leaf.relation().location() if kind == "LogicalRelation" else leaf.table()
     )
+    older = session._jsc.emptyRDD().id()  # ids ascend, so no RDD up to this one can read the parts
     read_at_release: set[int] | None = None
 
     def find_use() -> _Use:
@@ -200,13 +201,13 @@ def _track_use(frame: DataFrame) -> Callable[[], _Use]:
             if context.isStopped():
                 return _Use.NONE
             if not weak.refersTo(None):
-                return _Use.CERTAIN
+                return _Use.FRAME
             if read_at_release is None:
-                read_at_release = _rdds_being_read(context, convert)
+                read_at_release = {rdd for rdd in _rdds_being_read(context, convert) if rdd > older}
             still = bool(read_at_release) and not read_at_release.isdisjoint(_rdds_being_read(context, convert))
         except (Py4JError, OSError):
             return _Use.NONE  # the JVM has ended
-        return _Use.CERTAIN if still else _Use.POSSIBLE
+        return _Use.JOB if still else _Use.POSSIBLE
 
     return find_use
 
