@@ -7,6 +7,7 @@ import re
 import ssl
 from pathlib import Path
 from typing import Any
+from urllib.error import URLError
 
 import pyarrow.parquet as pq
 import pytest
@@ -15,6 +16,7 @@ from support.cli.cluster import DAY, Cluster
 from support.cli.node import node_answering, server_sending
 from support.kafka.security import Authority
 from tidemill.base.errors import InvalidError, MissingError, UnavailableError
+from tidemill.cli import shape
 from tidemill.cli.context import OpenStores, open_stores
 from tidemill.cli.table import drop, export
 from tidemill.metastore.catalogue import PipelineRow
@@ -289,6 +291,46 @@ def test_a_table_is_not_dropped_while_the_certificate_of_its_node_is_not_trusted
         with pytest.raises(UnavailableError, match="it is unknown whether the node has shapes") as unknown:
             cluster.command("drop", "orders", "--yes")
     assert unknown.value.fix.startswith("Name the authority of its certificate in SSL_CERT_FILE")
+
+
+def test_a_table_is_dropped_whatever_host_the_certificate_of_the_local_node_names(
+    cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    authority = Authority(tmp_path / "ca")
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority.certificate))
+    certificate, key = authority.server(host="node.example.com")
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    tls = f'[http]\ntls = true\n[security.tls]\ncertificate = "{certificate}"\nkey = "{key}"\n'
+    node = cluster.config.read_text()
+    with node_answering(200, "[]", context) as address:
+        port = address.rpartition(":")[2]
+        for host in ("127.0.0.1", "0.0.0.0"):
+            cluster.append([(1, "a", 1)])
+            cluster.config.write_text(f'{node}http = "{host}:{port}"\n{tls}')
+            assert cluster.json("drop", "orders", "--yes")["dropped"] == "orders"
+        cluster.append([(1, "a", 1)])
+        cluster.config.write_text(f'{node}http = "127.1:{port}"\n{tls}')  # a host that is not known to be local
+        with pytest.raises(UnavailableError, match="it is unknown whether the node has shapes") as other:
+            cluster.command("drop", "orders", "--yes")
+    assert other.value.fix.startswith("Use a certificate that names 127.1, or set node.http")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_an_error_of_tls_that_is_none_of_the_certificate_says_what_to_check(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, wrapped: bool
+) -> None:
+    """In TLS 1.3 a server asks for a certificate after the client's handshake: the error is met while reading."""
+    cluster.append([(1, "a", 1)])
+    error = ssl.SSLError(1, "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert certificate required")
+
+    def refuse(*_: object) -> None:
+        raise URLError(error) if wrapped else error
+
+    monkeypatch.setattr(shape, "open_node", refuse)
+    with pytest.raises(UnavailableError, match="alert certificate required") as refused:
+        cluster.command("drop", "orders", "--yes")
+    assert refused.value.fix.startswith("Check http.tls, and whether security.tls.client_auth requires a certificate")
 
 
 def test_a_table_that_is_dropped_and_created_again_during_the_question_stays(

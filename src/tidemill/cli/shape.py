@@ -31,6 +31,8 @@ TOKEN_VARIABLE = "TIDEMILL_TOKEN"
 SHAPE_TIMEOUT_S = 60.0
 LIST_TIMEOUT_S = 10.0
 """Maximum silence of a node, before it answers or in the middle of an answer."""
+_HOST_MISMATCHES = 62, 64
+"""Codes of OpenSSL for a certificate that names another host or address (X509_V_ERR_HOSTNAME_MISMATCH)."""
 
 app = typer.Typer(help="List and fetch shapes, and sign shape URLs.", no_args_is_help=True)
 Table = Annotated[str, typer.Argument(help="schema.table of a captured database, or tidemill.NAME.")]
@@ -183,13 +185,30 @@ def open_node(request: Request, timeout_s: float, context: ssl.SSLContext | None
     return build_opener(ProxyHandler({}), HTTPSHandler(context=context)).open(request, timeout=timeout_s)
 
 
+def _tls_context(bound: Address) -> ssl.SSLContext:
+    """Return how to verify the certificate of the node. A connection to a loopback address does not leave this machine,
+    and the certificate names the host that other machines use, so there its authority alone is verified."""
+    context = ssl.create_default_context()
+    context.check_hostname = not (bound.is_wildcard or bound.is_loopback)
+    return context
+
+
+def _tls_fix(error: ssl.SSLError, bound: Address) -> str:
+    if not isinstance(error, ssl.SSLCertVerificationError):
+        return "Check http.tls, and whether security.tls.client_auth requires a certificate, which this command lacks."
+    if error.verify_code in _HOST_MISMATCHES:
+        return f"Use a certificate that names {bound.host}, or set node.http to a host that the certificate names."
+    return "Name the authority of its certificate in SSL_CERT_FILE, and check http.tls."
+
+
 def _request_node(
     config: Config, path: str, parameters: dict[str, str], timeout_s: float = SHAPE_TIMEOUT_S
 ) -> tuple[Any, list[dict[str, Any]]]:
     """Return the headers and the list of an answer. Raises MissingError, InvalidError, UnavailableError."""
     if config.shapes.secret:
         parameters = parameters | {"secret": config.shapes.secret}
-    address = Address.parse(config.node.http).reachable
+    bound = Address.parse(config.node.http)
+    address, context = bound.reachable, _tls_context(bound) if config.http.tls else None
     url = f"http{'s' if config.http.tls else ''}://{address}{path}"
     token = os.environ.get(TOKEN_VARIABLE, "")
     request = Request(
@@ -197,7 +216,7 @@ def _request_node(
         headers={"authorization": f"Bearer {token}"} if token else {},
     )
     try:
-        with open_node(request, timeout_s) as answer:
+        with open_node(request, timeout_s, context) as answer:
             return answer.headers, msgspec.json.decode(answer.read(), type=list[dict[str, Any]])
     except msgspec.MsgspecError as error:
         raise UnavailableError(
@@ -217,8 +236,7 @@ def _request_node(
             fix="Find out what it waits for: tidemill why",
         ) from error
     except (OSError, HTTPException) as error:
-        reason = error.reason if isinstance(error, URLError) else error_sentence(error)
-        fix = "Start one with: tidemill up"
-        if isinstance(reason, ssl.SSLError):
-            fix = "Name the authority of its certificate in SSL_CERT_FILE, and check http.tls."
-        raise UnavailableError(f"the node does not answer: address={address} error={reason}.", fix=fix) from error
+        reason = error.reason if isinstance(error, URLError) else error
+        said = reason if isinstance(error, URLError) else error_sentence(error)
+        fix = _tls_fix(reason, bound) if isinstance(reason, ssl.SSLError) else "Start one with: tidemill up"
+        raise UnavailableError(f"the node does not answer: address={address} error={said}.", fix=fix) from error

@@ -63,13 +63,14 @@ class Authority:
             builder = builder.add_extension(extension, critical=isinstance(extension, x509.BasicConstraints))
         return builder.sign(self._key, hashes.SHA256())
 
-    def issue(self, label: str, subject: list[tuple[x509.ObjectIdentifier, str]], *, days: int = 1) -> tuple[str, str]:
-        """Paths of certificate and key, for 127.0.0.1 and localhost as well."""
+    def issue(
+        self, label: str, subject: list[tuple[x509.ObjectIdentifier, str]], *, days: int = 1, host: str = ""
+    ) -> tuple[str, str]:
+        """Paths of certificate and key, for 127.0.0.1 and localhost as well, or for this host alone."""
         key = ec.generate_private_key(ec.SECP256R1())
         name = x509.Name([x509.NameAttribute(kind, value) for kind, value in subject])
-        hosts = x509.SubjectAlternativeName(
-            [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
-        )
+        local = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
+        hosts = x509.SubjectAlternativeName([x509.DNSName(host)] if host else local)
         certificate = self._sign(name, key.public_key(), days, hosts)
         paths = self._directory / f"{label}.pem", self._directory / f"{label}.key"
         paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
@@ -80,8 +81,8 @@ class Authority:
         )
         return str(paths[0]), str(paths[1])
 
-    def server(self, label: str = "server") -> tuple[str, str]:
-        return self.issue(label, [(NameOID.COMMON_NAME, "localhost")])
+    def server(self, label: str = "server", host: str = "") -> tuple[str, str]:
+        return self.issue(label, [(NameOID.COMMON_NAME, host or "localhost")], host=host)
 
     def client(self, name: str, *, days: int = 1) -> tuple[str, str]:
         subject = [
