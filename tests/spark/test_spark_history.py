@@ -26,7 +26,7 @@ from tidemill.base.status.status import StatusReport
 from tidemill.console.views.pipelines import PipelineView, pipeline_views
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.api import DIFF, TIME, Column, SchemaEvolvedError, ShardSchema
-from tidemill.shards.parts.schema import update_schema
+from tidemill.shards.parts.schema import check_schema, update_schema
 from tidemill.shards.parts.schema_evolution import SchemaChanges
 from tidemill.shards.registry import open_shard, read_shards
 from tidemill.shards.state.restore import restore_shard
@@ -338,6 +338,31 @@ def test_versions_of_a_column_with_a_default_are_those_of_the_table(harbour: Any
     for row in harbour.portal.call(updates()):
         summed[row["k"], row["a"], row["c"], row["valid_from"], row["valid_to"]] += row[DIFF]
     assert sorted(summed.values()) == [0, 1, 1, 1]
+
+
+def test_a_history_that_an_earlier_release_evolved_without_the_default_of_a_column_stops(
+    harbour: Any, tmp_path: Path
+) -> None:
+    world = World(harbour, tmp_path)
+    append_rows(harbour, world.table, 0, 11, {"k": "x", "a": 1, DIFF: 1})
+    made = world.history()
+    while made.advance():
+        pass
+    made.close()
+    columns = Column("c", "string"), Column("d", "string", "default")
+    harbour.portal.call(world.table.evolve(SchemaChanges(add=columns)))
+    plain = check_schema(version_changes.history_schema("orders", harbour.shard("orders").schema))  # without defaults
+    s = harbour.stores
+    shard = harbour.portal.call(open_shard(s.consensus, s.objects, s.clock, s.rand, "h", plain))
+    harbour.portal.call(shard.aclose())
+    with pytest.raises(InvalidError, match=r"lacks defaults of its input: table=h input=orders columns=d\.") as stopped:
+        world.history()
+    assert "tidemill table drop h" in stopped.value.fix
+    harbour.drop_shard("h")
+    made = world.history()
+    while made.advance():
+        pass
+    assert [row["d"] for row in harbour.contents("h")] == ["default"]
 
 
 def append_rows(harbour: Any, table: Any, lower: int, upper: int, *rows: dict[str, Any]) -> None:

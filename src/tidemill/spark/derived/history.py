@@ -152,6 +152,7 @@ class History:
             raise
         try:
             self._check_same_input(found)
+            self._check_defaults(found)
             self._current = self._open_mirror(found)
         except BaseException:
             call(found.aclose())
@@ -173,6 +174,18 @@ class History:
                     f" earlier versions: {drop_table_command(self.table.name)}",
                 )
             return
+
+    def _check_defaults(self, found: LogShard) -> None:
+        """Raise InvalidError if an earlier release added columns to the history without their defaults: versions from
+        before are null in them, and retractions of these match no row."""
+        defaults = {column.name: column.default for column in found.schema.columns}
+        own = [column for column in self._output.schema.columns if column.version > 1]
+        if other := [column.name for column in own if column.default != defaults.get(column.name, column.default)]:
+            raise InvalidError(
+                f"the history lacks defaults of its input: table={self.table.name} input={self.table.of}"
+                f" columns={','.join(other)}.",
+                fix=f"Re-create the history from the present contents: tidemill table drop {self.table.name}.",
+            )
 
     def close(self, *, save: bool = True) -> None:
         """Save the mirror and close the shards."""
