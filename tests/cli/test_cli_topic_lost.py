@@ -6,6 +6,7 @@ import asyncio
 import json
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from typer.testing import CliRunner
@@ -18,9 +19,9 @@ from tidemill.topics.local_topics import LocalTopics
 from tidemill.topics.membership import SingleNodeAssignment
 
 
-def command(config: Path, *arguments: str) -> str:
+def command(config: Path, *arguments: str, answer: str = "") -> str:
     """Return the output of the command, or raise the error that it ended with."""
-    done = CliRunner().invoke(app, ["topic", *arguments, "--config", str(config)])
+    done = CliRunner().invoke(app, ["topic", *arguments, "--config", str(config)], input=answer)
     if isinstance(done.exception, TidemillError):
         raise done.exception
     assert done.exit_code == 0, (done.output, done.exception)
@@ -64,9 +65,21 @@ def test_lost_objects_are_listed_and_let_go_by_name(tmp_path: Path) -> None:
     for wrong in (there, "l0/nothing", "", "../x"):
         with pytest.raises(InvalidError):
             command(config, "lost", "odd.name", "--accept-loss", second["object"], "--accept-loss", wrong)
+    abandon = ("--accept-loss", second["object"])
+    for form in ((), ("--json",), ("-o", "csv")):
+        with pytest.raises(InvalidError, match=r"it was not confirmed: Abandon 1 lost object for good\? .*Add --yes\."):
+            command(config, "lost", "odd.name", *abandon, *form)
+    dry = listed(config, "--accept-loss", "all", "--dry-run")
+    assert [(row["let_go"], row["dry_run"]) for row in dry] == [(True, True)] * 2
+    with (
+        mock.patch("tidemill.cli.context.is_terminal", return_value=True),
+        pytest.raises(InvalidError, match="Answer y"),
+    ):
+        command(config, "lost", "odd.name", *abandon, answer="n\n")
     assert [row["let_go"] for row in listed(config)] == [False, False], "all of it or nothing"
-    assert [row["let_go"] for row in listed(config, "--accept-loss", second["object"])] == [False, True]
-    assert [row["let_go"] for row in listed(config, "--accept-loss", "all")] == [True, True]
-    assert [row["let_go"] for row in listed(config, "--accept-loss", first["object"])] == [True, True], "again"
+    assert [row["let_go"] for row in listed(config, *abandon, "--yes")] == [False, True]
+    assert [row["let_go"] for row in listed(config, "--accept-loss", "all", "--yes")] == [True, True]
+    again = listed(config, "--accept-loss", first["object"])
+    assert [row["let_go"] for row in again] == [True, True], "nothing is lost any more, so nothing is asked"
     with pytest.raises(MissingError):
         command(config, "lost", "no.such")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from tidemill.base.errors import InvalidError, MissingError
-from tidemill.cli.context import ConfigOption, DryRunOption, OpenStores, either_name, open_stores
+from tidemill.cli.context import ConfigOption, DryRunOption, OpenStores, YesOption, confirm, either_name, open_stores
 from tidemill.cli.output.output import TABLE, Output
 from tidemill.cli.output.text_table import Column
 
@@ -26,6 +26,7 @@ def lost(
     name: Annotated[str, typer.Argument(help="Topic name.")],
     accept_loss: AcceptLoss = None,
     let_go: LetGo = None,
+    yes: YesOption = False,
     dry_run: DryRunOption = False,
     config: ConfigOption = None,
     out: Output = TABLE,
@@ -34,7 +35,7 @@ def lost(
 
     Readers wait for them, and later records do not move into L1. An object that is abandoned with --accept-loss
     counts as empty, for every topic that has records in it: their offsets become a gap, as after compaction. This
-    cannot be undone.
+    cannot be undone, so it is asked unless --yes is given.
     """
     from tidemill.topics.lost_objects import drop_lost_object
 
@@ -42,7 +43,10 @@ def lost(
     with open_stores(config) as opened:
         found = _find_lost_ranges(opened, name)
         keys = _objects_to_abandon(found, abandoned or [])
-        if not dry_run:
+        if keys and not dry_run:
+            objects = f"{len(keys)} lost object{'' if len(keys) == 1 else 's'}"
+            question = f"Abandon {objects} for good? Their records, also those of other topics, become gaps of offsets."
+            confirm(question, yes=yes, out=out)
             for key in keys:
                 opened.portal.call(drop_lost_object(opened.objects, key))
         if keys:
