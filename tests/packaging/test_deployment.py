@@ -16,9 +16,11 @@ import postgast
 import pytest
 import yaml
 
+from support.docs.examples import blocks, section
 from support.packaging.dockerfile import Stage, StepError, lineage, parse, replay
 from tidemill import __version__
 from tidemill.base.config.config import load
+from tidemill.base.config.environment import read_env_file
 from tidemill.cli.main import load_command
 from tidemill.objects.buckets.s3 import parse_s3
 from tidemill.spark.check import check_file
@@ -195,6 +197,36 @@ def test_a_unit_runs_a_valid_command_as_an_unprivileged_user(unit: Path) -> None
     assert found["User"] == "tidemill" and found["NoNewPrivileges"] == "yes" and found["ProtectSystem"] == "strict"
     assert found["RestartPreventExitStatus"] == "2"
     assert f"TIDEMILL_NODE__DATA=/var/lib/{found['StateDirectory']}" in found["Environment"].split()
+
+
+def test_the_steps_of_the_page_create_all_files_that_the_units_read(tmp_path: Path) -> None:
+    """A unit without its configuration or without a variable of it ends with exit code 2, and is not restarted."""
+    code = "".join(code for _, code in blocks(section(ROOT / "docs" / "guides" / "deployment.md", "systemd")))
+    before, start, _ = code.partition("systemctl daemon-reload")
+    assert start, code
+    for line in before.splitlines():
+        program, *words = line.split()
+        sources = [word for word in words if word.startswith("packaging/")]
+        if program in ("install", "cp") and sources:
+            found = [path for source in sources for path in ROOT.glob(source)]
+            assert len(found) >= len(sources), line
+            target = tmp_path / words[-1].lstrip("/")
+            target = target if words[-1].endswith("/") else target.parent
+            target.mkdir(parents=True, exist_ok=True)
+            for path in found:
+                (target / (path.name if words[-1].endswith("/") else Path(words[-1]).name)).write_bytes(
+                    path.read_bytes()
+                )
+    etc = tmp_path / "etc" / "tidemill"
+    config = load(etc / "tidemill.toml", environ=read_env_file(etc / "tidemill.env"))
+    assert config.consensus.url.startswith("postgresql://") and config.objects.url.startswith("s3://")
+    assert not check_file(Path(config.pipeline["shop"].file), "shop").problems
+    for unit in UNITS:
+        assert (tmp_path / "etc" / "systemd" / "system" / unit.name).exists()
+        environment = dict(re.findall(r"(TIDEMILL_CONFIG|EnvironmentFile)=-?(\S+)", unit.read_text()))
+        assert all((tmp_path / path.lstrip("/")).exists() for path in environment.values()), environment
+    for instance in re.findall(r"tidemill-pipeline@(\w+)", code):
+        assert instance in config.pipeline
 
 
 @pytest.mark.processes
