@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import re
 import ssl
 import time
 import urllib.request
@@ -23,7 +24,7 @@ from starlette.types import Message, Scope
 
 from support.kafka.security import Authority
 from tidemill.base.clock import Rand, SystemClock
-from tidemill.base.config.listeners import OauthSection
+from tidemill.base.config.listeners import RESERVED_PAGES, OauthSection
 from tidemill.base.errors import UnavailableError
 from tidemill.consensus.memory import MemoryConsensus
 from tidemill.lake.catalogue import MAY_READ_SCOPE_KEY
@@ -239,6 +240,19 @@ async def test_what_is_known_of_proofs_is_bounded() -> None:
 )
 def test_what_a_path_needs(method: str, path: str, wanted: RequiredPermission | None) -> None:
     assert required_permissions(method, path, path.encode(), []) == ([] if wanted is None else [wanted])
+
+
+def test_every_path_with_a_need_of_its_own_is_in_the_table_of_the_page() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "guides" / "security.md").read_text()
+    header, table = re.findall(r"^(\| path \| needs \|)\n((?:\|.*\n)+)", page, re.MULTILINE)[0]
+    named = {name for row in table.splitlines() for name in re.findall(r"`/([a-z0-9]+)", row.split("|")[1])}
+    others = {
+        name
+        for name in RESERVED_PAGES
+        for path in (f"/{name}", f"/{name}/x", f"/{name}/subjects/x", f"/{name}/ids/7", f"/{name}/v1/config")
+        if required_permissions("GET", path, path.encode(), []) != [CLUSTER]
+    }
+    assert header and {"subjects", "schemas", "iceberg"} <= others <= named
 
 
 @pytest.mark.parametrize(
