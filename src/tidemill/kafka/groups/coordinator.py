@@ -8,6 +8,7 @@ died together with their coordinator time out.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from tidemill.base.runtime.tasks import Backoff, Tasks, error_sentence
 from tidemill.base.status.status import StatusTracker
 from tidemill.kafka import error_codes
 from tidemill.kafka.groups.classic.state import GroupLimits
+from tidemill.kafka.groups.consumer.state import ConsumerGroup
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.group_store import GroupFencedError, GroupStore
 from tidemill.metastore.metastore import Metastore
@@ -92,8 +94,15 @@ class GroupCoordinator:
 
     @property
     def used_bytes(self) -> int:
-        """Size of the metadata and assignments of all groups in memory."""
-        return sum(led.group.size_bytes for led in self._led.values())
+        """Size of the metadata and assignments of all groups in memory, and of the names that their patterns match.
+
+        Groups share the names of equal patterns.
+        """
+        groups = [led.group for led in self._led.values()]
+        names = {
+            id(each): each for group in groups if isinstance(group, ConsumerGroup) for each in group.matched_names()
+        }
+        return sum(group.size_bytes for group in groups) + sum(map(sys.getsizeof, names.values()))
 
     def new_member_suffix(self) -> str:
         """Return the suffix of a new member's id."""

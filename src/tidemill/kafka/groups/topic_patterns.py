@@ -8,22 +8,26 @@ deleted.
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from itertools import filterfalse
+from itertools import compress, filterfalse
 from typing import Final
 
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from tidemill.base.errors import InvalidError, UnavailableError
+from tidemill.base.limits import MIB
+from tidemill.base.runtime.memory_budget import RecentCache
 from tidemill.kafka.groups.consumer.state import Topic
 from tidemill.kafka.metadata.topic_cache import TopicCache
 
 PATTERN_CHARS: Final = 1_000
-PATTERNS_MAX: Final = 1_000
-"""Number of patterns whose topics are cached; beyond it, the cache is cleared."""
-
+CACHE_BYTES_MAX: Final = 32 * MIB
+"""Maximum size of the cached matches. A pattern that matches 10,000 topics takes 0.5 MB."""
+PATTERN_BYTES: Final = 256
+"""Memory of a cached pattern, apart from its text and its matches."""
 
 TRIES_MAX: Final = 10
 VALIDATION_TEXT: Final = ("t",)
@@ -66,41 +70,56 @@ class TopicView:
 class TopicPatterns:
     """Topics of `cache`, by name and by pattern."""
 
-    def __init__(self, cache: TopicCache) -> None:
+    def __init__(self, cache: TopicCache, bytes_max: int = CACHE_BYTES_MAX) -> None:
         self._cache = cache
         self._version = -1
-        self._matches: dict[str, frozenset[str]] = {}
+        self.bytes_max = bytes_max
+        self._matches: RecentCache[str, frozenset[str]] = RecentCache(bytes_max)
+
+    @property
+    def used_bytes(self) -> int:
+        return self._matches.weight
 
     async def topics_view(self, patterns: Callable[[], set[str]], may: Callable[[str], bool]) -> TopicView:
         """Return the current topics.
 
         Raises InvalidError for an invalid pattern, UnavailableError if topics change faster than they can be matched.
         """
+        version = -1
+        known: dict[str, frozenset[str]] = {}  # the cache may have no room for all of them
         for _ in range(TRIES_MAX):
             self._follow_version()
+            if version != self._version:
+                version, known = self._version, {}
             wanted = patterns()
-            missing = wanted - self._matches.keys()
+            for pattern in wanted - known.keys():
+                matches = self._matches.get(pattern)
+                if matches is not None:
+                    known[pattern] = matches
+            missing = wanted - known.keys()
             if not missing:
-                return TopicView(self._cache, {pattern: self._matches[pattern] for pattern in wanted}, may)
-            version = self._version
+                return TopicView(self._cache, {pattern: known[pattern] for pattern in wanted}, may)
             names = [row.name for row in self._cache.rows()]
             found, error = await asyncio.to_thread(match_patterns, missing, names)
             if error is not None:
                 raise error
             self._follow_version()
-            if self._version == version:
-                if len(self._matches) + len(found) > PATTERNS_MAX:
-                    self._matches.clear()
-                self._matches |= found
+            if version == self._version:
+                known |= found
+                for pattern, matches in found.items():
+                    size = PATTERN_BYTES + sys.getsizeof(pattern) + sys.getsizeof(matches)
+                    self._matches.put(pattern, matches, size)
         raise UnavailableError("topics change too fast for their names to be matched.")
 
     def _follow_version(self) -> None:
         if self._version != self._cache.version:
-            self._version, self._matches = self._cache.version, {}
+            self._version = self._cache.version
+            self._matches.clear()
 
 
 def match_patterns(patterns: set[str], names: list[str]) -> tuple[dict[str, frozenset[str]], InvalidError | None]:
-    """Return the names that each pattern matches as a whole; to be run in a thread.
+    """Return the names that each pattern matches as a whole; to be run in a thread. The names are those given, not
+    copies.
 
     Invalid patterns are left out, and the error of one of them is returned.
     """
@@ -117,5 +136,5 @@ def match_patterns(patterns: set[str], names: list[str]) -> tuple[dict[str, froz
         except pa.ArrowInvalid as refused:
             error = InvalidError(f"invalid RE2 regular expression: pattern={pattern[:100]!r} cause={refused}.")
         else:
-            found[pattern] = frozenset(column.filter(is_match).to_pylist())
+            found[pattern] = frozenset(compress(names, is_match.to_pylist()))
     return found, error

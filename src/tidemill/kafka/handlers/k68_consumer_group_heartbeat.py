@@ -20,6 +20,7 @@ from tidemill.kafka.api.context import Context
 from tidemill.kafka.api.dispatch import Api, PlainOutcome, Reply, Request, begin_decoded
 from tidemill.kafka.groups.classic.state import ClassicGroup, HeartbeatAnswer
 from tidemill.kafka.groups.consumer.assignors import Partitions
+from tidemill.kafka.groups.consumer.requests import request_rejection
 from tidemill.kafka.groups.consumer.state import ConsumerGroup, HeartbeatRequest
 from tidemill.kafka.groups.group_runner import GroupRunner
 from tidemill.kafka.groups.subscriptions import assigned_topics
@@ -33,12 +34,16 @@ CLIENT_CHARS: Final = 255
 
 async def handle(context: Context, request: Request, body: Body) -> Body:
     ask = _heartbeat_request(context, request, body)
+    refused = request_rejection(ask)
+    if refused is not None:
+        return _body(refused)
     try:
         joins = ask.epoch == 0
         led = await context.groups.get(body["group_id"] or "", creates=joins)
         if joins:
             context.groups.check_room(led, ask.member_id, ask.instance_id)
-        seen = await topics_view(context, request, led, _required_topics(led.group, ask), ask.pattern)
+        pattern = ask.pattern if ask.epoch >= 0 else None
+        seen = await topics_view(context, request, led, _required_topics(led.group, ask), pattern)
     except InvalidError as error:
         return _body(HeartbeatAnswer(error_codes.INVALID_REGULAR_EXPRESSION, str(error)))
     except TidemillError:

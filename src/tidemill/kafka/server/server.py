@@ -240,7 +240,7 @@ class KafkaServer:
         """Create the coordinator of consumer groups, whose state is in rows of the metastore."""
         settings, metastore = self._settings, self._catalogue.metastore
         context.owners = owners = CoordinatorLookup(context)
-        context.subscribable = TopicPatterns(context.cache)
+        context.subscribable = patterns = TopicPatterns(context.cache)
         context.groups = self._groups = GroupCoordinator(
             metastore,
             owners.coordinates_group,
@@ -252,6 +252,7 @@ class KafkaServer:
         )
         if self._memory is not None:
             self._memory.register_share("kafka groups", settings.groups_bytes_max, lambda: context.groups.used_bytes)
+            self._memory.register_share("kafka topic patterns", patterns.bytes_max, lambda: patterns.used_bytes)
         if self._nodes is not None:
             self._nodes.on_change(context.groups.apply_ownership)
         self.group_configs.on_change(context.groups.apply_configs)

@@ -30,7 +30,8 @@ def update_target(group: ConsumerGroup, seen: TopicSnapshot) -> None:
     """Begin a new epoch and compute its target if subscriptions or topics have changed."""
     if group.topics is None or group.seen_version != seen.version:
         group.matches = {pattern: seen.matching(pattern) for pattern in group.patterns()}
-        wanted = frozenset().union(*set(_subscribed_names(group).values()))
+        first, *others = set(_subscribed_names(group).values()) or {frozenset[str]()}
+        wanted = first.union(*others) if others else first  # one set is not copied: groups share it
         if group.topics is None or (group.found_version, group.found_names) != (seen.version, wanted):
             found = {name: topic for name in sorted(wanted) if (topic := seen.topic(name)) is not None}
             fitting = fitting_topics(group, found)

@@ -34,11 +34,9 @@ ID_BYTES: Final = 255
 
 def heartbeat(group: ConsumerGroup, now: int, ask: HeartbeatRequest, seen: TopicSnapshot) -> HeartbeatAnswer:
     """Process one heartbeat of the consumer protocol. An error changes nothing."""
-    message = _request_error(ask)
-    if message:
-        return HeartbeatAnswer(error_codes.INVALID_REQUEST, message)
-    if ask.assignor is not None and ask.assignor not in ASSIGNORS:
-        return HeartbeatAnswer(error_codes.UNSUPPORTED_ASSIGNOR, f"Use one of {', '.join(ASSIGNORS)}.")
+    refused = request_rejection(ask)
+    if refused is not None:
+        return refused
     if ask.epoch < 0:
         return _leave_group(group, now, ask)
     refused = _join_rejection(group, ask) if ask.epoch == 0 else _epoch_rejection(group, ask)
@@ -59,6 +57,16 @@ def heartbeat(group: ConsumerGroup, now: int, ask: HeartbeatRequest, seen: Topic
     is_whole = ask.owned is not None and (ask.topics is not None or ask.pattern is not None)
     tells = changed or is_whole or ask.epoch != member.epoch
     return HeartbeatAnswer(0, "", member.member_id, member.epoch, member.assigned if tells else None)
+
+
+def request_rejection(ask: HeartbeatRequest) -> HeartbeatAnswer | None:
+    """Return the rejection of a request that no group would accept, or None."""
+    message = _request_error(ask)
+    if message:
+        return HeartbeatAnswer(error_codes.INVALID_REQUEST, message)
+    if ask.assignor is not None and ask.assignor not in ASSIGNORS:
+        return HeartbeatAnswer(error_codes.UNSUPPORTED_ASSIGNOR, f"Use one of {', '.join(ASSIGNORS)}.")
+    return None
 
 
 def _request_error(ask: HeartbeatRequest) -> str:

@@ -207,6 +207,11 @@ class ConsumerGroup:
     def patterns(self) -> set[str]:
         return {member.pattern for member in self.members.values() if member.pattern}
 
+    def matched_names(self) -> list[frozenset[str]]:
+        """Return the sets of names that the group holds for its patterns."""
+        found = self.found_names if self.matches else None
+        return [*self.matches.values(), *([] if found is None else [found])]
+
     def subscribed_names(self, topics: frozenset[str], pattern: str) -> frozenset[str]:
         matches = self.matches.get(pattern, frozenset())
         return topics | matches if topics and matches else topics or matches
