@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tidemill.base.errors import InvalidError
-from tidemill.shapes.definition.subset import Subset, build_subset_sql
+from tidemill.shapes.definition.planner import FieldError
+from tidemill.shapes.definition.subset import Subset, SubsetRequest, SubsetScope, build_subset_sql, compile_subset
 from tidemill.shapes.http.param_values import parse_numbered_values
 from tidemill.shapes.http.subset_params import decode_body
 from tidemill.shapes.log.chunks import ResponseMemory
@@ -32,6 +33,22 @@ def test_what_cannot_fail_may_use_an_index() -> None:
     own = compile_where("i = 1", [], COLUMNS)
     asked = Subset(compile_where("n = 5 AND f < 2 AND s = 'x'", [], COLUMNS), None, None, None)
     assert "CASE" not in build_subset_sql(["i"], "public.t", ["i"], own, asked)[0]
+
+
+@pytest.mark.parametrize("field", ["where", "order_by"])
+@pytest.mark.parametrize(
+    "clause", ["x > 1", "x = 'abc'", "x = true", "s < x", "t.x", "lower(x)", "x IS NULL", "x || x"]
+)
+def test_to_a_subset_columns_that_it_may_not_query_do_not_exist(clause: str, field: str) -> None:
+    scope = SubsetScope("public", "t", COLUMNS, ("i", "s"), 0)
+    texts = []
+    for name in ("f", "n", "a", "g"):
+        asked = SubsetRequest(**{field: clause.replace("x", name)})  # type: ignore[arg-type]
+        with pytest.raises(FieldError) as refused:
+            compile_subset(asked, scope)
+        assert refused.value.field == f"subset__{field}"
+        texts.append(str(refused.value).replace(f" {name}:", " x:").replace(f'"{name}"', '"x"'))
+    assert set(texts) == {texts[-1]} and 'column "x" does not exist' in texts[-1]
 
 
 def test_a_long_parameter_is_counted_each_time_it_is_used() -> None:

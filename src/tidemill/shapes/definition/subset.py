@@ -3,7 +3,7 @@
 - Invariant (within the shape): the client's text is compiled, and the database query is printed from the checked trees.
   The shape's own clause and the subset's both apply, so a subset shows only rows of the shape.
 - Invariant (queryable columns only): a subset uses only queryable columns, also to filter and order. Otherwise it could
-  reveal values that it may not show.
+  reveal values that it may not show. To its clauses other columns do not exist, so errors reveal no names or types.
 - Invariant (no leak by errors): a clause that may fail on a row is evaluated on the shape's rows only. PostgreSQL may
   evaluate the clauses of an AND in any order, and an error would reveal rows that the shape does not show.
 - Invariant (stable pages): ties are ordered by the primary key, so that pages (limit and offset) neither overlap nor
@@ -52,6 +52,10 @@ class SubsetScope(msgspec.Struct, frozen=True):
     queryable: Collection[str]
     params_count: int
 
+    @property
+    def queryable_types(self) -> dict[str, Type]:
+        return {name: type_ for name, type_ in self.types.items() if not self.queryable or name in self.queryable}
+
 
 class SubsetMetadata(msgspec.Struct, frozen=True):
     """Information for the client about which changes the rows already show, so that it can drop them. 64-bit numbers
@@ -79,10 +83,10 @@ def compile_subset(request: SubsetRequest, scope: SubsetScope) -> Subset:
 
 def _compile_subset_where(request: SubsetRequest, scope: SubsetScope) -> Where:
     try:
-        where = compile_where(
+        return compile_where(
             request.where,
             request.params,
-            scope.types,
+            scope.queryable_types,
             schema=scope.schema,
             table=scope.table,
             first_param=scope.params_count + 1,
@@ -90,23 +94,13 @@ def _compile_subset_where(request: SubsetRequest, scope: SubsetScope) -> Where:
     except WhereError as error:
         field = "subset__params" if error.message.startswith("parameters must") else "subset__where"
         raise FieldError(field, error.message, fix=error.fix) from error
-    _check_queryable("subset__where", where.columns, scope)
-    return where
 
 
 def _compile_subset_order(request: SubsetRequest, scope: SubsetScope) -> Ordering:
     try:
-        ordering = compile_order_by(request.order_by, scope.types, schema=scope.schema, table=scope.table)
+        return compile_order_by(request.order_by, scope.queryable_types, schema=scope.schema, table=scope.table)
     except WhereError as error:
         raise FieldError("subset__order_by", error.message, fix=error.fix) from error
-    _check_queryable("subset__order_by", ordering.columns, scope)
-    return ordering
-
-
-def _check_queryable(field: str, used: Collection[str], scope: SubsetScope) -> None:
-    refused = sorted(name for name in used if scope.queryable and name not in scope.queryable)
-    if refused:
-        raise FieldError(field, f"columns may not be queried: {', '.join(refused)}")
 
 
 def build_subset_sql(
