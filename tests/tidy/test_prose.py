@@ -33,7 +33,7 @@ ALLOWED = {
     ("cli/serve.py", "No module named '"),  # Python's own text
     ("shapes/definition/planner.py", "The following columns are not found on the table: "),  # Electric's
     ("shapes/definition/planner.py", "The list of columns must include all primary key columns, mi"),
-    ("shapes/http/routes.py", "Unauthorized - Invalid API secret"),
+    ("shapes/http/authorization.py", "Unauthorized - Invalid API secret"),
     ("shapes/where/sql_tree.py", "At location "),
     ("spark/decode/row_decoder.py", "Object has other fields"),  # msgspec's, in the reasons of dead letters
 }

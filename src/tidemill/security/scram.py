@@ -82,7 +82,7 @@ def matches_password(found: Credential, password: str) -> bool:
 
 
 class CredentialForm(NamedTuple):
-    """What a client can see or measure of a credential, except for the bytes of its salt.
+    """Properties of a credential that a client sees or measures. The bytes of its salt do not belong to them.
 
     `is_text`: the salt consists of letters and digits, as those that Java's tools create.
     """
@@ -102,7 +102,7 @@ def decoy_credential(user: str, mechanism: int, secret: bytes, forms: Sequence[C
     learn whether the user exists.
 
     It has one of `forms`: those of the stored credentials in order, so that decoys have them as often as users, and few
-    decoys change with a stored credential. `mechanism` is used if there are none.
+    decoys change with a stored credential. Without forms it is one of `mechanism`.
     """
     seed = hmac.digest(secret, bytes([mechanism]) + user.encode(), "sha512")
     form = forms[int.from_bytes(seed[:8]) * len(forms) >> 64] if forms else CredentialForm(mechanism or SCRAM_SHA_512)

@@ -29,7 +29,7 @@ from tidemill.security.scram import (
 
 _FIX: Final = "Check with `tidemill user list`."
 ANY_MECHANISM: Final = 0
-"""In place of a mechanism: a password is checked against the strongest credential of the user."""
+"""Mechanism of a password check: that of the strongest credential of the user."""
 USERS_MAX: Final = 10_000
 """Limit of stored credentials in the cluster."""
 
