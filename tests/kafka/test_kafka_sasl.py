@@ -6,7 +6,8 @@ import asyncio
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +32,29 @@ from kafka import KafkaConsumer, KafkaProducer, TopicPartition
 from support.kafka.harness import FakeBroker, RealBroker
 from support.kafka.raw import request_frame
 from support.kafka.security import PASSWORD, Authority, add, confluent, gate, plainly, token
-from support.waiting import eventually
+from support.waiting import eventually, until
 from tidemill.base.clock import Rand
 from tidemill.base.config.listeners import KafkaSection
 from tidemill.kafka import KafkaSettings
 from tidemill.kafka.net.listener_security import UNAUTHENTICATED_REQUEST_BYTES
 from tidemill.kafka.net.memory_budget import BudgetedSession, MemoryBudget
-from tidemill.security.sasl import MECHANISMS, Authenticator, AuthFailureThrottle
-from tidemill.security.scram import NAMES, SCRAM_SHA_256, SCRAM_SHA_512, Credential, ScramServer, decoy_credential
+from tidemill.security.sasl import (
+    CHECKS_MAX,
+    CHECKS_PER_ADDRESS,
+    MECHANISMS,
+    Authenticator,
+    AuthFailureThrottle,
+    TooManyChecksError,
+)
+from tidemill.security.scram import (
+    NAMES,
+    SCRAM_SHA_256,
+    SCRAM_SHA_512,
+    AuthenticationFailedError,
+    Credential,
+    ScramServer,
+    decoy_credential,
+)
 from tidemill.security.users import Users
 
 CLASSIC = ["PLAIN", "SCRAM-SHA-256", "SCRAM-SHA-512"]
@@ -555,11 +571,9 @@ def test_whatever_is_said_nobody_comes_in(
     client.close()
 
 
-async def test_the_authenticator_takes_turns_with_passwords() -> None:
-    """Deriving a password costs milliseconds of CPU time, so at most two are derived concurrently."""
+def without_users() -> Authenticator:
+    """An authenticator that knows no user, without a metastore."""
     users = Users.__new__(Users)
-    authenticator = Authenticator(users, Rand())
-    running = peak = 0
 
     async def credential(user: str, mechanism: int) -> None:
         return None
@@ -569,6 +583,13 @@ async def test_the_authenticator_takes_turns_with_passwords() -> None:
 
     users.credential = credential  # type: ignore[method-assign,assignment]
     users.decoy = decoy  # type: ignore[method-assign,assignment]
+    return Authenticator(users, Rand())
+
+
+async def test_the_authenticator_takes_turns_with_passwords() -> None:
+    """Deriving a password costs milliseconds of CPU time, so at most two are derived concurrently."""
+    authenticator = without_users()
+    running = peak = 0
     real = asyncio.to_thread
 
     async def counted(*arguments: Any) -> Any:
@@ -583,8 +604,61 @@ async def test_the_authenticator_takes_turns_with_passwords() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tidemill.security.sasl.asyncio.to_thread", counted)
         results = await asyncio.gather(
-            *(authenticator.verify_password("u", "p") for _ in range(10)), return_exceptions=True
+            *(authenticator.verify_password("u", "p", "h") for _ in range(10)), return_exceptions=True
         )
     assert all(isinstance(result, Exception) for result in results)
     assert peak == 2
     assert ScramServer(SCRAM_SHA_256, "n").read_client_first(b"n,,n=u,r=x") == "u"
+
+
+async def test_few_passwords_of_one_address_and_not_too_many_in_all_wait_to_be_checked(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("tidemill.security.sasl.matches_password", lambda *_: False)
+    monkeypatch.setattr("tidemill.security.sasl.LONGEST_DELAY_S", 60.0)
+    authenticator = without_users()
+
+    async def attempt(hosts: Iterable[str]) -> Counter[str]:
+        """Return the errors of concurrent attempts from these addresses."""
+        attempts = (authenticator.verify_password("u", "p", host) for host in hosts)
+        found = await asyncio.gather(*attempts, return_exceptions=True)
+        return Counter(type(error).__name__ for error in found)
+
+    failed, refused = AuthenticationFailedError.__name__, TooManyChecksError.__name__
+    assert await attempt(["a"] * 200) == {failed: CHECKS_PER_ADDRESS, refused: 200 - CHECKS_PER_ADDRESS}
+    assert await attempt(["a", "b"]) == {refused: 1, failed: 1}, "the delay of `a` has not passed"
+    assert await attempt(f"c{i}" for i in range(CHECKS_MAX + 88)) == {failed: CHECKS_MAX, refused: 88}
+    monkeypatch.setattr("tidemill.security.sasl.LONGEST_DELAY_S", 0.01)
+    assert await attempt(["d"] * CHECKS_PER_ADDRESS) == {failed: CHECKS_PER_ADDRESS}
+    await until(lambda: "d" not in authenticator._checks._by_host)
+    assert await attempt(["d"]) == {failed: 1}
+    monkeypatch.setattr("tidemill.security.sasl.matches_password", lambda *_: True)
+
+    async def credential(user: str, mechanism: int) -> Credential:
+        return decoy_credential(user, mechanism, b"secret", ())
+
+    authenticator.users.credential = credential  # type: ignore[method-assign]
+    for _ in range(CHECKS_PER_ADDRESS + 1):
+        assert await authenticator.verify_password("u", "p", "d") == "User:u", "a check that succeeded counts no longer"
+
+
+@pytest.mark.parametrize("version", [0, 1])
+def test_a_password_for_whose_check_there_is_no_room_is_not_called_wrong(
+    plain: FakeBroker, monkeypatch: pytest.MonkeyPatch, version: int
+) -> None:
+    monkeypatch.setattr("tidemill.security.sasl.CHECKS_PER_ADDRESS", 0)
+    with structlog.testing.capture_logs() as logs:
+        client = Dialogue(plain)
+        assert client.handshake("PLAIN", version) == 0
+        if version == 0:
+            assert client.raw(plainly()) == b""
+        else:
+            assert client.authenticate(plainly()) == (-99, 0), "closed without an answer"
+        client.close()
+        eventually(lambda: [line for line in logs if line["event"] == "kafka.connection_not_secured"])
+    assert not [line for line in logs if line["event"] in ("kafka.request_failed", "kafka.authentication_failed")]
+    monkeypatch.undo()
+    again = Dialogue(plain)
+    again.handshake("PLAIN")
+    assert again.authenticate(plainly())[0] == 0
+    again.close()

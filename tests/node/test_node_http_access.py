@@ -23,6 +23,7 @@ from starlette.responses import Response
 from starlette.types import Message, Scope
 
 from support.kafka.security import Authority
+from support.waiting import until
 from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.config.listeners import RESERVED_PAGES, OauthSection
 from tidemill.base.errors import UnavailableError
@@ -192,6 +193,40 @@ async def test_before_the_node_can_tell_and_while_it_cannot_everything_waits(mon
 
         monkeypatch.setattr(users, "credential", away)
         assert (await ask(guard, scope_of("/metrics", authorization=basic("alice", "pässword"))))[0] == 503
+
+
+async def test_a_password_for_whose_check_there_is_no_room_is_not_called_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with opened_world() as (guard, _, _):
+        proof = basic("alice", "pässword")
+        with monkeypatch.context() as patch:
+            patch.setattr("tidemill.security.sasl.CHECKS_PER_ADDRESS", 0)
+            status, headers = await ask(guard, scope_of("/metrics", authorization=proof))
+            assert (status, headers[b"retry-after"]) == (503, b"1")
+        assert (await ask(guard, scope_of("/metrics", authorization=proof)))[0] == 403, "it is right"
+
+
+async def test_many_requests_with_one_password_wait_for_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    real = Authenticator.verify_password
+
+    async def verify(authenticator: Authenticator, user: str, password: str, host: str) -> str:
+        checked.append(user)
+        return await real(authenticator, user, password, host)
+
+    monkeypatch.setattr(Authenticator, "verify_password", verify)
+    async with opened_world() as (guard, _, _):
+        proof = basic("alice", "pässword")
+        answers = await asyncio.gather(*(ask(guard, scope_of("/metrics", authorization=proof)) for _ in range(300)))
+        assert {status for status, _ in answers} == {403} and checked == ["alice"]
+        proof = basic("alice", "wrong")
+        answers = await asyncio.gather(*(ask(guard, scope_of("/metrics", authorization=proof)) for _ in range(3)))
+        assert {status for status, _ in answers} == {401} and checked == ["alice"] * 2
+        proof = basic("alice", "päßword")
+        first, second = (asyncio.ensure_future(ask(guard, scope_of("/metrics", authorization=proof))) for _ in range(2))
+        await until(lambda: len(checked) == 3)
+        first.cancel()
+        assert (await second)[0] == 503, "it may try again"
+        assert not guard._verifying
 
 
 async def test_what_is_known_of_proofs_is_bounded() -> None:

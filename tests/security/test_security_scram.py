@@ -107,7 +107,7 @@ async def test_decoys_are_those_of_every_node_and_have_the_forms_of_stored_crede
         assert before == [await second.decoy(name, SCRAM_SHA_512) for name in names]
         assert {(len(each.salt), each.iterations) for each in before} == {(SALT_BYTES, ITERATIONS_MIN)}
         assert len({each.salt for each in before}) == 64
-        exchanges = [Authenticator(users, Rand()).start_exchange("SCRAM-SHA-512") for users in (first, second)]
+        exchanges = [Authenticator(users, Rand()).start_exchange("SCRAM-SHA-512", "h") for users in (first, second)]
         challenges = [(await each.step(b"n,,n=nobody,r=x")).reply.split(b",", 1)[1] for each in exchanges]
         assert challenges[0] == challenges[1], "salt and iterations"
         for user, mechanism, salt, iterations in (

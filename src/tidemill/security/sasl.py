@@ -10,17 +10,24 @@ credential, which every node derives alike (`users`).
 
 Key derivation is expensive: at most DERIVED_AT_ONCE passwords are derived concurrently, in threads. Failed
 authentications, of any kind, are delayed by client address: each failure is answered more slowly than the one before.
+
+Invariant (bounded queue): at most CHECKS_MAX passwords wait, and at most CHECKS_PER_ADDRESS of one address. A failed
+check counts towards the latter for another LONGEST_DELAY_S, so that a client cannot evade the delay by closing its
+connections.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Final, Protocol
 
 import msgspec
 
 from tidemill.base.clock import Rand
+from tidemill.base.errors import UnavailableError
 from tidemill.security.oauth_tokens import TokenVerifier
 from tidemill.security.principals import USER
 from tidemill.security.scram import (
@@ -37,6 +44,9 @@ PLAIN: Final = "PLAIN"
 OAUTHBEARER: Final = "OAUTHBEARER"
 MECHANISMS: Final = (PLAIN, *NAMES.values(), OAUTHBEARER)
 DERIVED_AT_ONCE: Final = 2
+CHECKS_MAX: Final = 512
+"""Limit of password checks that wait: in the order of a second of work, well below the time limit of Kafka clients."""
+CHECKS_PER_ADDRESS: Final = 128
 PASSWORD_CHARS_MAX: Final = 1_024
 FIRST_DELAY_S: Final = 0.1
 LONGEST_DELAY_S: Final = 2.0
@@ -69,34 +79,78 @@ class Authenticator:
         self.users = users
         self.tokens = tokens
         self._rand = rand
+        self._checks = PasswordChecks()
         self._deriving = asyncio.Semaphore(DERIVED_AT_ONCE)
 
-    def start_exchange(self, mechanism: str) -> SaslExchange:
+    def start_exchange(self, mechanism: str, host: str) -> SaslExchange:
+        """Start the exchange of a client at this address."""
         if mechanism == PLAIN:
-            return _Plain(self)
+            return _Plain(self, host)
         if mechanism == OAUTHBEARER:
             assert self.tokens is not None
             return _OauthBearer(self.tokens)
         number = next(number for number, name in NAMES.items() if name == mechanism)
         return _Scram(self.users, ScramServer(number, self._rand.nonce()))
 
-    async def verify_password(self, user: str, password: str) -> str:
-        """Return the principal of a user with this password. Raises AuthenticationFailedError."""
+    async def verify_password(self, user: str, password: str, host: str) -> str:
+        """Return the principal of a user with this password. `host`: address of the client. Raises
+        AuthenticationFailedError, TooManyChecksError."""
         if not user or len(password) > PASSWORD_CHARS_MAX:
             raise AuthenticationFailedError("user name missing or password too long", user)
-        first, second = await asyncio.gather(*(self.users.credential(user, each) for each in _STRONGEST_FIRST))
-        found = first or second
-        decoy = await self.users.decoy(user)
-        async with self._deriving:
-            fits = await asyncio.to_thread(matches_password, found or decoy, password)
-        if found is None or not fits:
-            raise AuthenticationFailedError("wrong password or unknown user", user)
+        with self._checks.count(host):
+            first, second = await asyncio.gather(*(self.users.credential(user, each) for each in _STRONGEST_FIRST))
+            found = first or second
+            decoy = await self.users.decoy(user)
+            async with self._deriving:
+                fits = await asyncio.to_thread(matches_password, found or decoy, password)
+            if found is None or not fits:
+                raise AuthenticationFailedError("wrong password or unknown user", user)
         return USER + user
 
 
+class TooManyChecksError(UnavailableError):
+    """Too many passwords are being checked: this one was not. The client may retry."""
+
+
+class PasswordChecks:
+    """Number of running password checks, by address and in all."""
+
+    def __init__(self) -> None:
+        self._by_host: Counter[str] = Counter()
+        self._running = 0
+
+    @contextmanager
+    def count(self, host: str) -> Iterator[None]:
+        """Count the check in the body. Raises TooManyChecksError."""
+        if self._by_host[host] >= CHECKS_PER_ADDRESS or self._running >= CHECKS_MAX:
+            raise TooManyChecksError(
+                f"too many passwords are being checked: host={host}.", fix="Retry in some seconds."
+            )
+        self._by_host[host] += 1
+        self._running += 1
+        failed = False
+        try:
+            yield
+        except AuthenticationFailedError:
+            failed = True
+            raise
+        finally:
+            self._running -= 1
+            if failed:
+                asyncio.get_running_loop().call_later(LONGEST_DELAY_S, self._release, host)
+            else:
+                self._release(host)
+
+    def _release(self, host: str) -> None:
+        self._by_host[host] -= 1
+        if not self._by_host[host]:
+            del self._by_host[host]
+
+
 class _Plain:
-    def __init__(self, authenticator: Authenticator) -> None:
+    def __init__(self, authenticator: Authenticator, host: str) -> None:
         self._authenticator = authenticator
+        self._host = host
 
     async def step(self, message: bytes) -> SaslStep:
         try:
@@ -108,7 +162,7 @@ class _Plain:
         authzid, user, password = parts
         if authzid and authzid != user:
             raise AuthenticationFailedError("authorization id differs from the user", user)
-        return SaslStep(b"", await self._authenticator.verify_password(user, password))
+        return SaslStep(b"", await self._authenticator.verify_password(user, password, self._host))
 
 
 class _Scram:

@@ -4,7 +4,7 @@ A failed step is answered after a delay that grows with the failures of its addr
 ends. The client does not learn the reason of the failure.
 
 An internal failure (the metastore is unavailable) says nothing about the client: the connection ends, and clients
-reconnect.
+reconnect. So it does if too many passwords are being checked.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from __future__ import annotations
 import asyncio
 
 from tidemill.kafka.api.context import Context
-from tidemill.kafka.net.listener_security import ClientIdentity
-from tidemill.security.sasl import SaslStep
+from tidemill.kafka.net.listener_security import ClientIdentity, ConnectionRejectedError
+from tidemill.security.sasl import SaslStep, TooManyChecksError
 from tidemill.security.scram import AuthenticationFailedError
 
 
 async def advance_authentication(context: Context, visitor: ClientIdentity, message: bytes) -> tuple[SaslStep, int]:
     """Process one message and return the step and the lifetime of the session in ms (0 = unlimited).
 
-    Raises AuthenticationFailedError, UnavailableError.
+    Raises AuthenticationFailedError, UnavailableError, ConnectionRejectedError.
     """
     exchange = visitor.exchange
     assert exchange is not None
@@ -37,6 +37,8 @@ async def advance_authentication(context: Context, visitor: ClientIdentity, mess
         visitor.exchange = None
         await _log_and_delay(context, visitor, refused)
         raise
+    except TooManyChecksError as busy:
+        raise ConnectionRejectedError(str(busy)) from busy
     visitor.exchange = None
     visitor.principal = step.principal
     visitor.proved_by = visitor.mechanism

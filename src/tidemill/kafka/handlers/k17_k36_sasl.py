@@ -33,7 +33,7 @@ async def choose_mechanism(context: Context, request: Request, body: Body) -> Bo
         visitor.rejected = f"mechanism that the listener does not support: mechanism={mechanism[:40]!r}"
         return {"error_code": error_codes.UNSUPPORTED_SASL_MECHANISM, "mechanisms": list(gate.mechanisms)}
     visitor.mechanism = mechanism
-    visitor.exchange = gate.authenticator.start_exchange(mechanism)
+    visitor.exchange = gate.authenticator.start_exchange(mechanism, visitor.host)
     visitor.raw = request.version == 0
     return {"error_code": 0, "mechanisms": list(gate.mechanisms)}
 

@@ -387,7 +387,7 @@ class ClientSession:
                 done.exception()
             return
         error = None if done.cancelled() else done.exception()
-        if isinstance(error, MalformedFrameError):
+        if isinstance(error, MalformedFrameError | ConnectionRejectedError):
             self._close_after_answers(error)
             return
         if done.cancelled() or error is not None:

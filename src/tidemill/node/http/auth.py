@@ -8,8 +8,9 @@ Invariants:
 - Closed by default: only OPEN paths (is the node alive and ready) are served without a principal. Every other request
   needs the operation that `required_permissions` names; an unknown path needs an operation on the cluster, so that a
   new route is not open by mistake.
-- Bounded cost: a verified credential is accepted for CREDENTIAL_CACHE_S without another check, so that not
-  every request derives a password. A failed one is answered after a delay that grows by address.
+- Bounded cost: a verified credential is accepted for CREDENTIAL_CACHE_S without another check, and concurrent requests
+  with equal credentials share one, so that not every request derives a password. A failed one is answered after a
+  delay that grows by address.
 - No shared caching: a response to one principal is not cached for another. A signed URL of a shape is a credential
   itself: everyone who has it may read the shape, and so may a cache.
 - No disclosure: a refusal about shapes is the same for shapes that exist and shapes that do not.
@@ -33,7 +34,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tidemill.base.address import split_url_path
 from tidemill.base.clock import Clock
-from tidemill.base.errors import TidemillError
+from tidemill.base.errors import TidemillError, UnavailableError
 from tidemill.lake.catalogue import MAY_READ_SCOPE_KEY, error_body, is_catalogue_path, named_table
 from tidemill.registry.http.messages import plain_subject
 from tidemill.security.acl_cache import AclCache
@@ -103,6 +104,8 @@ class AuthMiddleware:
         self._audit = Audit(clock)
         self._failures = AuthFailureThrottle()
         self._known: OrderedDict[bytes, AuthenticatedClient] = OrderedDict()
+        self._verifying: dict[bytes, asyncio.Future[AuthenticatedClient]] = {}
+        """Running checks, which requests with equal credentials share."""
         self.parties: AuthDependencies | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -207,7 +210,20 @@ class AuthMiddleware:
         known = self._known.get(digest)
         if known is not None and now_s < known.known_until_s:
             return known
-        known = self._known[digest] = await self._verify_credential(parties, given[0], host, now_s)
+        verifying = self._verifying.get(digest)
+        if verifying is not None:
+            return await asyncio.shield(verifying)
+        verifying = self._verifying[digest] = asyncio.get_running_loop().create_future()
+        try:
+            known = self._known[digest] = await self._verify_credential(parties, given[0], host, now_s)
+        except BaseException as error:
+            own = isinstance(error, TidemillError)
+            verifying.set_exception(error if own else UnavailableError("the check of this credential was interrupted."))
+            verifying.exception()  # no other request may wait for it
+            raise
+        finally:
+            del self._verifying[digest]
+        verifying.set_result(known)
         self._known.move_to_end(digest)
         while len(self._known) > CREDENTIAL_CACHE_MAX:
             self._known.popitem(last=False)
@@ -233,7 +249,7 @@ class AuthMiddleware:
             raise AuthenticationFailedError("a malformed password credential") from error
         if not colon:
             raise AuthenticationFailedError("a user without a password", user)
-        principal = await authenticator.verify_password(user, password)
+        principal = await authenticator.verify_password(user, password, host)
         return AuthenticatedClient(principal, {parties.name_claim: user}, None, now_s + CREDENTIAL_CACHE_S)
 
     async def _refuse_unauthenticated(
