@@ -1,4 +1,4 @@
-"""Data of another user: commands say in one sentence that they cannot read it, and do not claim that there is none."""
+"""Data of another user: commands say in one sentence that they cannot read it, not that no cluster exists."""
 
 from __future__ import annotations
 
