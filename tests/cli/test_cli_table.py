@@ -320,7 +320,7 @@ def test_a_table_is_dropped_whatever_host_the_certificate_of_the_local_node_name
 def test_an_error_of_tls_that_is_none_of_the_certificate_says_what_to_check(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, wrapped: bool
 ) -> None:
-    """In TLS 1.3 a server asks for a certificate after the client's handshake: the error is met while reading."""
+    """The error occurs while reading: a server asks for a certificate after the handshake (TLS 1.3)."""
     cluster.append([(1, "a", 1)])
     error = ssl.SSLError(1, "[SSL: TLSV13_ALERT_CERTIFICATE_REQUIRED] tlsv13 alert certificate required")
 

@@ -1,4 +1,4 @@
-"""Data of another user: commands say in one sentence that they cannot read it, not that no cluster exists."""
+"""Commands report data of another user in one sentence as unreadable, not as a missing cluster."""
 
 from __future__ import annotations
 

@@ -64,8 +64,8 @@ async def test_ten_minutes_of_updates_leave_twice_what_lives_and_the_window() ->
 
 @pytest.mark.parametrize("ahead_ms", [86_400_000, 2_300_000_000_000], ids=["a day", "in 2099"])
 async def test_f727_a_clock_that_was_ahead_for_a_moment_does_not_stop_retention_and_collection(ahead_ms: int) -> None:
-    """From then on each write is a millisecond later than the one before, so an hour of updates is a fraction of the
-    history by its times. A merge and a sweep of that moment have the wrong time, too."""
+    """Each later write follows a millisecond after the one before, so an hour of updates is a fraction of the history
+    by its times. A merge and a sweep of that moment have the wrong time, too."""
     world = World()
     shard = await world.open()
     for _ in range(60):

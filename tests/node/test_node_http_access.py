@@ -207,10 +207,12 @@ async def test_a_password_for_whose_check_there_is_no_room_is_not_called_wrong(m
 
 async def test_many_requests_with_one_password_wait_for_one_check(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[str] = []
-    real = Authenticator.verify_password
+    real, may_end = Authenticator.verify_password, asyncio.Event()
+    may_end.set()
 
     async def verify(authenticator: Authenticator, user: str, password: str, host: str) -> str:
         checked.append(user)
+        await may_end.wait()
         return await real(authenticator, user, password, host)
 
     monkeypatch.setattr(Authenticator, "verify_password", verify)
@@ -221,7 +223,7 @@ async def test_many_requests_with_one_password_wait_for_one_check(monkeypatch: p
         proof = basic("alice", "wrong")
         answers = await asyncio.gather(*(ask(guard, scope_of("/metrics", authorization=proof)) for _ in range(3)))
         assert {status for status, _ in answers} == {401} and checked == ["alice"] * 2
-        proof = basic("alice", "päßword")
+        may_end.clear()
         first, second = (asyncio.ensure_future(ask(guard, scope_of("/metrics", authorization=proof))) for _ in range(2))
         await until(lambda: len(checked) == 3)
         first.cancel()

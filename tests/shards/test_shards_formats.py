@@ -87,7 +87,7 @@ def test_garbage_goes_oldest_first_and_up_to_the_oldest_hold() -> None:
 
 
 def test_garbage_with_a_time_in_the_future_goes_once_it_was_seen_for_long_enough() -> None:
-    """Its merge ran under a clock that was ahead. It must not retain the garbage after it."""
+    """An entry whose merge ran under a clock that was ahead must not retain the garbage after it."""
     garbage = (Garbage(3, 999_999, 1, ("o3",)), Garbage(5, 50, 1, ("o5",)), Garbage(8, 80, 1, ("o8",)))
     state = ShardState("t", "id", SCHEMA, 0, 10, (Batch(0, 10, ()),), version=9, garbage=garbage)
 

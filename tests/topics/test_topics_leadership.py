@@ -324,7 +324,7 @@ async def test_a_node_whose_lease_ran_out_answers_nothing_before_it_has_asked_wh
 
 
 async def test_a_lease_expires_while_its_machine_is_suspended() -> None:
-    """Another node may have led meanwhile. The lease is found to have lapsed before it is renewed, and also after."""
+    """Another node may have led in between. The lease is found to have lapsed before it is renewed, and also after."""
     clock = ManualClock()
     lease = NodeLease(MemoryConsensus(clock), LeaseRequest("node/a", "a", ttl_ms=6_000), clock)
     await lease.acquire()

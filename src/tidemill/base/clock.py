@@ -21,7 +21,7 @@ class Clock(Protocol):
         ...
 
     def monotonic_s(self) -> float:
-        """Return seconds from an arbitrary start; never goes back. Event loops use it. It stands still while the
+        """Return seconds from an arbitrary start; never goes back. Event loops use it. It does not advance while the
         machine is suspended."""
         ...
 
@@ -127,7 +127,7 @@ class ManualClock:
         self._set_by_ms += delta_ms
 
     def suspend(self, delta_ms: int) -> None:
-        """Suspend the machine for this time: the monotonic clock stands still."""
+        """Suspend the machine for this time: the monotonic clock does not advance."""
         self._now_ms += delta_ms
         self._suspended_ms += delta_ms
 

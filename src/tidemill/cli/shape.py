@@ -32,7 +32,7 @@ SHAPE_TIMEOUT_S = 60.0
 LIST_TIMEOUT_S = 10.0
 """Maximum silence of a node, before it answers or in the middle of an answer."""
 _HOST_MISMATCHES = 62, 64
-"""Codes of OpenSSL for a certificate that names another host or address (X509_V_ERR_HOSTNAME_MISMATCH)."""
+"""Codes of OpenSSL for a certificate that names another host, and another address."""
 
 app = typer.Typer(help="List and fetch shapes, and sign shape URLs.", no_args_is_help=True)
 Table = Annotated[str, typer.Argument(help="schema.table of a captured database, or tidemill.NAME.")]
@@ -237,6 +237,6 @@ def _request_node(
         ) from error
     except (OSError, HTTPException) as error:
         reason = error.reason if isinstance(error, URLError) else error
-        said = reason if isinstance(error, URLError) else error_sentence(error)
+        text = str(reason) if isinstance(error, URLError) else error_sentence(error)
         fix = _tls_fix(reason, bound) if isinstance(reason, ssl.SSLError) else "Start one with: tidemill up"
-        raise UnavailableError(f"the node does not answer: address={address} error={said}.", fix=fix) from error
+        raise UnavailableError(f"the node does not answer: address={address} error={text}.", fix=fix) from error

@@ -81,7 +81,7 @@ class Retention(msgspec.Struct, frozen=True):
 
 
 class AgedValue:
-    """A growing value as it was `age_s` ago by this process's monotonic clock. So an age does not depend on the times
+    """A growing value of `age_s` ago by this process's monotonic clock. So an age does not depend on the times
     that are stored with the value: the clock that made them may have been wrong."""
 
     SAMPLES = 16

@@ -145,12 +145,11 @@ async def assemble(node: NodeContext, app: SwitchableApp) -> None:
     await _start_kafka(node, kafka, member)
     await _join_cluster(node, member)
     node.stack.push_async_callback(shapes.aclose)
-    application, secret = build_application(routes), shapes.settings.secret
-    routing = ShapeRouting(
-        application, storage.catalogue, storage.consensus, node.instance, node.clock, node.grants, secret
+    secret = shapes.settings.secret
+    app.app = routing = ShapeRouting(
+        build_application(routes), storage.catalogue, storage.consensus, node.instance, node.clock, node.grants, secret
     )
     shapes.set_leaders(routing.is_led_elsewhere)
-    app.app = routing
     await _start_authentication(node, security, routing)
     binder.start()
     node.stack.push_async_callback(binder.aclose)

@@ -18,7 +18,8 @@ Invariant (isolation): an error in reading, merging or collecting a shard concer
 
 Times in a shard may be ahead of the clock, because the clock of a node was wrong for a moment: later changes follow
 them, a millisecond apart. So the ages of history and of garbage are measured by this process's monotonic clock, too
-(`AgedValue`). A process that takes over this job measures anew, and until then only the times count.
+(`AgedValue`). A process that takes over this job starts its own measurement. Until that covers the age, only the
+times count.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def _check_whole(checker: Any, _reference: Any, part: Any, _schema: Any) -> Iter
 def have_unique_items(items: list[Any]) -> bool:
     """Return whether no two items are equal by the rules of JSON Schema: 1 equals 1.0, but not true."""
     texts = (orjson.dumps(_with_plain_numbers(item), option=orjson.OPT_SORT_KEYS) for item in items)
-    # Texts, because their hashes have a secret seed: nobody can choose items with equal hashes.
+    # Texts, because their hashes have a secret seed: a client cannot choose items with equal hashes.
     return len(set(texts)) == len(items)
 
 

@@ -1,8 +1,8 @@
 """References of a JSON Schema: the documents, nested schemas and anchors that they may name.
 
 `referencing` searches all documents whenever a reference names an anchor or a nested schema, and each resolver has to
-find it again. So the documents are searched here, once, before the first reference is resolved. What is not found then
-does not exist. Nothing is ever fetched.
+find it again. So the documents are searched here, once, before the first reference is resolved. Nothing is ever
+fetched.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ BUILT_CHARS = 4 << 20
 """Characters that one evaluation may build, in all its parts together: parts that wait for others are held in memory,
 and a clause can have thousands of them."""
 ELEMENT_CHARS = 4
-"""Characters that an element of an array counts as, besides those of built text."""
+"""Characters that an element of an array counts as."""
 
 
 class _Built(threading.local):

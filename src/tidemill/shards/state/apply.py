@@ -291,8 +291,8 @@ def _evolve(state: ShardState, command: Evolve) -> ShardState | RejectedCommand:
 def collectable_garbage(state: ShardState, before_ms: int, now_ms: int, seen: int = 0) -> tuple[Garbage, ...]:
     """Return the garbage, oldest first, that was replaced before `before_ms` and that no live hold may read. Pure.
 
-    Garbage up to version `seen` was replaced before that, whatever its time says: the clock of its merge may have been
-    ahead. Always a prefix: `MarkCollected` names it by its last version.
+    Garbage up to version `seen` was replaced before that also if its time is later: the clock of its merge may have
+    been ahead. Always a prefix: `MarkCollected` names it by its last version.
     """
     chosen_from = min((h.version for h in state.holds if h.expires_ms and h.is_live(now_ms)), default=None)
     out: list[Garbage] = []
