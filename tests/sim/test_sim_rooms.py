@@ -78,7 +78,7 @@ SOON = {
     "first-region": (3,),
     "forget-before-add": (1,),
     "forgotten-log": (1,),
-    "gc-newer-epoch": (15,),
+    "gc-newer-epoch": (300,),
     "guessed-outcome": (9,),
     "joined-ahead": (0, 34, 58),
     "kept-positions": (6, 10, 13),
