@@ -15,15 +15,17 @@ import pytest
 from support.cli.cluster import DAY, Cluster
 from support.cli.node import node_answering, server_sending
 from support.kafka.security import Authority
-from tidemill.base.errors import InvalidError, MissingError, UnavailableError
+from tidemill.base.errors import CorruptError, InvalidError, MissingError, UnavailableError
 from tidemill.cli import shape
 from tidemill.cli.context import OpenStores, open_stores
 from tidemill.cli.table import drop, export
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.shards.compaction import compaction
 from tidemill.shards.read import hash_ranges
+from tidemill.shards.state.state import input_token
 from tidemill.topics.batch import Record, encode_batch
 from tidemill.topics.local_topics import LocalTopics
+from tidemill.topics.partition_reader import LogPartitionReader
 
 
 @pytest.fixture
@@ -218,9 +220,34 @@ def test_rows_whose_records_have_expired_are_lost_only_after_a_question_that_nam
 def test_the_loss_of_a_topic_that_is_gone_is_named(cluster: Cluster) -> None:
     cluster.append([(1, "a", 1)])
     cluster.pipeline(PipelineRow("p", {"orders": "topic:clicks"}))
-    with pytest.raises(InvalidError, match=r"Topic clicks no longer exists: all rows from it are lost for good\."):
+    with pytest.raises(
+        InvalidError, match=r"Topic clicks no longer exists or cannot be read: all rows from it are lost for good\."
+    ):
         cluster.command("drop", "orders", "--force")
     assert cluster.json("drop", "orders", "--force", "--dry-run")["expired_records"] == {"clicks": None}
+
+
+def test_the_earlier_versions_of_a_history_are_lost_only_after_a_question(cluster: Cluster) -> None:
+    cluster.append([(1, "a", 1)], token=input_token("id-of-orders", "1a"))
+    assert "versions are in no other table" in cluster.command("drop", "orders", "--force", "--dry-run")
+    with pytest.raises(InvalidError, match=r"nothing was done, .*earlier versions"):
+        cluster.command("drop", "orders", "--force")
+    assert cluster.json("drop", "orders", "--force", "--yes")["dropped"] == "orders"
+
+
+def test_a_log_that_cannot_be_read_does_not_prevent_a_drop(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.append([(1, "a", 1)])
+    cluster.pipeline(PipelineRow("p", {"orders": "topic:clicks"}))
+
+    async def damaged(*_: object) -> int:
+        raise CorruptError("a rollup is damaged.")
+
+    with open_stores(cluster.config, create=True) as opened:
+        opened.portal.call(trim(opened, "clicks", 1, 1, 0))
+    monkeypatch.setattr(LogPartitionReader, "log_start", damaged)
+    with pytest.raises(InvalidError, match="Topic clicks no longer exists or cannot be read"):
+        cluster.command("drop", "orders", "--force")
+    assert cluster.json("drop", "orders", "--force", "--yes")["dropped"] == "orders"
 
 
 async def trim(opened: OpenStores, name: str, partitions: int, records: int, start: int) -> None:

@@ -57,7 +57,7 @@ class Cluster:
     def json(self, *arguments: str) -> Any:
         return json.loads(self.command(*arguments, "--json").splitlines()[-1])
 
-    def append(self, *batches: list[tuple[int, str, int]], name: str = "orders") -> None:
+    def append(self, *batches: list[tuple[int, str, int]], name: str = "orders", token: str = "") -> None:
         """One append a batch, each a second: key, value, diff."""
         with open_stores(self.config, create=True) as opened:
 
@@ -71,7 +71,7 @@ class Cluster:
                     table = pa.table(
                         {"k": pa.array(k, pa.int32()), "v": list(v), TIME: [upper - 1] * len(rows), DIFF: list(diffs)}
                     )
-                    await shard.compare_and_append(lower, upper, [await shard.write_part(table)], "")
+                    await shard.compare_and_append(lower, upper, [await shard.write_part(table)], token)
                     lower = upper
                 await shard.aclose()
 

@@ -147,7 +147,7 @@ def times_ahead_reason(upper: int, now_ms: int) -> str:
         return ""
     return (
         f"its newest time is {ahead_ms // 1000:,} s ahead of the clock: the clock of a node is or was wrong. Until the"
-        " clock reaches that time, changes are one millisecond apart, and as_of of the present time does not show them"
+        " clock reaches that time, changes are one millisecond apart, and as_of of now omits them or is refused"
     )
 
 

@@ -31,7 +31,8 @@ def drop(
     force: Annotated[
         bool,
         typer.Option(
-            "--force", help="Delete the table even if it is in use. Asks only if rows would be lost for good."
+            "--force",
+            help="Delete a table that is in use. Asks only for a history, or if its topics lack records.",
         ),
     ] = False,
     yes_really: OldForce = False,
@@ -46,6 +47,7 @@ def drop(
     """
     from tidemill.maintenance.shards.drop import drop_shard, expired_records
     from tidemill.shards.registry import read_shard
+    from tidemill.shards.state.state import input_of_token
     from tidemill.topics.partition_reader import LogPartitionReader
 
     force = either_name(force, yes_really, "--force", "--yes-really")
@@ -58,9 +60,13 @@ def drop(
                 fix="Its readers fail without it, and a pipeline re-creates it from its source. To delete it anyway:"
                 " --force",
             )
-        reader = LogPartitionReader(opened.consensus, opened.objects)
-        expired = opened.portal.call(expired_records(opened.catalogue, reader, name))
+        expired: dict[str, int | None] = {}
+        if dry_run or not yes:
+            reader = LogPartitionReader(opened.consensus, opened.objects)
+            expired = opened.portal.call(expired_records(opened.catalogue, reader, name))
         loss = "".join(_loss_sentence(topic, count) for topic, count in expired.items())
+        if found is not None and any(input_of_token(writer.token) for writer in found.writers):
+            loss += " Its earlier versions are in no other table: they are lost for good."
         if dry_run:
             state = read_shard_state(opened, name)
             row = {"dropped": name, "shard_id": state.shard_id, "updates": state.rows, "bytes": state.size_bytes}
@@ -86,7 +92,7 @@ def drop(
 def _loss_sentence(topic: str, expired: int | None) -> str:
     """Return what the table cannot be created again from."""
     if expired is None:
-        return f" Topic {topic} no longer exists: all rows from it are lost for good."
+        return f" Topic {topic} no longer exists or cannot be read: all rows from it are lost for good."
     return (
         f" Topic {topic} no longer has its {expired:,} oldest records: rows that only they contain are lost for good."
     )

@@ -18,7 +18,7 @@ from __future__ import annotations
 import msgspec
 
 from tidemill.base.clock import Clock, Rand
-from tidemill.base.errors import MissingError
+from tidemill.base.errors import CorruptError, MissingError
 from tidemill.consensus.api import Consensus
 from tidemill.metastore.catalogue import Catalogue, PipelineRow, TopicRow
 from tidemill.metastore.metastore import Metastore
@@ -56,16 +56,19 @@ async def reading_derived_tables(metastore: Metastore, name: str) -> tuple[str, 
 
 async def expired_records(catalogue: Catalogue, reader: PartitionReader, name: str) -> dict[str, int | None]:
     """Return the topics of the shard that no longer have all records: topic → how many offsets are below its log
-    starts, None if the topic is gone. Raises UnavailableError, CorruptError."""
+    starts; None if the topic is gone or its log cannot be read. Raises UnavailableError."""
     rows = await catalogue.list(PipelineRow)
     sources = {row.tables[name] for row in rows if name in row.tables}
     found: dict[str, int | None] = {}
     for topic in sorted(source.removeprefix("topic:") for source in sources if source.startswith("topic:")):
         row = await catalogue.get(TopicRow, topic)
-        if row is None:
+        try:
+            if row is None:
+                found[topic] = None
+            elif expired := sum([await reader.log_start(row.topic_id, each) for each in range(row.partitions)]):
+                found[topic] = expired
+        except CorruptError:
             found[topic] = None
-        elif expired := sum([await reader.log_start(row.topic_id, each) for each in range(row.partitions)]):
-            found[topic] = expired
     return found
 
 

@@ -58,6 +58,10 @@ CACHE_BYTES = 0
 """Cache size; merges read each part about once."""
 
 
+_Ages = tuple[AgedValue, AgedValue]
+"""Uppers and versions of a shard, of `history_s` and `collect_after_s` ago."""
+
+
 class _ShardSchedule(msgspec.Struct, kw_only=True):
     """Handle of one shard, and the schedule of its visits."""
 
@@ -93,6 +97,8 @@ class ShardUpkeep(MaintenanceJob):
         self._persisted = RestoreHorizon(context.metastore)
         self._tended: dict[str, _ShardSchedule] = {}
         """Shard id → its handle."""
+        self._ages: dict[str, _Ages] = {}
+        """Shard id → its ages, which a handle that is opened again does not restart."""
         self._figures: UpkeepCounters = UpkeepCounters()
         self._tracker = tracker
         self._ahead: set[str] = set()
@@ -137,15 +143,19 @@ class ShardUpkeep(MaintenanceJob):
 
     def _schedule(self, shard: LogShard) -> _ShardSchedule:
         retention = self._g.retention
+        if (ages := self._ages.get(shard.shard_id)) is None:
+            ages = AgedValue(retention.history_s), AgedValue(retention.collect_after_s)
+            self._ages[shard.shard_id] = ages
         return _ShardSchedule(
             shard=shard,
-            uppers=AgedValue(retention.history_s),
-            versions=AgedValue(retention.collect_after_s),
+            uppers=ages[0],
+            versions=ages[1],
             moved_s=self._g.clock.monotonic_s(),
         )
 
     async def _close_dropped(self, shard_id: str) -> None:
         tended = self._tended.pop(shard_id)
+        self._ages.pop(shard_id, None)
         self._persisted.forget_shard(shard_id)
         self._failures.clear_failure(tended.shard.name)
         self._report_ahead(tended.shard.name, "")

@@ -184,7 +184,8 @@ class History:
             raise InvalidError(
                 f"the history lacks defaults of its input: table={self.table.name} input={self.table.of}"
                 f" columns={','.join(other)}.",
-                fix=f"Re-create the history from the present contents: tidemill table drop {self.table.name}.",
+                fix="Re-create the history from the present contents, without its earlier versions: "
+                + drop_table_command(self.table.name),
             )
 
     def close(self, *, save: bool = True) -> None:

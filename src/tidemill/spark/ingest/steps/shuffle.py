@@ -57,7 +57,7 @@ class StepPlan(msgspec.Struct, frozen=True):
     mirror: str
     """Directory of the driver's saved mirror, used if it is on this machine too."""
     boot: str
-    written_ms: int
+    written_ms: int = 0
     """Earliest time in the keys of its parts: parts before the shard's last sweep are rejected."""
     schemas: tuple[WriterSchema, ...] = ()
     """Schemas of the topic's writers that the driver has met."""
