@@ -167,6 +167,7 @@ def test_each_pipeline_of_a_driver_has_its_own_freshness(tmp_path: Path) -> None
     command = driver_spec(parse(values, origin=""), ["slow", "usual"]).command
     assert [value for key, value in pairwise(command) if key == "--freshness-ms"] == ["10000", "100"]
     assert [value for key, value in pairwise(command) if key == "--name"] == ["slow", "usual"]
+    assert [value for key, value in pairwise(command) if key == "--dead-letters-ms"] == ["604800000"]
 
 
 async def test_f310_a_child_that_ends_again_and_again_is_told_with_its_last_words_and_one_age(tmp_path: Path) -> None:

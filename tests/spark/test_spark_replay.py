@@ -22,8 +22,8 @@ from tidemill.spark.definition import Pipeline
 from tidemill.spark.predicates.expectations import Expectation, Expectations
 from tidemill.spark.replay import newer_records, table_replay
 from tidemill.spark.replay.pipeline_replay import replay_pipeline
-from tidemill.spark.replay.stored_letters import StoredLetters
 from tidemill.spark.replay.table_replay import Outcome
+from tidemill.spark.stored_letters import StoredLetters
 
 STRICT = Expectations((Expectation("small", "product_id BETWEEN 0 AND 4"),))
 

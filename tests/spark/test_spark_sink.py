@@ -21,7 +21,7 @@ from tidemill.shards.registry import open_shard
 from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS, DeadLetter, Place, dead_letter_table
 from tidemill.spark.ingest.dead_letters import DeadLetterWriter
 from tidemill.spark.pipeline.streaming_query import planned_ends
-from tidemill.spark.replay.stored_letters import StoredLetters
+from tidemill.spark.stored_letters import StoredLetters
 
 
 def test_a_table_that_gets_nothing_moves_its_upper_at_its_pace_and_one_that_does_at_once(

@@ -69,6 +69,9 @@ FRESHNESS_BUDGET_MS = 5_000
 PIPELINE_FRESHNESS_MS = 100
 """Time for which a pipeline gathers records before a step, unless its `freshness_s` says otherwise."""
 
+DEAD_LETTERS_KEEP_MS = 7 * 86_400_000
+"""Age at which a dead letter expires, unless `retention.dead_letters_s` says otherwise; Kafka's retention.ms."""
+
 DECOMPRESSED_BYTES = 32 * MIB
 """Decompressed size of the records of one batch, for every decoder.
 

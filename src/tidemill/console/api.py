@@ -111,8 +111,8 @@ class _Api:
         table = _required(request, "table")
         found = await self._reader.dead_letters(table, _number(request, "limit", 20, LETTERS_LIMIT))
         records = [letter | {"bytes": _letter_text(letter.get("bytes"))} for letter in found.letters]
-        answer = {"total": found.total, "examined": found.examined, "reasons": found.reasons, "records": records}
-        return _json(answer)
+        counts = {"total": found.total, "expired": found.expired, "examined": found.examined}
+        return _json(counts | {"reasons": found.reasons, "records": records})
 
     def _refuse_secret(self, request: Request) -> Response | None:
         """Refuse a request without the secret of shapes: rows need it here, too."""

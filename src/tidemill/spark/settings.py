@@ -21,7 +21,7 @@ from pathlib import Path
 import msgspec
 
 from tidemill.base.errors import InvalidError
-from tidemill.base.limits import FRESHNESS_BUDGET_MS, PIPELINE_FRESHNESS_MS
+from tidemill.base.limits import DEAD_LETTERS_KEEP_MS, FRESHNESS_BUDGET_MS, PIPELINE_FRESHNESS_MS
 from tidemill.base.runtime.private_directories import is_present
 from tidemill.consensus.factory import sqlite_path_of_url
 
@@ -102,7 +102,8 @@ class DriverSettings(msgspec.Struct, frozen=True):
 
     `instance` distinguishes drivers of the same pipeline; `conf` are Spark settings that override the defaults.
     `domains` of the metastore as configured, 0 = the cluster's number. `budget_ms`: the time that a stage may stand
-    below its target, without `freshness_ms`, for which the feeds gather records (feed.py).
+    below its target, without `freshness_ms`, for which the feeds gather records (feed.py). `dead_letters_ms`: the age
+    at which a dead letter expires.
     """
 
     name: str
@@ -116,6 +117,7 @@ class DriverSettings(msgspec.Struct, frozen=True):
     domains: int = 0
     budget_ms: int = FRESHNESS_BUDGET_MS
     freshness_ms: int = PIPELINE_FRESHNESS_MS
+    dead_letters_ms: int = DEAD_LETTERS_KEEP_MS
 
     @property
     def process(self) -> str:

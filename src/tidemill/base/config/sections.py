@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validat
 from tidemill.base.address import Address
 from tidemill.base.limits import (
     CLUSTER_ALIVE_INTERVAL_S,
+    DEAD_LETTERS_KEEP_MS,
     L1_INTERVAL_MAX_S,
     L1_INTERVAL_MIN_S,
     L1_OBJECT_BYTES,
@@ -62,12 +63,14 @@ class MetastoreSection(Section):
 
 
 class RetentionSection(Section):
-    """Retention of unused data, in seconds: see `maintenance.scheduler.Retention`."""
+    """Retention of unused data, in seconds: see `maintenance.scheduler.Retention`; `dead_letters_s`: of dead letters,
+    from the times of their records on."""
 
     history_s: float = Field(60.0, ge=1.0, le=30 * 86_400.0)
     collect_after_s: float = Field(120.0, ge=1.0, le=30 * 86_400.0)
     orphans_after_s: float = Field(6 * 3600.0, ge=60.0, le=365 * 86_400.0)
     group_offsets_s: float = Field(7 * 86_400.0, ge=60.0, le=10 * 365 * 86_400.0)
+    dead_letters_s: float = Field(DEAD_LETTERS_KEEP_MS / 1000, ge=60.0, le=10 * 365 * 86_400.0)
 
 
 class LakeSection(Section):

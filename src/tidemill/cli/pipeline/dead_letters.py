@@ -44,13 +44,13 @@ def dead_letters(
                 raise MissingError(f"the pipeline has not run yet: pipeline={pipeline}.", fix="Start it: tidemill up.")
             raise MissingError(f"no such pipeline: pipeline={pipeline}.", fix="See `tidemill pipeline list`.")
         found = [_read_letters(opened, row.dead_letters, limit) for row in rows if row.dead_letters]
-    total = sum(each.total for each in found)
+    total, expired = sum(each.total for each in found), sum(each.expired or 0 for each in found)
     newest = newest_letters((letter for each in found for letter in each.letters), limit)
     letters = [letter | {"bytes": (letter["bytes"] or b"").decode("utf-8", "backslashreplace")} for letter in newest]
     if out.is_text:
-        print(f"{total} dead letter{'' if total == 1 else 's'}")
+        print(f"{total} dead letter{'' if total == 1 else 's'}" + (f", {expired:,} expired" if expired else ""))
     if letters or not out.is_text:
-        out.rows(letters, value={"total": total, "records": letters})
+        out.rows(letters, value={"total": total, "expired": expired, "records": letters})
 
 
 def _read_letters(opened: OpenStores, name: str, limit: int) -> LettersRead:

@@ -23,10 +23,12 @@ from tidemill.cli.verify.derived import RecomputedTable
 from tidemill.cli.verify.table import Progress, Verified, verify_captured, verify_expected
 from tidemill.cli.verify.topic_fold import TopicFold
 from tidemill.console.captured_names import maintain_line, tables_of_any_name
-from tidemill.console.dead_letter_read import NewestFirst
+from tidemill.console.dead_letter_read import NewestFirst, read_pieces
 from tidemill.console.views.captures import shown_state
 from tidemill.metastore.catalogue import PipelineRow, TopicRow
 from tidemill.shards.api import Remap, Shard, ShardSchema
+from tidemill.shards.handle import LogShard
+from tidemill.shards.read.read_handle import ShardReadHandle
 from tidemill.shards.registry import open_remap, open_shard
 from tidemill.spark.decode.captured import CapturedDecoder
 from tidemill.spark.decode.records import Records
@@ -223,7 +225,7 @@ class Verifier:
         time_ms = await recomputed.choose_comparison_time()
         return await verify_expected(output, time_ms, recomputed.rows, progress=self._progress)
 
-    async def _open_shard(self, name: str) -> Shard:
+    async def _open_shard(self, name: str) -> LogShard:
         stores = self._stores
         return await open_shard(stores.consensus, stores.objects, stores.clock, stores.rand, name)
 
@@ -248,7 +250,7 @@ def _unverified(name: str, error: InvalidError) -> Verified:
 
 
 async def poisoned_keys(
-    letters: Shard, table: str, schema: ShardSchema, forms: Mapping[str, str] | None = None
+    letters: ShardReadHandle, table: str, schema: ShardSchema, forms: Mapping[str, str] | None = None
 ) -> dict[Row, str]:
     """Return key → reason of its newest dead letter, for the captured `table` (schema.table). Older shards of dead
     letters contain no keys; the result is then empty."""
@@ -258,16 +260,18 @@ async def poisoned_keys(
         _, upper = await letters.frontiers()
     except MissingError:
         return {}
-    found: list[tuple[Any, int, str, str]] = []
+    found: dict[str, tuple[Any, int, str]] = {}
     newest = NewestFirst()
     for batch in reversed(await letters.batches_until(upper - 1) if upper else []):
-        rows = newest.live(await letters.read_batch(batch, 0, upper))
-        of_table = rows.filter(pc.and_(pc.equal(rows.column("table"), table), pc.not_equal(rows.column("key"), "")))
-        fields = (of_table.column(name).to_pylist() for name in ("at", "offset", "key", "reason"))
-        found += zip(*fields, strict=True)
-    reasons = {key: reason for _, _, key, reason in sorted(found)}
-    keys = canonical_keys([key.encode() for key in reasons], schema, forms)
-    said = list(reasons.values())
+        async for piece in read_pieces(letters, batch, upper, ("at", "table", "key", "reason")):
+            rows = newest.live(piece)
+            of_table = rows.filter(pc.and_(pc.equal(rows.column("table"), table), pc.not_equal(rows.column("key"), "")))
+            fields = (of_table.column(name).to_pylist() for name in ("key", "at", "offset", "reason"))
+            for key, *letter in zip(*fields, strict=True):
+                found[key] = max(found.get(key, (letter[0], -1, "")), tuple(letter))
+    by_age = sorted(found.items(), key=lambda each: each[1])
+    keys = canonical_keys([key.encode() for key, _ in by_age], schema, forms)
+    said = [reason for _, (_, _, reason) in by_age]
     return {row: said[place] for row, place in keys.items()}
 
 

@@ -177,6 +177,7 @@ def driver_spec(config: Config, names: Sequence[str], instance: str = "") -> Chi
         "master": section.spark.master or config.spark.master,
         "driver-memory": section.spark.driver_memory,
         "budget-ms": str(int(config.freshness.budget_s * 1000)),
+        "dead-letters-ms": str(int(config.retention.dead_letters_s * 1000)),
     }
     files = tuple(config.pipeline[name].file for name in names)
     flags = list(options.items())

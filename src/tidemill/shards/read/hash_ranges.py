@@ -157,14 +157,18 @@ def _unsettled_rows(
     return pa.concat_tables(found)
 
 
-def read_batch_ordered(schema: ShardSchema, batch: Batch, as_of: int, fetch: FetchPart) -> Iterator[pa.Table]:
-    """Yield the updates of one batch up to `as_of`, in tables of ascending hashes that never split one hash.
+def read_batch_ordered(
+    schema: ShardSchema, batch: Batch, as_of: int, fetch: FetchPart, columns: Sequence[str] | None = None
+) -> Iterator[pa.Table]:
+    """Yield the updates of one batch up to `as_of`, in tables of ascending hashes that never split one hash: with all
+    columns, or with those in `columns` and the key.
 
     Memory holds one row group, or all parts that overlap each other. Raises as `fetch`, CorruptError,
     SchemaEvolvedError.
     """
     check_schema_known(schema, batch)
-    read = _RangeReader(schema, HashRange(0, HASH_MAX, [batch]), as_of, fetch, contents_schema(schema).names)
+    names = contents_schema(schema).names if columns is None or not schema.key else columns
+    read = _RangeReader(schema, HashRange(0, HASH_MAX, [batch]), as_of, fetch, names)
 
     def groups() -> Iterator[pa.Table]:
         for parts in _group_overlapping(batch.parts):

@@ -15,11 +15,13 @@ import pyarrow as pa
 from tidemill.base.clock import Clock, Rand
 from tidemill.base.errors import CorruptError, MissingError, TidemillError
 from tidemill.base.limits import MIB
+from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.objects.store import Buffer, ObjectStore
 from tidemill.shards.api import HASH, Batch, Delta, HistoryLostError, Part, RunCpuWork, ShardSchema, run_inline
 from tidemill.shards.parts.consolidate import sum_contents
+from tidemill.shards.read.hash_ranges import FetchPart
 from tidemill.shards.read.holds import HOLD_ABOVE_BYTES, hold_during
-from tidemill.shards.read.part_reader import CACHE_BYTES, PartReader, read_part_bytes
+from tidemill.shards.read.part_reader import CACHE_BYTES, PartReader, fetch_through, read_part_bytes
 from tidemill.shards.read.state_reader import WAIT_SLICE_S, StateReader
 from tidemill.shards.state.commands import DowngradeSince, ReleaseHold, SetHold
 from tidemill.shards.state.state import ShardState
@@ -129,6 +131,11 @@ class ShardReadHandle:
             return await read_part_bytes(self._objects, part)
         except MissingError as error:
             raise await self.explain_missing(error, chosen) from error
+
+    def fetch_through(self, portal: BlockingPortal, *, whole: bool = False) -> FetchPart:
+        """Return the function with which synchronous readers fetch parts (`part_reader.fetch_through`). A missing
+        object raises MissingError: see `explain_missing`."""
+        return fetch_through(portal, self._objects, whole=whole)
 
     async def explain_missing(self, error: MissingError, batches: Sequence[Batch]) -> TidemillError:
         """Explain a missing object of the chosen batches: it was deleted since (read again), or is lost

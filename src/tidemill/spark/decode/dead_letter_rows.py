@@ -6,13 +6,15 @@ on the stored bytes alone, so every writer produces the same letters.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 import pyarrow as pa
+import pyarrow.compute as pc
 
 from tidemill.shards.api import DIFF, TIME, Column, ShardSchema
 from tidemill.shards.parts.arrow_rows import int64s
@@ -48,6 +50,11 @@ class Place(NamedTuple):
     offset: int
 
 
+EXPIRED = Place("", -1, -1)
+"""Place of the row that states how many letters expired: as many as its offsets cover. Its `at` is that of the newest
+of them."""
+
+
 class DeadLetter(msgspec.Struct, frozen=True):
     topic: str
     partition: int
@@ -73,26 +80,21 @@ def numbers_in_order(rows: pa.Table) -> list[int]:
     return order
 
 
-def live_letters(batches: Iterable[pa.Table], wanted: Collection[Place], target: pa.Schema) -> pa.Table:
-    """Return the letters at these places that no retraction removed, as rows of `target`. `batches`: oldest first."""
-    held: dict[Place, pa.Table] = {}
-    for rows in batches:
-        diffs, places = int64s(rows, DIFF).tolist(), places_of(rows)
-        for number in numbers_in_order(rows):
-            if places[number] not in wanted:
-                continue
-            if diffs[number] < 0:
-                held.pop(places[number], None)
-            else:
-                held[places[number]] = rows.slice(number, 1)
-    return pa.concat_tables([target.empty_table(), *(row.select(target.names) for row in held.values())])
+def is_letter(rows: pa.Table) -> Any:
+    """Return a mask of the rows that are letters."""
+    return pc.greater_equal(rows.column("offset"), 0)
+
+
+def times_of(rows: pa.Table) -> npt.NDArray[np.int64]:
+    """Return the times of the records of letters, in µs."""
+    times: npt.NDArray[np.int64] = rows.column("at").cast(pa.int64()).to_numpy()
+    return times
 
 
 def retractions(letters: pa.Table, time_ms: int) -> pa.Table:
-    """Return updates that remove these letters."""
+    """Return updates that remove these letters, given with the columns of their shard."""
     for name, value in ((TIME, time_ms), (DIFF, -1)):
-        values = pa.array(np.full(letters.num_rows, value, dtype=np.int64))
-        letters = letters.set_column(letters.schema.get_field_index(name), name, values)
+        letters = letters.append_column(name, pa.array(np.full(letters.num_rows, value, dtype=np.int64)))
     return letters
 
 

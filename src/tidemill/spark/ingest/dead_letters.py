@@ -9,6 +9,9 @@ two writers never add the same letter.
 Invariant (one letter at a place): a topic that is created again, or whose table is copied again, begins at offset 0.
 Its letters have later times, and replace those at the same places, whose records are gone.
 
+Invariant (counted when they expire): one append removes letters that are too old and replaces the row that states how
+many have expired (`EXPIRED`).
+
 So letters need no agreed time, no table waits for another, and an interval without letters costs nothing. Any thread
 may add letters, one at a time.
 
@@ -18,26 +21,27 @@ A run of dead letters: the newest records of a table, which is at its target, ar
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
 
 import numpy as np
-import numpy.typing as npt
 import pyarrow as pa
 import structlog
 
-from tidemill.base.clock import Rand
+from tidemill.base.clock import Clock, Rand, SystemClock
 from tidemill.base.errors import ConflictError, MissingError
+from tidemill.base.limits import DEAD_LETTERS_KEEP_MS, MIB
 from tidemill.base.runtime.blocking_portal import BlockingPortal
-from tidemill.shards.api import DIFF, TIME, Batch, HistoryLostError, SchemaEvolvedError
+from tidemill.shards.api import TIME, Batch, HistoryLostError, SchemaEvolvedError
 from tidemill.shards.handle import LogShard
-from tidemill.shards.parts.arrow_rows import int64s
-from tidemill.shards.parts.schema import update_schema
+from tidemill.shards.parts.arrow_rows import combine_columns, cut_positions, int64s, row_sizes
 from tidemill.spark.decode.captured import Stop
 from tidemill.spark.decode.dead_letter_rows import (
+    EXPIRED,
     DeadLetter,
+    Place,
     dead_letter_table,
-    live_letters,
     places_of,
     retractions,
 )
@@ -46,6 +50,21 @@ from tidemill.spark.merge.commands import ORDER, PARTITION, Commands
 from tidemill.spark.merge.resolve import Resolved
 from tidemill.spark.merge.toast_fill import LostCommand, RejectedCommand
 from tidemill.spark.predicates.expectations import DEAD_LETTER, FAIL, Violations
+from tidemill.spark.stored_letters import (
+    EXPIRED_PARTITION,
+    NONE,
+    Changes,
+    KnownLetters,
+    NewestOfRows,
+    Positions,
+    changes_of,
+    expired_row,
+    is_at,
+    letters_at,
+    positions_of,
+    read_letter_pieces,
+    read_updates,
+)
 from tidemill.spark.violations import violation_stop
 
 RUN_RECORDS_MIN = 10
@@ -54,31 +73,51 @@ suffices."""
 DEAD_RUN_TEXT = "its newest records are all dead letters"
 _SHIFT = 20
 
+EXPIRY_CHECK_S = 3_600.0
+"""Longest time between two checks for old letters."""
+SWEEPS = 8
+"""Number of times within the retention of letters that old ones are removed."""
+EXPIRED_ROWS = 10_000
+EXPIRED_BYTES = 16 * MIB
+"""Limits of the letters that one append removes."""
+
 log = structlog.get_logger()
-
-_Partition = tuple[str, int]
-
-
-class _Letters(NamedTuple):
-    """Letters of one partition: ascending offsets, and the time of the newest letter at each, in µs."""
-
-    offsets: npt.NDArray[np.int64]
-    times: npt.NDArray[np.int64]
 
 
 class DeadLetterWriter:
     """Writer of dead letters. `opened` returns the shard and creates it if absent; it is called on first use, and the
-    caller retries it."""
+    caller retries it. `keep_ms`: see `expire`."""
 
-    def __init__(self, portal: BlockingPortal, opened: Callable[[], LogShard], rand: Rand) -> None:
+    def __init__(
+        self,
+        portal: BlockingPortal,
+        opened: Callable[[], LogShard],
+        rand: Rand,
+        clock: Clock | None = None,
+        keep_ms: int = DEAD_LETTERS_KEEP_MS,
+    ) -> None:
         self.total = 0
         """Number of letters that this process added."""
+        self.expired = 0
+        """Number of letters that this process removed because of their age."""
         self._portal = portal
         self._opened = opened
         self._rand = rand
+        self._clock = clock or SystemClock()
+        self._keep_ms = keep_ms
+        self._check_s = float("-inf")
+        """Time of the next check for old letters."""
+        self._old: Positions = {}
+        """Letters that were old at the last check."""
+        self._stay: Positions = {}
+        """Old letters that do not expire, as of the last sweep."""
+        self._removed: set[Place] | None = None
+        """Letters that were removed or replaced since the present sweep began; None between sweeps."""
         self._shard: LogShard | None = None
         self._upper = 0
-        self._known: dict[_Partition, _Letters] = {}
+        self._known = KnownLetters()
+        self._stated: pa.Table | None = None
+        """The row EXPIRED, or no row; None = not read since another process changed it."""
         self._one_at_a_time = threading.Lock()
 
     def open(self) -> None:
@@ -99,45 +138,55 @@ class DeadLetterWriter:
 
     def _try_add(self, shard: LogShard, letters: pa.Table) -> bool:
         """Add the new letters; False if a peer was first, or evolved the shard, or it was dropped: try again."""
-        try:
+        with self._reopening(shard) as outcome:
             self._follow(shard)
-            fresh, replacing = self._compare_to_known(letters)
+            fresh, replacing = self._known.compare(letters)
             new = letters.filter(pa.array(fresh))
-            replaced = self._stored(shard, letters.filter(pa.array(replacing)))
-            if new.num_rows and not self._append(shard, new, replaced):
+            replaced = letters_at(self._portal, shard, places_of(letters.filter(pa.array(replacing))))
+            if new.num_rows and not self._append_letters(shard, new, replaced):
                 return False
+            self.total += new.num_rows
+        return outcome.done
+
+    @contextmanager
+    def _reopening(self, shard: LogShard) -> Iterator[_Outcome]:
+        """Open the shard again on its next use if it was evolved or dropped in the body: `done` is False then."""
+        outcome = _Outcome()
+        try:
+            yield outcome
         except SchemaEvolvedError:
             self._shard = None
-            return False
         except MissingError:
             if not shard.state.dropped:
                 raise
-            self._shard, self._upper, self._known = None, 0, {}
-            return False
-        self.total += new.num_rows
-        return True
+            self._shard = None
+            self._forget()
+        else:
+            outcome.done = True
+
+    def _forget(self) -> None:
+        self._upper, self._known, self._stated = 0, KnownLetters(), None
 
     def _opened_shard(self) -> LogShard:
         if self._shard is None:
             self._shard = self._opened()
         return self._shard
 
-    def _stored(self, shard: LogShard, letters: pa.Table) -> pa.Table:
-        """Return the stored letters at the places of these."""
-        if not letters.num_rows:
-            return update_schema(shard.schema).empty_table()
-        call = self._portal.call
-        found = (call(shard.read_batch(b, 0, b.upper)) for b in call(shard.batches_until(self._upper - 1)))
-        return live_letters(found, set(places_of(letters)), update_schema(shard.schema))
-
-    def _append(self, shard: LogShard, new: pa.Table, replaced: pa.Table) -> bool:
-        lower = self._upper
-        at = max(lower, int(int64s(new, TIME).max()))
+    def _append_letters(self, shard: LogShard, new: pa.Table, replaced: pa.Table) -> bool:
+        at = max(self._upper, int(int64s(new, TIME).max()))
         times = pa.array(np.full(new.num_rows, at, dtype=np.int64))
         rows = new.set_column(new.schema.get_field_index(TIME), TIME, times)
         updates = rows
         if replaced.num_rows:
-            updates = pa.concat_tables([retractions(replaced, at), rows.select(replaced.column_names)])
+            gone = retractions(replaced, at)
+            updates = pa.concat_tables([gone, rows.select(gone.column_names)])
+        if not self._append(shard, updates, at):
+            return False
+        self._learn([changes_of(updates)])
+        return True
+
+    def _append(self, shard: LogShard, updates: pa.Table, at: int) -> bool:
+        lower = self._upper
 
         async def run() -> None:
             part = await shard.write_part(updates)
@@ -148,7 +197,6 @@ class DeadLetterWriter:
         except ConflictError:
             return False  # a peer added letters: read them before the next attempt
         self._upper = at + 1
-        self._add_known(updates)
         return True
 
     def _follow(self, shard: LogShard) -> None:
@@ -163,64 +211,101 @@ class DeadLetterWriter:
             except HistoryLostError:
                 batches = None
         if batches is None:
-            self._upper, self._known = 0, {}
+            self._forget()
             batches = self._portal.call(shard.batches_until(upper - 1))
         for batch in batches:  # compaction may have merged one across the upper: each update counts once
-            self._add_known(self._portal.call(shard.read_batch(batch, self._upper, batch.upper)))
+            updates = read_updates(self._portal, shard, batch, self._upper, ("at",))
+            self._learn([changes_of(rows) for rows in updates])
             self._upper = batch.upper
 
-    def _add_known(self, updates: pa.Table) -> None:
-        """Apply updates of the shard. A letter that a replay removed is unknown: its record may fail again."""
-        record_times, diffs = _record_times(updates), int64s(updates, DIFF)
-        for partition, offsets, at in _by_partition(updates):
-            times, counts, known = record_times[at], diffs[at], self._known.pop(partition, None)
-            if known is not None:
-                offsets, times = np.append(known.offsets, offsets), np.append(known.times, times)
-                counts = np.append(np.ones(len(known.offsets), dtype=np.int64), counts)
-            order = np.lexsort((times, offsets))
-            offsets, times = offsets[order], times[order]
-            starts = np.flatnonzero(np.append(True, (np.diff(offsets) != 0) | (np.diff(times) != 0)))
-            live = starts[np.add.reduceat(counts[order], starts) > 0]
-            if len(live):
-                newest = live[np.append(np.diff(offsets[live]) != 0, True)]
-                self._known[partition] = _Letters(offsets[newest], times[newest])
+    def _learn(self, changes: Sequence[Changes]) -> None:
+        """Apply updates of the shard, in which EXPIRED may have changed."""
+        self._known.add(changes, self._removed)
+        if any(EXPIRED_PARTITION in each for each in changes):
+            self._stated = None
 
-    def _compare_to_known(self, letters: pa.Table) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
-        """Return masks of the new letters, and of those among them at whose places there may be an older one. Two
-        tables may fail on one record: of its letters only the first counts as new."""
-        fresh, replacing = (np.zeros(letters.num_rows, dtype=bool) for _ in range(2))
-        record_times = _record_times(letters)
-        for partition, offsets, at in _by_partition(letters):
-            _, first = np.unique(offsets, return_index=True)
-            at, known = at[first], self._known.get(partition)
-            if known is None:
-                fresh[at] = True
-                continue
-            found = np.searchsorted(known.offsets, offsets[first])
-            found = np.minimum(found, len(known.offsets) - 1)
-            stored = known.offsets[found] == offsets[first]
-            later = known.times[found] < record_times[at]
-            fresh[at] = ~stored | later
-            replacing[at] = stored & later
-        return fresh, replacing
+    # letters that expire ----------------------------------------------------------------------------
+    def expire(self, ending: threading.Event) -> int:
+        """Remove letters whose records are older than `keep_ms`, except the newest one of each captured row; return
+        their number.
+
+        To be called at any interval: most calls do nothing. All letters are read for it, so old ones are removed at
+        most SWEEPS times within `keep_ms`: in pieces, between which other threads add letters. A letter goes one check
+        after the one that found it old, so that a slower peer that stores the letters of its interval again recognizes
+        it. Raises UnavailableError, UnknownOutcomeError, HistoryLostError: call again.
+        """
+        now_s = self._clock.monotonic_s()
+        if now_s < self._check_s:
+            return 0
+        self._check_s = now_s + min(EXPIRY_CHECK_S, self._keep_ms / 1000 / SWEEPS)
+        with self._one_at_a_time:
+            if (shard := self._shard) is None:
+                return 0  # not open yet, or dropped
+            with self._reopening(shard) as outcome:
+                self._follow(shard)
+            found = self._find_expired() if outcome.done else {}
+            self._removed = set()
+        try:
+            return self._sweep(shard, found, ending) if found else 0
+        finally:
+            self._removed = None
+
+    def _find_expired(self) -> Positions:
+        """Return the letters that a sweep may remove; none while a sweep is not worth it."""
+        limit_ms = self._clock.now_ms() - self._keep_ms
+        before, self._old = self._old, self._known.older_than(limit_ms)
+        late = self._known.older_than(limit_ms - self._keep_ms // SWEEPS)
+        if all(np.isin(offsets, self._stay.get(partition, NONE)).all() for partition, offsets in late.items()):
+            return {}
+        both = {partition: np.intersect1d(before.get(partition, NONE), old) for partition, old in self._old.items()}
+        return {partition: offsets for partition, offsets in both.items() if offsets.size}
+
+    def _sweep(self, shard: LogShard, found: Positions, ending: threading.Event) -> int:
+        newest = NewestOfRows(read_letter_pieces(self._portal, shard, NewestOfRows.COLUMNS))
+        stay: list[Changes] = []
+        count = 0
+        for rows in read_letter_pieces(self._portal, shard):
+            expired = is_at(rows, found)
+            stays = expired & newest.include(rows)
+            stay.append(changes_of(rows.filter(pa.array(stays))))
+            gone = combine_columns(rows.filter(pa.array(expired & ~stays)))
+            cuts = cut_positions(row_sizes(gone), EXPIRED_BYTES, EXPIRED_ROWS) if gone.num_rows else []
+            for start, end in pairwise(cuts):
+                if ending.is_set():
+                    return count
+                count += self._remove_expired(shard, gone.slice(start, end - start))
+        self._stay = positions_of(stay)
+        log.info("dead letters expired", shard=shard.name, letters=count)
+        return count
+
+    def _remove_expired(self, shard: LogShard, letters: pa.Table) -> int:
+        """Remove those of these letters that are still stored, and count them in the shard."""
+        while True:
+            with self._one_at_a_time, self._reopening(shard) as outcome:
+                self._follow(shard)
+                removed = self._removed or set()
+                changed = np.array([place in removed for place in places_of(letters)], dtype=bool)
+                gone = letters.filter(pa.array(self._known.include(letters) & ~changed))
+                if not gone.num_rows or self._append_expired(shard, gone, self._upper):
+                    return int(gone.num_rows)
+            if not outcome.done:
+                return 0  # the shard was evolved or dropped: the next check opens it
+
+    def _append_expired(self, shard: LogShard, gone: pa.Table, at: int) -> bool:
+        """Append the removal of these letters, and their number; False if a peer appended first."""
+        before = self._stated if self._stated is not None else letters_at(self._portal, shard, [EXPIRED])
+        removed = [retractions(rows, at) for rows in (gone, before)]
+        stated = expired_row(before, gone, at).select(removed[0].column_names)
+        if not self._append(shard, pa.concat_tables([*removed, stated]), at):
+            return False
+        self._known.add([changes_of(removed[0])])
+        self._stated = stated.select(before.column_names)
+        self.expired += gone.num_rows
+        return True
 
 
-def _record_times(rows: pa.Table) -> npt.NDArray[np.int64]:
-    """Return the times of the records of letters, in µs."""
-    times: npt.NDArray[np.int64] = rows.column("at").cast(pa.int64()).to_numpy()
-    return times
-
-
-def _by_partition(rows: pa.Table) -> list[tuple[_Partition, npt.NDArray[np.int64], npt.NDArray[np.int64]]]:
-    """Return (topic and partition, offsets, row numbers) of each partition that has rows."""
-    topics = rows.column("topic").to_pylist()
-    partitions = rows.column("partition").to_pylist()
-    offsets = int64s(rows, "offset")
-    found: dict[_Partition, list[int]] = {}
-    for at, partition in enumerate(zip(topics, partitions, strict=True)):
-        found.setdefault(partition, []).append(at)
-    numbers = {partition: np.array(at, dtype=np.int64) for partition, at in found.items()}
-    return [(partition, offsets[at], at) for partition, at in numbers.items()]
+class _Outcome:
+    done = False
 
 
 def letters_of_resolved(feed: TopicFeed, found: Resolved) -> pa.Table:

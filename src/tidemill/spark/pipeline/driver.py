@@ -30,7 +30,7 @@ import structlog
 
 from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolledBackError
 from tidemill.base.libraries import require
-from tidemill.base.limits import FRESHNESS_BUDGET_MS, PIPELINE_FRESHNESS_MS
+from tidemill.base.limits import DEAD_LETTERS_KEEP_MS, FRESHNESS_BUDGET_MS, PIPELINE_FRESHNESS_MS
 from tidemill.base.runtime import file_descriptors
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
 from tidemill.base.runtime.memory_budget import retain_freed_memory
@@ -62,6 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--instance", default="", help="distinguishes drivers of the same pipeline in their statuses")
     parser.add_argument("--driver-memory", default="1g")
     parser.add_argument("--budget-ms", type=int, default=FRESHNESS_BUDGET_MS, help="freshness.budget_s in ms")
+    help_text = "retention.dead_letters_s in ms"
+    parser.add_argument("--dead-letters-ms", type=int, default=DEAD_LETTERS_KEEP_MS, help=help_text)
     parser.add_argument(
         "--freshness-ms", action="append", type=int, help="freshness_s of each pipeline in ms: one for each --name"
     )
@@ -103,6 +105,7 @@ def main(arguments: list[str] | None = None) -> int:
             conf=conf,
             budget_ms=options.budget_ms,
             freshness_ms=freshness_ms,
+            dead_letters_ms=options.dead_letters_ms,
         )
 
     try:

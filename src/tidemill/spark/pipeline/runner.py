@@ -58,6 +58,8 @@ if TYPE_CHECKING:
 
 STOP_TIMEOUT_S = 4.0
 SESSION_THREAD = "session"
+EXPIRY_INTERVAL_S = 5.0
+"""Interval at which the writer of dead letters is asked to remove old ones; most of these calls do nothing."""
 REGISTRATION_CHECK_S = 30.0
 """Interval at which a driver checks that its row still exists."""
 REFUSAL_CHECK_S = 5.0
@@ -139,7 +141,8 @@ class PipelineRunner(PipelineContext):
 
     # start and stop ---------------------------------------------------------------------------------
     def _start(self) -> None:
-        self.dead_letters = DeadLetterWriter(self.portal, self._dead_letter_shard, self.stores.rand)
+        stores, keep_ms = self.stores, self.settings.dead_letters_ms
+        self.dead_letters = DeadLetterWriter(self.portal, self._dead_letter_shard, stores.rand, stores.clock, keep_ms)
         sources = self.pipeline.sources().items()
         self.feeds = [
             Feed(source, tables, self, self.dead_letters, self.pipeline.expectations) for source, tables in sources
@@ -156,6 +159,8 @@ class PipelineRunner(PipelineContext):
         self._owning = asyncio.run_coroutine_threadsafe(owning, self.portal.loop)
         self._owning.add_done_callback(self._on_ownership_lost)
         self._start_unit("catalogue", self._maintain_registration)
+        if self.pipeline.dead_letters:
+            self._start_unit("dead-letters", self._expire_dead_letters)
         if self.uses_spark:
             self._start_thread(SESSION_THREAD, self._watch_session)
         if not is_local(self.settings.master) and not self._opening.of_caller:  # it cancels all jobs
@@ -291,6 +296,12 @@ class PipelineRunner(PipelineContext):
     def _dead_letter_shard(self) -> LogShard:
         """Return the dead-letter shard. Raises InvalidError if a shard of that name is not one."""
         return self.portal.call(self.stores.shard(self.pipeline.dead_letters, DEAD_LETTERS))
+
+    def _expire_dead_letters(self) -> None:
+        """Remove old dead letters until the pipeline ends."""
+        while not self.ending.wait(EXPIRY_INTERVAL_S):
+            self.dead_letters.expire(self.ending)
+            self.tracker.clear_failure(f"pipeline:{self.settings.name}:dead-letters")
 
     def _watch_session(self) -> None:
         """Open the session. Raises SparkSessionLostError when its JVM exits, which derived tables alone would notice

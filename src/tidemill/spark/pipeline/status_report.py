@@ -428,6 +428,7 @@ class StatusReporter:
             "tables": tables,
             "memory": self._memory_usage(),
             "dead_letters": runner.dead_letters.total,
+            "dead_letters_expired": runner.dead_letters.expired,
             "spark": (spark.version if spark is not None else "") if runner.uses_spark else None,
             "master": runner.settings.master,
             "began_ms": self._began_ms,

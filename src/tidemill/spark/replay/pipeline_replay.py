@@ -14,8 +14,8 @@ from tidemill.spark.decode.dead_letter_rows import Place
 from tidemill.spark.definition import Pipeline
 from tidemill.spark.ingest.feed import feed_of
 from tidemill.spark.ingest.sources import SourceNotReadyError, TopicFeed
-from tidemill.spark.replay.stored_letters import StoredLetters
 from tidemill.spark.replay.table_replay import FINAL, UNKNOWN, WAITING, Outcome, TableReplay
+from tidemill.spark.stored_letters import StoredLetters
 from tidemill.spark.stores import Stores
 
 _Reader = tuple[str, str, TopicFeed]

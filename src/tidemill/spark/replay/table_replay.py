@@ -45,7 +45,7 @@ from tidemill.spark.merge.sequence import DELETED_MS
 from tidemill.spark.merge.sequence_ranks import NO_RANK, comparable_sequences, rank_rows
 from tidemill.spark.predicates.expectations import DEAD_LETTER, expectation_check
 from tidemill.spark.replay.newer_records import Key, NewerRecords, Rank, code_of, ranks_of
-from tidemill.spark.replay.stored_letters import StoredLetter
+from tidemill.spark.stored_letters import StoredLetter
 from tidemill.spark.stores import Stores
 from tidemill.spark.tombstones import Tombstones
 from tidemill.spark.write import WRITES
