@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,11 +11,11 @@ from typing import Any
 
 import pytest
 
-from support.spark.running import mark, started
+from support.spark.running import mark, pipeline, started
 from support.waiting import eventually
-from tidemill.base.clock import Rand
+from tidemill.base.clock import Rand, SystemClock
 from tidemill.base.errors import CorruptError, UnavailableError
-from tidemill.base.status.status import RESTARTS_MAX, StageStatus
+from tidemill.base.status.status import RESTARTS_MAX, StageState, StageStatus, derive_status, times_ahead_reason
 from tidemill.consensus.status.board import StatusBoard
 from tidemill.metastore.catalogue import PipelineRow
 from tidemill.spark.pipeline import runner as runner_module
@@ -204,6 +205,21 @@ def test_a_driver_that_ends_in_order_saves_the_mirrors_of_derived_tables_whose_t
         thread.join(30)
         released.set()
     assert saved == ["revenue"]
+
+
+def test_a_table_whose_times_are_ahead_of_the_clock_is_fresh_and_says_so(harbour: Any, tmp_path: Path) -> None:
+    """A binding of a node whose clock was ahead. `why` prints the reason of the table."""
+    clicks = harbour.create_topic("clicks")
+    harbour.produce(clicks, [(b"a", {"click_id": "a"})])
+    ahead_ms = SystemClock().now_ms() + 3_600_000
+    harbour.mint("topic/clicks", ahead_ms, clicks)
+    text = 'def build(p):\n    p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string"))\n'
+    with pipeline(harbour, tmp_path, text):
+        eventually(lambda: (m := mark(harbour, "shard:clicks")) and m.position == m.target == ahead_ms + 1)
+        found = mark(harbour, "shard:clicks")
+        assert found is not None and re.match(r"its newest time is 3,(600|5\d\d) s ahead of the clock", found.reason)
+        assert derive_status(found, "pipeline:p", found.since_ms, found.since_ms).state is StageState.IDLE
+    assert times_ahead_reason(11_001, 1_000) == "" != times_ahead_reason(11_002, 1_000)
 
 
 def test_a_table_that_gathers_records_says_so_and_is_not_stuck(harbour: Any, tmp_path: Path) -> None:
