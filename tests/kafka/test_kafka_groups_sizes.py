@@ -146,6 +146,35 @@ def test_topics_that_were_left_out_are_assigned_once_revoked_partitions_make_roo
         assert ask(group, seen, "m1").assignment is None and group.epoch == epoch, "nothing has changed"
 
 
+def test_partitions_that_move_between_members_do_not_leave_their_room_to_topics_that_were_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Regression: each revocation gave the room of the moving partitions to another topic, until few were left."""
+    seen, group = See({"p": Topic(topic_id("p", 0), 98)}), ConsumerGroup("g", LIMITS)
+    names = {"topics": frozenset({"p", "q"}), "pattern": ""}
+
+    def join_by_name(member_id: str) -> HeartbeatAnswer:
+        return ask(group, seen, member_id, 0, rebalance_ms=1_000, owned={}, **names)
+
+    owned = {"m1": join_by_name("m1").assignment or {}}
+    for room in range(10_000, 0, -sizes.PLACE_BYTES):  # with a second member there is no room for all of p
+        monkeypatch.setattr(sizes, "GROUP_BYTES_MAX", room)
+        if sizes.room_for_topics(group, group.members.values()) < 100:
+            break
+    seen.change("q", Topic(topic_id("q", 0), 8))
+    ask(group, seen, "m1", owned=owned["m1"])
+    assert group.topics_left_out == 1
+    second = join_by_name("m2")
+    assert second.error == 0
+    owned["m2"] = second.assignment or {}
+    for _ in range(20):
+        for member_id in ("m1", "m2"):
+            answer = ask(group, seen, member_id, owned=owned[member_id])
+            owned[member_id] = owned[member_id] if answer.assignment is None else answer.assignment
+    held = [member.held[topic_id("p", 0)] for member in group.members.values()]
+    assert sorted(map(len, held)) == [49, 49] and not held[0] & held[1]
+
+
 def test_a_member_may_repeat_its_subscription_though_topics_are_left_out() -> None:
     group, seen = overfull()
     owned = group.members["m1"].assigned

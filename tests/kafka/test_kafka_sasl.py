@@ -41,6 +41,7 @@ from tidemill.kafka.net.memory_budget import BudgetedSession, MemoryBudget
 from tidemill.security.sasl import (
     CHECKS_MAX,
     CHECKS_PER_ADDRESS,
+    FAILED_PER_USER,
     MECHANISMS,
     Authenticator,
     AuthFailureThrottle,
@@ -611,35 +612,41 @@ async def test_the_authenticator_takes_turns_with_passwords() -> None:
     assert ScramServer(SCRAM_SHA_256, "n").read_client_first(b"n,,n=u,r=x") == "u"
 
 
-async def test_few_passwords_of_one_address_and_not_too_many_in_all_wait_to_be_checked(
+async def test_failing_passwords_of_one_user_and_too_many_in_all_wait_to_be_checked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("tidemill.security.sasl.matches_password", lambda *_: False)
     monkeypatch.setattr("tidemill.security.sasl.LONGEST_DELAY_S", 60.0)
     authenticator = without_users()
 
-    async def attempt(hosts: Iterable[str]) -> Counter[str]:
-        """Return the errors of concurrent attempts from these addresses."""
-        attempts = (authenticator.verify_password("u", "p", host) for host in hosts)
-        found = await asyncio.gather(*attempts, return_exceptions=True)
+    async def attempt(attempts: Iterable[tuple[str, str]]) -> Counter[str]:
+        """Return the errors of concurrent attempts: (user, address)."""
+        checks = (authenticator.verify_password(user, "p", host) for user, host in attempts)
+        found = await asyncio.gather(*checks, return_exceptions=True)
         return Counter(type(error).__name__ for error in found)
 
     failed, refused = AuthenticationFailedError.__name__, TooManyChecksError.__name__
-    assert await attempt(["a"] * 200) == {failed: CHECKS_PER_ADDRESS, refused: 200 - CHECKS_PER_ADDRESS}
-    assert await attempt(["a", "b"]) == {refused: 1, failed: 1}, "the delay of `a` has not passed"
-    assert await attempt(f"c{i}" for i in range(CHECKS_MAX + 88)) == {failed: CHECKS_MAX, refused: 88}
+    for _ in range(FAILED_PER_USER):
+        assert await attempt([("u", "a")]) == {failed: 1}
+    assert await attempt([("u", "a"), ("u", "b"), ("v", "a")]) == {refused: 1, failed: 2}, (
+        "only that user at that address"
+    )
+    users = [(f"u{i}", "c") for i in range(CHECKS_PER_ADDRESS + 8)]
+    assert await attempt(users) == {failed: CHECKS_PER_ADDRESS, refused: 8}
+    hosts = [("u", f"d{i}") for i in range(CHECKS_MAX + 88)]
+    assert await attempt(hosts) == {failed: CHECKS_MAX, refused: 88}
     monkeypatch.setattr("tidemill.security.sasl.LONGEST_DELAY_S", 0.01)
-    assert await attempt(["d"] * CHECKS_PER_ADDRESS) == {failed: CHECKS_PER_ADDRESS}
-    await until(lambda: "d" not in authenticator._checks._by_host)
-    assert await attempt(["d"]) == {failed: 1}
+    assert await attempt([("u", "e")] * FAILED_PER_USER) == {failed: FAILED_PER_USER}
+    await until(lambda: ("e", "u") not in authenticator._checks._failed)
+    assert await attempt([("u", "e")]) == {failed: 1}
     monkeypatch.setattr("tidemill.security.sasl.matches_password", lambda *_: True)
 
     async def credential(user: str, mechanism: int) -> Credential:
         return decoy_credential(user, mechanism, b"secret", ())
 
     authenticator.users.credential = credential  # type: ignore[method-assign]
-    for _ in range(CHECKS_PER_ADDRESS + 1):
-        assert await authenticator.verify_password("u", "p", "d") == "User:u", "a check that succeeded counts no longer"
+    burst = (authenticator.verify_password("w", "p", "a") for _ in range(500))
+    assert set(await asyncio.gather(*burst)) == {"User:w"}, "all connections of an address after a restart"
 
 
 @pytest.mark.parametrize("version", [0, 1])

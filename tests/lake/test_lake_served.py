@@ -21,7 +21,7 @@ from joserfc import jwt
 from joserfc.jwk import OctKey
 
 from support.faults.served import Served, World
-from support.lake.readers import FROM_CATALOGUE, INSTALLED, ForeignReader, ReadError
+from support.lake.readers import FROM_CATALOGUE, ForeignReader, ReadError, packages_of
 from support.lake.world import rows_of
 from support.objects.moto_access import start_server
 from support.waiting import eventually
@@ -240,7 +240,7 @@ def test_the_guides_examples_in_python_run(lake: Lake) -> None:
     want = f"{lake.contents('orders').num_rows} 2"
 
     def counts(text: str) -> str:
-        return run(text, INSTALLED / "pyiceberg", lake.url).splitlines()[-1]
+        return run(text, packages_of("pyiceberg"), lake.url).splitlines()[-1]
 
     eventually(lambda: counts(programs[-1]) == want, "the newest common time", pause_s=0.5)
     assert counts("\n".join(programs)) == want
@@ -249,13 +249,13 @@ def test_the_guides_examples_in_python_run(lake: Lake) -> None:
 @pytest.mark.extended
 def test_the_guides_example_for_spark_runs(lake: Lake) -> None:
     (program,) = [text for text in blocks("python") if "SparkSession" in text]
-    (jar,) = (INSTALLED / "spark").glob("*.jar")
+    (jar,) = packages_of("spark").glob("*.jar")
     packages = '"spark.jars.packages", "org.apache.iceberg:iceberg-spark-runtime-4.1_2.13:1.12.0"'
     assert packages in program and jar.name == "iceberg-spark-runtime-4.1_2.13-1.12.0.jar"
     program = program.replace(packages, f'"spark.jars", "{jar}"').replace(
         ".getOrCreate()", '.master("local[1]").getOrCreate()'
     )
-    assert re.search(r"\| +open\|", run(program, INSTALLED / "spark/pyspark", lake.url))
+    assert re.search(r"\| +open\|", run(program, packages_of("spark/pyspark"), lake.url))
 
 
 def test_the_guides_example_for_clickhouse_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ for statement in {statements.replace("http://s3.example/bucket", f"http://{host}
 """
 
             def counts() -> set[str]:
-                return set(run(program, INSTALLED / "clickhouse", lake.url).split())
+                return set(run(program, packages_of("clickhouse"), lake.url).split())
 
             eventually(lambda: counts() == {'"open",2999', '"paid",1'}, "the contents on S3", pause_s=0.5)
     finally:
@@ -299,4 +299,4 @@ for statement in {statements!r}.split(";"):
     if statement.strip() and "INSTALL" not in statement and "LOAD" not in statement:
         print(connection.execute(statement).fetchall())
 """
-    assert "('open', " in run(program, INSTALLED / "duckdb", lake.url)
+    assert "('open', " in run(program, packages_of("duckdb"), lake.url)

@@ -280,7 +280,7 @@ class Metastore:
 
     async def _sync(self, opened: _OpenDomains, indexes: Iterable[int], fresh: bool) -> None:
         for index in indexes:
-            now_s = self._clock.monotonic_s()
+            now_s = self._clock.boot_s()
             if not fresh and now_s - opened.synced_s[index] < STALE_S:
                 continue
             await _await_read(opened.domains[index].sync())

@@ -12,6 +12,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 import msgspec
+import structlog
 from starlette.routing import BaseRoute
 
 from tidemill.base.address import Address
@@ -38,6 +39,8 @@ MoreRoutes = Callable[["NodeContext"], Sequence[BaseRoute]]
 """Factory of routes to serve next to the shapes."""
 
 STARTING = "the node is starting."
+
+log = structlog.get_logger()
 
 
 class Storage(msgspec.Struct, frozen=True):
@@ -89,6 +92,13 @@ class NodeContext:
         """Find the addresses to which clients of this node are sent. A wildcard needs the name of this machine, which
         may wait for DNS."""
         self.advertised = await call_in_daemon_thread(partial(advertised_addresses, self.config), "own name")
+        node = self.config.node
+        bound = [address for address in (node.http, node.kafka) if address]
+        if not node.advertised_host and any(Address.parse(address).is_wildcard for address in bound):
+            log.warning(
+                "clients are sent to the name of this machine; node.advertised_host sets another one",
+                addresses={key: str(address) for key, address in self.advertised.items()},
+            )
 
     @property
     def url(self) -> str:

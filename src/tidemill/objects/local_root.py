@@ -6,10 +6,9 @@ like a store as soon as any process has prepared it. Therefore:
 - Invariant (created once): only a process that may create the store prepares an unprepared directory. For the others it
   is unavailable, until it is mounted. One that has the layout of a store is a copy of it.
 - Invariant (same directory): a process creates and removes names only in the directory that it opened, and concludes
-  only there that an object is missing. The inodes of the directory and of `.tmp` identify it, and the nonce in `.id`, a
-  symbolic link to nothing: one call creates it with its content, and one reads it. Inodes alone do not, since
-  the roots of most file systems have the same one; device numbers do not, since some file systems have another one
-  after each mount.
+  only there that an object is missing. The inodes of the directory and of `.tmp` identify it, and the nonce in the file
+  `.id`. Inodes alone do not, since the roots of most file systems have the same one; device numbers do not, since some
+  file systems have another one after each mount.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from tidemill.objects.durable_create import Syscalls
 
 TEMPORARY = ".tmp"
 IDENTITY = ".id"
-_NO_SYMLINKS = {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP}
+_READ_ONLY = {errno.EPERM, errno.EACCES, errno.EROFS}
 
 _IN_EMPTY_FILE_SYSTEMS = {"lost+found"}
 _IN_EVERY_STORE = "metastore"
@@ -89,22 +88,32 @@ class LocalRoot:
         """Create the nonce of the directory, unless it has one: directories of former versions have none."""
         if self._nonce():
             return
+        nonce = self._rand.nonce()
+        temporary = f"{self.temporary}/id-{nonce}"
         try:
-            os.symlink(self._rand.nonce(), self.prefix + IDENTITY)
-        except FileExistsError:
-            return
+            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+            try:
+                os.write(descriptor, nonce.encode())
+                os.fsync(descriptor)
+                with contextlib.suppress(FileExistsError):
+                    os.link(temporary, self.prefix + IDENTITY)  # complete, or not there
+            finally:
+                os.close(descriptor)
+                os.unlink(temporary)
         except OSError as error:
-            if error.errno not in _NO_SYMLINKS:
+            if error.errno not in _READ_ONLY:
                 raise
         self._calls.fsync_directory(self.path)
 
     def _nonce(self) -> str:
         try:
-            return os.readlink(self.prefix + IDENTITY)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.EINVAL):  # absent, or a file
-                return ""
-            raise
+            descriptor = os.open(self.prefix + IDENTITY, os.O_RDONLY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return ""
+        try:
+            return os.read(descriptor, 256).decode()
+        finally:
+            os.close(descriptor)
 
     def check(self) -> None:
         """Check that the path still leads to the directory that was opened: in another one, a missing object proves
@@ -115,6 +124,8 @@ class LocalRoot:
             raise UnavailableError(
                 f"the object directory does not exist any more, {error.strerror}: root={self.path}.", fix=_FIX
             ) from error
+        if self._opened is not None and not self._opened[2] and found[:2] == self._opened[:2]:
+            self._opened = found  # a process that may write gave the directory its nonce
         if found != self._opened:
             raise UnavailableError(
                 f"another directory is in place of the object directory: root={self.path}.",

@@ -11,9 +11,9 @@ credential, which every node derives alike (`users`).
 Key derivation is expensive: at most DERIVED_AT_ONCE passwords are derived concurrently, in threads. Failed
 authentications, of any kind, are delayed by client address: each failure is answered more slowly than the one before.
 
-Invariant (bounded queue): at most CHECKS_MAX passwords wait, and at most CHECKS_PER_ADDRESS of one address. A failed
-check counts towards the latter for another LONGEST_DELAY_S, so that a client cannot evade the delay by closing its
-connections.
+Invariant (bounded queue): at most CHECKS_MAX passwords wait, and at most CHECKS_PER_ADDRESS of one address. Of one user
+at one address, at most FAILED_PER_USER checks that failed within LONGEST_DELAY_S: a client cannot evade the delay by
+closing its connections, and other users of its address are checked.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeVar
 
 import msgspec
 
@@ -44,9 +44,12 @@ PLAIN: Final = "PLAIN"
 OAUTHBEARER: Final = "OAUTHBEARER"
 MECHANISMS: Final = (PLAIN, *NAMES.values(), OAUTHBEARER)
 DERIVED_AT_ONCE: Final = 2
-CHECKS_MAX: Final = 512
-"""Limit of password checks that wait: in the order of a second of work, well below the time limit of Kafka clients."""
-CHECKS_PER_ADDRESS: Final = 128
+CHECKS_MAX: Final = 1_024
+"""Limit of password checks that wait: some seconds of work, below the time limit of Kafka clients."""
+CHECKS_PER_ADDRESS: Final = 512
+"""Limit for one address, at least the default of `kafka.connections_per_address_max`: after a restart all of them
+arrive together."""
+FAILED_PER_USER: Final = 16
 PASSWORD_CHARS_MAX: Final = 1_024
 FIRST_DELAY_S: Final = 0.1
 LONGEST_DELAY_S: Final = 2.0
@@ -54,6 +57,7 @@ FORGOTTEN_AFTER_S: Final = 60.0
 ADDRESSES_MAX: Final = 1_000
 """Limit of addresses whose failures are remembered."""
 
+T = TypeVar("T")
 _STRONGEST_FIRST: Final = (SCRAM_SHA_512, SCRAM_SHA_256)
 
 
@@ -97,7 +101,7 @@ class Authenticator:
         AuthenticationFailedError, TooManyChecksError."""
         if not user or len(password) > PASSWORD_CHARS_MAX:
             raise AuthenticationFailedError("user name missing or password too long", user)
-        with self._checks.count(host):
+        with self._checks.count(host, user):
             first, second = await asyncio.gather(*(self.users.credential(user, each) for each in _STRONGEST_FIRST))
             found = first or second
             decoy = await self.users.decoy(user)
@@ -113,38 +117,38 @@ class TooManyChecksError(UnavailableError):
 
 
 class PasswordChecks:
-    """Number of running password checks, by address and in all."""
+    """Password checks: those that run, by address, and those that failed a moment ago, by address and user."""
 
     def __init__(self) -> None:
-        self._by_host: Counter[str] = Counter()
-        self._running = 0
+        self._running: Counter[str] = Counter()
+        self._failed: Counter[tuple[str, str]] = Counter()
 
     @contextmanager
-    def count(self, host: str) -> Iterator[None]:
+    def count(self, host: str, user: str) -> Iterator[None]:
         """Count the check in the body. Raises TooManyChecksError."""
-        if self._by_host[host] >= CHECKS_PER_ADDRESS or self._running >= CHECKS_MAX:
+        if (
+            self._running[host] >= CHECKS_PER_ADDRESS
+            or self._running.total() >= CHECKS_MAX
+            or self._failed[host, user] >= FAILED_PER_USER
+        ):
             raise TooManyChecksError(
                 f"too many passwords are being checked: host={host}.", fix="Retry in some seconds."
             )
-        self._by_host[host] += 1
-        self._running += 1
-        failed = False
+        self._running[host] += 1
         try:
             yield
         except AuthenticationFailedError:
-            failed = True
+            self._failed[host, user] += 1
+            asyncio.get_running_loop().call_later(LONGEST_DELAY_S, _release, self._failed, (host, user))
             raise
         finally:
-            self._running -= 1
-            if failed:
-                asyncio.get_running_loop().call_later(LONGEST_DELAY_S, self._release, host)
-            else:
-                self._release(host)
+            _release(self._running, host)
 
-    def _release(self, host: str) -> None:
-        self._by_host[host] -= 1
-        if not self._by_host[host]:
-            del self._by_host[host]
+
+def _release(counts: Counter[T], key: T) -> None:
+    counts[key] -= 1
+    if not counts[key]:
+        del counts[key]
 
 
 class _Plain:

@@ -7,6 +7,8 @@ the cluster.
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Final
 
@@ -55,6 +57,8 @@ class Users:
         self._metastore = metastore
         self._clock = clock
         self._rows: Sequence[UserRow] = ()
+        self._reading = asyncio.Lock()
+        """Held while forms are computed: after a change, many authentications need them at one time."""
         self._forms: dict[int, list[CredentialForm]] = {}
         """Forms of the credentials in `_rows` by mechanism; ANY_MECHANISM: of the strongest one of each user."""
 
@@ -68,9 +72,10 @@ class Users:
     async def decoy(self, user: str, mechanism: int = ANY_MECHANISM) -> Credential:
         """Return a credential that no password matches and that looks like a stored one (`scram.decoy_credential`)."""
         secret = await self._metastore.secret()
-        rows = await self._metastore.rows(USERS, fresh=False)
-        if rows is not self._rows:
-            self._rows, self._forms = rows, _forms_of(rows)
+        async with self._reading:
+            rows = await self._metastore.rows(USERS, fresh=False)
+            if rows is not self._rows:
+                self._rows, self._forms = rows, _forms_of(rows)
         return decoy_credential(user, mechanism, secret, self._forms.get(mechanism, ()))
 
     async def list(self) -> list[Credential]:
@@ -108,13 +113,15 @@ class Users:
 
 def _forms_of(rows: Iterable[UserRow]) -> dict[int, list[CredentialForm]]:
     """Return the forms by mechanism, in order. `rows` are ordered by user and mechanism."""
-    found: dict[int, list[CredentialForm]] = {}
+    found: dict[int, Counter[CredentialForm]] = {}
     strongest: dict[str, CredentialForm] = {}
     for row in rows:
         form = strongest[row.user] = form_of(row.mechanism, row.salt, row.iterations)
-        found.setdefault(row.mechanism, []).append(form)
-    found[ANY_MECHANISM] = list(strongest.values())
-    return {mechanism: sorted(forms) for mechanism, forms in found.items()}
+        found.setdefault(row.mechanism, Counter())[form] += 1
+    found[ANY_MECHANISM] = Counter(strongest.values())
+    return {
+        mechanism: [form for form in sorted(counts) for _ in range(counts[form])] for mechanism, counts in found.items()
+    }
 
 
 def _credential(row: UserRow) -> Credential:

@@ -29,6 +29,13 @@ BY_SNAPSHOT = ("pyiceberg", "duckdb", "polars", "spark", *WITHOUT_VECTORS)
 BY_TAG = ("pyiceberg", "spark")
 
 
+def packages_of(name: str) -> Path:
+    """Return the packages of a reader. Skips the test if they are not installed."""
+    if not (INSTALLED / name).is_dir():
+        pytest.skip(f"{name} is not installed: run tests/lake/readers/install")
+    return INSTALLED / name
+
+
 class ReadError(Exception):
     """The reader refused the table, in its words."""
 
@@ -39,9 +46,7 @@ class ForeignReader:
     def __init__(self, name: str, scratch: Path) -> None:
         # Polars and Daft parse metadata with pyiceberg.
         needed = {"polars": ["pyiceberg"], "daft": ["daft", "pyiceberg"], "spark": ["spark/pyspark"]}.get(name, [name])
-        self._packages = [INSTALLED / each for each in needed]
-        if not all(each.is_dir() for each in self._packages):
-            pytest.skip(f"{name} is not installed: run tests/lake/readers/install")
+        self._packages = [packages_of(each) for each in needed]
         self.name = name
         self.format = 2 if name in WITHOUT_VECTORS else 3
         """Newest format that it reads."""

@@ -237,7 +237,9 @@ def _check_exposure(config: Config) -> str:
 def _check_advertised(config: Config) -> str:
     addresses = advertised_addresses(config)
     found = " ".join(f"{key}={address}" for key, address in addresses.items())
-    if any(address.is_wildcard for address in addresses.values()):
+    bound = {"node.http": config.node.http, "node.kafka": config.node.kafka}
+    open_to_all = {key for key, address in bound.items() if address and Address.parse(address).is_wildcard}
+    if any(address.is_wildcard or (address.is_loopback and key in open_to_all) for key, address in addresses.items()):
         return (
             f"WARNING: other machines are sent to an address that they cannot open: {found}."
             " Set node.advertised_host to a name that clients resolve"

@@ -12,7 +12,7 @@ keeps room for members that join later.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from tidemill.base.limits import METASTORE_BATCH_BYTES
@@ -31,7 +31,8 @@ RESERVE_SHARE: Final = 8
 
 def room_for_partitions(group: ConsumerGroup, members: Iterable[ConsumerGroupMember]) -> int:
     """Return how many partitions a group of these members has room for; negative if the members need too much."""
-    return (GROUP_BYTES_MAX - sum(_member_bytes(group, member) for member in members)) // PLACE_BYTES
+    headers: dict[frozenset[str], int] = {}
+    return (GROUP_BYTES_MAX - sum(_member_bytes(group, member, headers) for member in members)) // PLACE_BYTES
 
 
 def room_for_topics(group: ConsumerGroup, members: Iterable[ConsumerGroupMember]) -> int:
@@ -45,10 +46,14 @@ def _reserve_bytes(group: ConsumerGroup, members: Iterable[ConsumerGroupMember])
     return min(GROUP_BYTES_MAX // RESERVE_SHARE, max(0, further_bytes))
 
 
-def _member_bytes(group: ConsumerGroup, member: ConsumerGroupMember) -> int:
+def _member_bytes(group: ConsumerGroup, member: ConsumerGroupMember, headers: dict[frozenset[str], int]) -> int:
+    """`headers`: bytes in front of the names of a subscription, which the members of a group often share."""
     texts = (member.instance_id, member.rack_id, member.client_id, member.client_host, member.assignor)
     keys_bytes = 2 * (len(group.name.encode()) + len(member.member_id.encode()))
-    names_bytes = member.subscription_bytes + sum(map(_header_bytes, map(len, map(str.encode, member.topics))))
+    if (headers_bytes := headers.get(member.topics)) is None:
+        headers_bytes = sum(map(_header_bytes, map(len, map(str.encode, member.topics))))
+        headers[member.topics] = headers_bytes
+    names_bytes = member.subscription_bytes + headers_bytes
     return MEMBER_BYTES + keys_bytes + names_bytes + sum(len((text or "").encode()) for text in texts)
 
 
@@ -100,20 +105,21 @@ def _existing(names: Iterable[str], seen: TopicSnapshot) -> dict[str, Topic]:
 
 
 def fitting_topics(group: ConsumerGroup, found: Mapping[str, Topic]) -> dict[str, Topic]:
-    """Return the topics for which the group has room: held topics first, then assigned ones, then those first in order.
+    """Return the topics for which the group has room: taken topics first, then those first in order.
 
-    A topic that a member holds and wants is always there; without room for its further partitions, it has none of them.
+    A topic of which a member that wants it has partitions is always there; without room for its further partitions, it
+    has none of them. Partitions that move are taken also while no member holds them: their room is not given to others.
     """
-    held = _held_counts(group.members.values())
+    taken = _taken_partitions(group, found)
+    held = Counter({topic_id: len(partitions) for topic_id, partitions in taken.items()})
     room = room_for_topics(group, group.members.values()) - held.total()
     unheld = {name: max(0, topic.partitions - held[topic.topic_id]) for name, topic in found.items()}
     if sum(unheld.values()) <= room:
         return dict(found)
     room = max(0, room)
     ends = _wanted_ends(group, found)
-    assigned = {topic_id for member in group.members.values() for topic_id in member.target}
     kept: dict[str, Topic] = {}
-    for name in sorted(found, key=lambda name: (name not in ends, found[name].topic_id not in assigned, name)):
+    for name in sorted(found, key=lambda name: (name not in ends, name)):
         if unheld[name] <= room:
             room -= unheld[name]
             kept[name] = found[name]
@@ -122,14 +128,31 @@ def fitting_topics(group: ConsumerGroup, found: Mapping[str, Topic]) -> dict[str
     return {name: kept[name] for name in found if name in kept}
 
 
+def _taken_partitions(group: ConsumerGroup, found: Mapping[str, Topic]) -> dict[str, set[int]]:
+    """Return topic id → partitions that a member holds, or that are assigned to a subscriber."""
+    taken: dict[str, set[int]] = {}
+    for member in group.members.values():
+        for topic_id, partitions in member.held.items():
+            taken.setdefault(topic_id, set()).update(partitions)
+    for _, topic_id, partitions in _wanted(group, found):
+        taken.setdefault(topic_id, set()).update(partitions)
+    return taken
+
+
 def _wanted_ends(group: ConsumerGroup, found: Mapping[str, Topic]) -> dict[str, int]:
-    """Return the topics of which a subscriber holds partitions, each with the end of the range of these."""
-    names = {topic.topic_id: name for name, topic in found.items()}
+    """Return the topics of which a subscriber has partitions, each with the end of the range of these."""
     ends: dict[str, int] = {}
+    for name, _, partitions in _wanted(group, found):
+        ends[name] = max(ends.get(name, 0), max(partitions) + 1)
+    return ends
+
+
+def _wanted(group: ConsumerGroup, found: Mapping[str, Topic]) -> Iterator[tuple[str, str, frozenset[int]]]:
+    """Return the name, the id and the partitions of each topic that a subscriber holds or is assigned."""
+    names = {topic.topic_id: name for name, topic in found.items()}
     for member in group.members.values():
         matches = group.matches.get(member.pattern, frozenset())
-        for topic_id, partitions in member.held.items():
+        for topic_id, partitions in (*member.held.items(), *member.target.items()):
             name = names.get(topic_id)
-            if name is not None and (name in member.topics or name in matches):
-                ends[name] = max(ends.get(name, 0), max(partitions) + 1)
-    return ends
+            if partitions and name is not None and (name in member.topics or name in matches):
+                yield name, topic_id, partitions
