@@ -304,6 +304,19 @@ def test_what_cannot_be_searched_is_valid_without_anchors() -> None:
         parsed({**mixed, "properties": {"d": {"$ref": "#d"}, "e": {"$id": "#d"}}})
 
 
+def test_an_embedded_schema_precedes_one_that_is_embedded_in_a_referenced_schema() -> None:
+    def bundled(kind: str, uri: str, **more: Any) -> dict[str, Any]:
+        address = {"$id": "http://example.com/address", "type": kind}
+        return {"$schema": DRAFT2020, "$id": f"http://example.com/{uri}", "$defs": {"a": address}, **more}
+
+    other = SchemaRow(1, "JSON", json.dumps(bundled("string", "customer")))
+    order = bundled("integer", "order", properties={"v": {"$ref": "address"}})
+    references = (Reference("customer", "c", 1),)
+    found = parse_schema(SubmittedSchema("JSON", json.dumps(order), references), {("c", 1): other})
+    assert find_problems("BACKWARD", found, parsed({**obj(v=INT), "$schema": DRAFT2020}), StepBudget()) == []
+    assert find_problems("BACKWARD", found, parsed({**obj(v=STR), "$schema": DRAFT2020}), StepBudget()) != []
+
+
 def test_dynamic_references_are_followed() -> None:
     tree = obj(v=INT, kids={"type": "array", "items": {"$dynamicRef": "#node"}})
     draft = {"$schema": "https://json-schema.org/draft/2020-12/schema", "$dynamicAnchor": "node"}

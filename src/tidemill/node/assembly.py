@@ -478,7 +478,7 @@ def _build_maintenance(node: NodeContext, storage: Storage) -> tuple[CheckpointS
         ),
         alive_interval_s=alive_interval_s,
     )  # fmt: skip
-    retention = Retention(**config.retention.model_dump())
+    retention = Retention(**config.retention.model_dump(exclude={"dead_letters_s"}))
     pool = ThreadPoolExecutor(1, thread_name_prefix="keeper")
     node.stack.callback(pool.shutdown, wait=False)
     oldest = oldest_versions(config.lake)

@@ -34,10 +34,10 @@ class ReferenceResolver:
         root = Resource.from_contents(tree, default_specification=DRAFT7)
         uri = root.id() or ""
         named = [(name, Resource.from_contents(other, default_specification=DRAFT7)) for name, other in others]
-        registry = _with_documents(REGISTRY, named)
+        registry = _with_documents(REGISTRY, named, named)
         self._draft = DRAFT7
         self._by_name = registry.resolver()
-        self.root = _with_documents(registry, [(uri, root)]).resolver(uri)
+        self.root = _with_documents(registry, [(uri, root)], [*named, (uri, root)]).resolver(uri)
         """Resolver of the schema itself; its parts may have others."""
 
     def enter(self, schema: dict[str, Any], resolver: Any) -> Any:
@@ -64,14 +64,17 @@ class ReferenceResolver:
                 raise invalid_schema(f"unresolved reference {shorten(reference)}") from error
 
 
-def _with_documents(registry: Any, documents: Iterable[tuple[str, Any]]) -> Any:
-    """Return `registry` with documents, their nested schemas and their anchors, so that no look-up searches again."""
-    unsearched = registry.with_resources(documents)
-    found = registry.combine(type(registry)(resources=dict(unsearched)))
-    # Some valid documents cannot be searched, such as one whose `dependencies` have an array after a schema.
-    with suppress(AttributeError, TypeError, ValueError):
-        found = unsearched.crawl().combine(found)  # a document precedes a nested schema of the same URI
-    return found
+def _with_documents(registry: Any, documents: Iterable[tuple[str, Any]], first: Iterable[tuple[str, Any]]) -> Any:
+    """Return `registry` with documents, their nested schemas and their anchors, so that no look-up searches again.
+
+    The documents `first` precede nested schemas of the same URI, and these precede those of `registry`.
+    """
+    empty = type(registry)
+    for uri, document in documents:
+        # Some valid documents cannot be searched, such as one whose `dependencies` have an array after a schema.
+        with suppress(AttributeError, TypeError, ValueError):
+            registry = registry.combine(empty().with_resource(uri, document).crawl())
+    return registry.combine(empty(resources=dict(first)))
 
 
 def _limit_uris(documents: Iterable[tuple[str, Any]]) -> None:
