@@ -340,7 +340,7 @@ def test_the_rights_of_a_client_to_a_topic_are_checked_once_however_many_pattern
         asked.append(topic)
         return topic != "t3"
 
-    view = TopicView(None, {f"t{n}?": frozenset(names[: n + 1]) for n in range(10)}, may)  # type: ignore[arg-type]
+    view = TopicView(None, {f"t{n}?": frozenset(names[: n + 1]) for n in range(10)}, may, lambda names: names)  # type: ignore[arg-type]
     assert [len(view.matching(f"t{n}?")) for n in range(10)] == [1, 2, 3, 3, 4, 5, 6, 7, 8, 9]
     assert sorted(asked) == names
 

@@ -44,6 +44,16 @@ async def matched(patterns: TopicPatterns, *wanted: str) -> list[int]:
     return [len(view.matching(pattern)) for pattern in wanted]
 
 
+async def test_groups_share_the_visible_matches_of_one_pattern() -> None:
+    """Regression: each group held and counted its own set as soon as one matching topic was hidden."""
+    patterns = patterns_of(NAMES)
+    views = [await patterns.topics_view(lambda: {".*"}, lambda name: name != NAMES[7]) for _ in range(2)]
+    found = [view.matching(".*") for view in views]
+    assert found[0] is found[1] and found[0] == frozenset(NAMES) - {NAMES[7]}
+    del found
+    assert not patterns._visible, "nothing is kept for a group that is gone"
+
+
 async def test_all_cached_matches_together_are_bounded() -> None:
     patterns = patterns_of(NAMES)
     await matched(patterns, "none")

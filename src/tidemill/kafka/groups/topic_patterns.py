@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import compress, filterfalse
 from typing import Final
+from weakref import WeakValueDictionary
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -44,10 +45,18 @@ class TopicView:
     It must be used before the next await, because it reads `cache`.
     """
 
-    def __init__(self, cache: TopicCache, matches: Mapping[str, frozenset[str]], may: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        cache: TopicCache,
+        matches: Mapping[str, frozenset[str]],
+        may: Callable[[str], bool],
+        share: Callable[[frozenset[str]], frozenset[str]],
+    ) -> None:
+        """`share` returns an equal set that is in memory already, or the given one."""
         self.cache = cache
         self._matches = matches
         self._may = may
+        self._share = share
 
     @cached_property
     def _hidden(self) -> frozenset[str]:
@@ -64,7 +73,7 @@ class TopicView:
 
     def matching(self, pattern: str) -> frozenset[str]:
         matches = self._matches[pattern]
-        return matches - self._hidden if self._hidden else matches
+        return self._share(matches - self._hidden) if self._hidden else matches
 
 
 class TopicPatterns:
@@ -75,6 +84,8 @@ class TopicPatterns:
         self._version = -1
         self.bytes_max = bytes_max
         self._matches: RecentCache[str, frozenset[str]] = RecentCache(bytes_max)
+        self._visible: WeakValueDictionary[int, frozenset[str]] = WeakValueDictionary()
+        """Hash → visible matches that a group holds: many groups have the same ones."""
 
     @property
     def used_bytes(self) -> int:
@@ -98,7 +109,7 @@ class TopicPatterns:
                     known[pattern] = matches
             missing = wanted - known.keys()
             if not missing:
-                return TopicView(self._cache, {pattern: known[pattern] for pattern in wanted}, may)
+                return TopicView(self._cache, {pattern: known[pattern] for pattern in wanted}, may, self._share)
             names = [row.name for row in self._cache.rows()]
             found, error = await asyncio.to_thread(match_patterns, missing, names)
             if error is not None:
@@ -110,6 +121,13 @@ class TopicPatterns:
                     size = PATTERN_BYTES + sys.getsizeof(pattern) + sys.getsizeof(matches)
                     self._matches.put(pattern, matches, size)
         raise UnavailableError("topics change too fast for their names to be matched.")
+
+    def _share(self, names: frozenset[str]) -> frozenset[str]:
+        same = self._visible.get(hash(names))
+        if same == names:
+            return same
+        self._visible[hash(names)] = names
+        return names
 
     def _follow_version(self) -> None:
         if self._version != self._cache.version:
