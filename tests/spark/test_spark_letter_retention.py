@@ -7,6 +7,7 @@ import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ import pytest
 from support.spark.running import started
 from support.waiting import eventually
 from tidemill.base.clock import ManualClock
+from tidemill.base.errors import CorruptError
+from tidemill.cli.pipeline import view
 from tidemill.cli.verify.tables import poisoned_keys
 from tidemill.console.dead_letter_read import LettersRead, read_letters
 from tidemill.shards.api import Column, ShardSchema
@@ -52,7 +55,7 @@ class Keeper:
 
     def after(self, ms: int) -> int:
         self.clock.advance(ms)
-        return self.writer.expire(threading.Event())
+        return self.writer.expire(threading.Event()) or 0
 
     def stored(self) -> list[int]:
         return sorted(row["offset"] for row in self.harbour.contents(NAME) if row["offset"] >= 0)
@@ -202,10 +205,44 @@ def test_letters_that_a_replay_removes_during_a_sweep_are_not_removed_twice(
 def test_a_check_creates_nothing_and_appends_nothing_while_there_is_no_letter(harbour: Any) -> None:
     opened: list[int] = []
     writer = DeadLetterWriter(harbour.portal, lambda: opened.append(1), harbour.stores.rand)  # type: ignore[func-returns-value,arg-type,return-value]
-    assert writer.expire(threading.Event()) == 0 and opened == []
+    assert writer.expire(threading.Event()) == 0 and writer.expire(threading.Event()) is None and opened == []
     keeper = Keeper(harbour, ManualClock(START_MS))
     assert keeper.after(0) == keeper.after(3_600_000) == 0
     assert harbour.upper(NAME) == 0
+
+
+def test_the_row_with_the_number_of_expired_letters_is_no_letter_of_a_list_of_pipelines(
+    harbour: Any, keeper: Keeper
+) -> None:
+    keeper.put(1, 2, 3)
+    keeper.clock.advance(20 * DAY_MS)
+    keeper.put(4)
+    for _ in range(2):
+        keeper.after(3_600_000)
+    opened: Any = SimpleNamespace(portal=harbour.portal, shard=harbour.shard)
+    state = harbour.shard(NAME).state
+    assert keeper.read().expired == 3 and view._count_letters(opened, state) == len(keeper.stored()) == 1
+
+
+def test_a_check_that_fails_is_repeated_after_a_minute(
+    harbour: Any, keeper: Keeper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Regression: it was repeated after an hour, and calls in between cleared its error."""
+    keeper.put(1)
+    keeper.clock.advance(20 * DAY_MS)
+    assert keeper.after(0) == 0
+
+    def damaged(*_: Any) -> Any:
+        raise CorruptError("a part is damaged.")
+
+    monkeypatch.setattr(dead_letters, "read_letter_pieces", damaged)
+    with pytest.raises(CorruptError):
+        keeper.after(3_600_000)
+    assert keeper.writer.expire(threading.Event()) is None
+    with pytest.raises(CorruptError):
+        keeper.after(60_000)
+    monkeypatch.undo()
+    assert keeper.after(60_000) == 1 and keeper.stored() == []
 
 
 def test_a_driver_removes_old_letters(harbour: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,10 +8,13 @@ end.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import gc
 import json
+import os
 import signal
 import sys
+import traceback
 from pathlib import Path
 
 from tidemill.base.clock import TEST_CLOCK
@@ -88,5 +91,19 @@ def main() -> int:
         return 1
 
 
+def _exit_now(code: int) -> None:
+    """Exit without ending the interpreter: a thread of the HTTP server's runtime that calls into it at that moment
+    aborts the process, and the last line is no longer the reason of its end."""
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    _exit_now(code)

@@ -103,7 +103,7 @@ class DriverSettings(msgspec.Struct, frozen=True):
     `instance` distinguishes drivers of the same pipeline; `conf` are Spark settings that override the defaults.
     `domains` of the metastore as configured, 0 = the cluster's number. `budget_ms`: the time that a stage may stand
     below its target, without `freshness_ms`, for which the feeds gather records (feed.py). `dead_letters_ms`: the age
-    at which a dead letter expires.
+    at which a dead letter expires, 0 = never.
     """
 
     name: str

@@ -39,11 +39,23 @@ def read_pipeline_views(opened: OpenStores, counted: str = "") -> dict[str, Pipe
         {name: _file_modified_ms(file) for name, file in files.items()},
     )
     for view in views.values():  # a replay removes letters by further updates
-        letters = known_row_count(shards.get(view.letters))
-        view.dead_letters = view.dead_letters if letters is None else letters
+        if view.dead_letters:
+            view.dead_letters = _count_letters(opened, shards[view.letters])
     for table in views[counted].tables if counted in views else ():
         table["rows"] = known_row_count(shards.get(table["table"]))
     return views
+
+
+def _count_letters(opened: OpenStores, state: ShardState) -> int:
+    from tidemill.console.dead_letter_read import read_letters
+    from tidemill.spark.decode.dead_letter_rows import EXPIRED
+    from tidemill.spark.stored_letters import letters_at
+
+    shard, count = opened.shard(state.name), known_row_count(state)
+    if count is None:
+        return opened.portal.call(read_letters(shard, 0)).total
+    expired: int = letters_at(opened.portal, shard, [EXPIRED]).num_rows
+    return count - expired  # one row is the number of expired letters
 
 
 def known_row_count(state: ShardState | None) -> int | None:

@@ -75,6 +75,8 @@ _SHIFT = 20
 
 EXPIRY_CHECK_S = 3_600.0
 """Longest time between two checks for old letters."""
+EXPIRY_RETRY_S = 60.0
+"""Longest time until a check that failed is repeated."""
 SWEEPS = 8
 """Number of times within the retention of letters that old ones are removed."""
 EXPIRED_ROWS = 10_000
@@ -225,9 +227,9 @@ class DeadLetterWriter:
             self._stated = None
 
     # letters that expire ----------------------------------------------------------------------------
-    def expire(self, ending: threading.Event) -> int:
+    def expire(self, ending: threading.Event) -> int | None:
         """Remove letters whose records are older than `keep_ms`, except the newest one of each captured row; return
-        their number.
+        their number, or None if no check was due.
 
         To be called at any interval: most calls do nothing. All letters are read for it, so old ones are removed at
         most SWEEPS times within `keep_ms`: in pieces, between which other threads add letters. A letter goes one check
@@ -236,17 +238,21 @@ class DeadLetterWriter:
         """
         now_s = self._clock.monotonic_s()
         if now_s < self._check_s:
-            return 0
-        self._check_s = now_s + min(EXPIRY_CHECK_S, self._keep_ms / 1000 / SWEEPS)
-        with self._one_at_a_time:
-            if (shard := self._shard) is None:
-                return 0  # not open yet, or dropped
-            with self._reopening(shard) as outcome:
-                self._follow(shard)
-            found = self._find_expired() if outcome.done else {}
-            self._removed = set()
+            return None
+        interval_s, old = min(EXPIRY_CHECK_S, self._keep_ms / 1000 / SWEEPS), self._old
+        self._check_s = now_s + interval_s
         try:
+            with self._one_at_a_time:
+                if (shard := self._shard) is None:
+                    return 0  # not open yet, or dropped
+                with self._reopening(shard) as outcome:
+                    self._follow(shard)
+                found = self._find_expired() if outcome.done else {}
+                self._removed = set()
             return self._sweep(shard, found, ending) if found else 0
+        except BaseException:
+            self._check_s, self._old = now_s + min(EXPIRY_RETRY_S, interval_s), old
+            raise
         finally:
             self._removed = None
 

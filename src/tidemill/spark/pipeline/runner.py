@@ -159,7 +159,7 @@ class PipelineRunner(PipelineContext):
         self._owning = asyncio.run_coroutine_threadsafe(owning, self.portal.loop)
         self._owning.add_done_callback(self._on_ownership_lost)
         self._start_unit("catalogue", self._maintain_registration)
-        if self.pipeline.dead_letters:
+        if self.pipeline.dead_letters and self.settings.dead_letters_ms:
             self._start_unit("dead-letters", self._expire_dead_letters)
         if self.uses_spark:
             self._start_thread(SESSION_THREAD, self._watch_session)
@@ -300,8 +300,8 @@ class PipelineRunner(PipelineContext):
     def _expire_dead_letters(self) -> None:
         """Remove old dead letters until the pipeline ends."""
         while not self.ending.wait(EXPIRY_INTERVAL_S):
-            self.dead_letters.expire(self.ending)
-            self.tracker.clear_failure(f"pipeline:{self.settings.name}:dead-letters")
+            if self.dead_letters.expire(self.ending) is not None:
+                self.tracker.clear_failure(f"pipeline:{self.settings.name}:dead-letters")
 
     def _watch_session(self) -> None:
         """Open the session. Raises SparkSessionLostError when its JVM exits, which derived tables alone would notice

@@ -87,7 +87,9 @@ def run(
     urls = find_cluster(objects, consensus, config, registered_urls(spark))
     master = spark.sparkContext.master
     directory = Path(scratch) if scratch is not None else _default_scratch(urls, pipeline.name, instance)
-    settings = DriverSettings(pipeline.name, Path(), urls, master, directory.absolute(), instance=instance)
+    settings = DriverSettings(
+        pipeline.name, Path(), urls, master, directory.absolute(), instance=instance, dead_letters_ms=0
+    )
     key = (pipeline.name, instance, urls)
     with _starting:
         if key in _running:
