@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import fastavro
 import psycopg
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.capture.on_every_server import (
@@ -263,7 +263,12 @@ def folded(parts: Sequence[Sequence[Record]], source: EventSource | None, end_ls
     return table
 
 
+def keys_of(parts: Sequence[Sequence[Record]]) -> list[list[bytes | None]]:
+    return [[record.key for record in part] for part in parts]
+
+
 @settings(max_examples=150)
+@example(26_885, 1, None, 2_000)
 @given(
     st.integers(0, 1 << 32), st.sampled_from([1, 3]), st.sampled_from([None, EventSource("shop", "db"), AVRO]),
     st.sampled_from([1 << 20, 1 << 20, 2_000]),
@@ -283,13 +288,16 @@ def test_after_each_transaction_the_last_record_of_a_key_is_the_row_that_the_tab
     lsns = sorted({fragment.commit_lsn for fragment in by_rows})
     now = dict(zip(lsns, model.states, strict=True))
     parts = written(settled(by_rows, now, [], limit), partitions, source)
-    assert written(settled(by_columns, now, [], limit), partitions, source) == parts
+    columns = written(settled(by_columns, now, [], limit), partitions, source)
+    # Changes have another size as columns. So the limit is reached elsewhere, and which records between the first and
+    # the last one of a key are tombstones differs.
+    assert columns == parts if limit > 2_000 else keys_of(columns) == keys_of(parts)
     for lsn, state in now.items():
-        assert folded(parts, source, lsn) == state
+        assert folded(parts, source, lsn) == folded(columns, source, lsn) == state
     # Answers of the future come true, and change no offset.
     later = written(settled(by_rows, dict.fromkeys(lsns, model.states[-1]), [], limit), partitions, source)
     assert folded(later, source, lsns[-1]) == model.states[-1]
-    assert [[r.key for r in part] for part in later] == [[r.key for r in part] for part in parts]
+    assert keys_of(later) == keys_of(parts)
 
 
 @settings(max_examples=300)

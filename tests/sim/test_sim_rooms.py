@@ -80,7 +80,7 @@ SOON = {
     "forgotten-log": (1,),
     "gc-newer-epoch": (300,),
     "guessed-outcome": (9,),
-    "joined-ahead": (0, 34, 58),
+    "joined-ahead": (17, 79, 122),
     "kept-positions": (6, 10, 13),
     "late-consumer": (14, 16, 19),
     "late-name": (0, 16),
