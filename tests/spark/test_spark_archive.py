@@ -8,12 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from tidemill.base.errors import InvalidError
 from tidemill.spark.session.cds_archive import (
     DAY_S,
     UNUSED_DAYS_MAX,
     archive_options,
     archive_path,
     delete_unused_archives,
+    ensure_archive,
 )
 
 NOW_S = 1_790_000_000.0
@@ -41,6 +43,15 @@ def test_an_archive_on_a_read_only_file_system_is_used(tmp_path: Path, monkeypat
     path.write_bytes(b"")
     monkeypatch.setattr(os, "utime", refuse)
     assert f"-XX:SharedArchiveFile={path}" in archive_options(environ)
+
+
+def test_a_java_that_writes_no_archive_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The JDK of PyPI lacks the archive that a dynamic one extends."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("tidemill.spark.session.cds_archive.subprocess.run", lambda *_, **__: None)
+    with pytest.raises(InvalidError, match="Java wrote no class-data archive"):
+        ensure_archive()
+    assert not list((tmp_path / "tidemill").glob("spark-4*-java*"))
 
 
 def test_archives_and_rests_of_dumps_that_nothing_uses_are_deleted_and_nothing_else(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tidemill.base.clock import SystemClock
+from tidemill.base.errors import InvalidError
 from tidemill.spark.session.java import cache_dir, ensure_spark_home, find_java
 
 DUMP_TIMEOUT_S = 600
@@ -54,8 +55,8 @@ def archive_options(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def ensure_archive() -> Path:
-    """Create the archive if it is missing, and return its path. Raises InvalidError without a Java, OSError,
-    subprocess.CalledProcessError."""
+    """Create the archive if it is missing, and return its path. Raises InvalidError without a Java, or with one that
+    writes no archive; OSError, subprocess.CalledProcessError."""
     path = archive_path()
     if path.is_file():
         return path
@@ -67,9 +68,12 @@ def ensure_archive() -> Path:
             [sys.executable, "-c", _EXERCISE, str(fresh)],
             check=True, timeout=DUMP_TIMEOUT_S, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
-        fresh.replace(path)
+        with contextlib.suppress(FileNotFoundError):
+            fresh.replace(path)
     finally:
         fresh.unlink(missing_ok=True)
+    if not path.is_file():
+        raise InvalidError("Java wrote no class-data archive.", fix="Use a Java that has lib/server/classes.jsa.")
     return path
 
 
@@ -112,4 +116,7 @@ def dump_archive(target: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(f"class archive: {ensure_archive()}")
+    try:
+        print(f"class archive: {ensure_archive()}")
+    except InvalidError as error:
+        sys.exit(str(error))
