@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import pytest
 
+from support.mounts import run_or_skip
 from support.ports import free_port
 from support.waiting import run, until
 from tidemill.base.clock import Rand, SystemClock
@@ -156,9 +157,7 @@ async def test_f511_a_dead_host_whose_lock_is_not_released_yet_is_waited_for(
 def small(tmp_path: Path) -> Iterator[Path]:
     at = tmp_path / "mount"
     at.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(at)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+    run_or_skip("mount", "-t", "tmpfs", "-o", "size=48m", "tmpfs", str(at))
     yield at
     subprocess.run(["umount", "-l", str(at)], check=False)
 

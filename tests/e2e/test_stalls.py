@@ -25,6 +25,7 @@ import pytest
 
 from support.docs.examples import blocks, run_line, section
 from support.faults.cluster import Cluster, cluster, until
+from support.mounts import run_or_skip
 from support.postgres import EmbeddedPostgres
 from support.waiting import slowness
 from tidemill.cli.context import EXIT_STUCK, EXIT_UNAVAILABLE
@@ -118,7 +119,7 @@ class Stalls:
 @contextmanager
 def mounted(path: Path) -> Iterator[Path]:
     path.mkdir(parents=True)
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(path)], check=True)
+    run_or_skip("mount", "-t", "tmpfs", "-o", "size=256m", "tmpfs", str(path))
     try:
         yield path
     finally:

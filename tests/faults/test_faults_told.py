@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -92,7 +93,7 @@ def test_a_captured_table_without_a_pipeline_shows_its_capture_and_the_line_to_w
             assert "no pipeline maintains it" in why["note"] and line in why["note"]
         until(lambda: "ready after" in made.said, lambda: made.said)
         assert not [each for each in made.said.splitlines() if each.startswith("{")], "log lines are in a file"
-        for name in ("curl", "shell"):
+        for name in ("curl", "shell") if shutil.which("curl") else ("shell",):
             (shown,) = [each.strip() for each in made.said.splitlines() if each.strip().startswith(name)]
             pasted = shown.removeprefix(name).strip().replace("tidemill ", f"{sys.executable} -m tidemill ", 1)
             done = subprocess.run(pasted, shell=True, capture_output=True, text=True, timeout=60, env=made.environ)

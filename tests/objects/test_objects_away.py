@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from support.mounts import run_or_skip
 from support.objects.moto_access import CREDENTIALS, start_server
 from support.ports import free_port
 from support.waiting import until
@@ -44,15 +45,10 @@ class Mount:
     def __init__(self, at: Path, size: str) -> None:
         self.at = at
         at.mkdir()
-        self.run("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at))
-
-    def run(self, *command: str) -> None:
-        done = subprocess.run(command, capture_output=True, text=True)
-        if done.returncode:
-            pytest.skip(f"cannot mount here: {done.stderr.strip()}")
+        run_or_skip("mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(at))
 
     def read_only(self, on: bool) -> None:
-        self.run("mount", "-o", f"remount,{'ro' if on else 'rw'}", str(self.at))
+        run_or_skip("mount", "-o", f"remount,{'ro' if on else 'rw'}", str(self.at))
 
 
 @pytest.fixture
@@ -159,7 +155,7 @@ async def test_f508_a_full_directory_refuses_writes_as_unavailable_serves_reads_
 
 
 async def test_f616_a_file_system_without_inodes_is_told_as_that(small: Mount) -> None:
-    small.run("mount", "-o", "remount,nr_inodes=12", str(small.at))
+    run_or_skip("mount", "-o", "remount,nr_inodes=12", str(small.at))
     store = await open_objects(str(small.at / "bucket"), SystemClock(), Rand(), retry_budget_s=0.1)
     puts = (store.put(f"k{number}", b"x") for number in range(20))
     outcomes = await asyncio.gather(*puts, return_exceptions=True)

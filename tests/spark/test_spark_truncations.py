@@ -106,7 +106,10 @@ def steps(draw: st.DrawFn, partial: bool) -> Commands:
 def same(found: Resolved, want: Resolved) -> None:
     for name in ("updates", "tombstones"):
         ours, theirs = getattr(found, name), getattr(want, name)
-        assert repr(ours and ours.to_pylist()) == repr(theirs and theirs.to_pylist()), name
+        # Keys that differ in the sign of a zero have one hash, and no order.
+        assert sorted(map(repr, ours.to_pylist() if ours else ())) == sorted(
+            map(repr, theirs.to_pylist() if theirs else ())
+        ), name
     assert repr(found.changes.rows.to_pylist()) == repr(want.changes.rows.to_pylist())
     assert found.changes.hashes.tolist() == want.changes.hashes.tolist()
     assert found.changes.live.tolist() == want.changes.live.tolist()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,7 +50,7 @@ class Cluster:
         work = self._root / "work"
         mount = f'mount -t tmpfs -o size=1m tmpfs "{self._hidden}" && exec "$@"'
         alone = ["unshare", "-m" if os.getuid() == 0 else "-rm", "sh", "-c", mount, "sh"]
-        if subprocess.run([*alone, "true"], capture_output=True).returncode:
+        if shutil.which("unshare") is None or subprocess.run([*alone, "true"], capture_output=True).returncode:
             warnings.warn("no mount namespaces here: the worker could see what it is only not told of", stacklevel=1)
             alone = []
         self._worker = self._java(
