@@ -43,6 +43,8 @@ CLAUSES = [
 
 def test_letters_in_two_cases_are_those_of_the_columns_collation(postgres_dsn: str) -> None:
     with psycopg.connect(postgres_dsn, autocommit=True) as connection:
+        # initdb finds the collations of libc only where the program `locale` is installed.
+        connection.execute("""CREATE COLLATION IF NOT EXISTS "C.utf8" (provider = libc, locale = 'C.UTF-8')""")
         columns = ", ".join(f'c{n} text COLLATE "{name}"' for n, name in enumerate(COLLATIONS))
         connection.execute(f"CREATE TABLE w (n int, {columns})".encode())
         for n, word in enumerate(WORDS):
