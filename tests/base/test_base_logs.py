@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -21,8 +22,9 @@ print("alive")
 
 def test_a_reader_of_the_logs_that_went_away_ends_nobody() -> None:
     command = [sys.executable, "-c", CHILD]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=buffered
     ) as child:
         assert child.stderr is not None and child.stdin is not None and child.stdout is not None
         child.stderr.close()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import gc
 import json
 import os
@@ -95,8 +96,9 @@ def _exit_now(code: int) -> None:
     """Exit without ending the interpreter: a thread of the HTTP server's runtime that calls into it at that moment
     aborts the process, and the last line is no longer the reason of its end."""
     atexit._run_exitfuncs()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone
+            stream.flush()
     os._exit(code)
 
 

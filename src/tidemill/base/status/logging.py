@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -17,12 +18,28 @@ LOG_BYTES = 32 << 20
 """Size at which NAME.log becomes NAME.log.1, replacing an older one."""
 
 
+def _discard_buffered() -> None:
+    """Discard text that stderr could not write: Python writes it again at exit, and exits with 120 if that fails."""
+    with contextlib.suppress(OSError, ValueError):
+        descriptor = sys.stderr.fileno()
+        before = os.dup(descriptor)
+        try:
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), descriptor)
+            sys.stderr.flush()
+        finally:
+            os.dup2(before, descriptor)
+            os.close(before)
+
+
 class _Stderr:
     """A structlog logger that writes to the current stderr of the process."""
 
     def msg(self, message: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+        try:
             print(message, file=sys.stderr, flush=True)
+        except (OSError, ValueError):  # ValueError: it is closed
+            _discard_buffered()
 
     log = debug = info = warn = warning = error = critical = fatal = exception = msg
 

@@ -16,6 +16,7 @@ invalid, reported in one sentence. Any other code: restart the process.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import signal
@@ -145,8 +146,9 @@ def _spark_settings(pairs: list[str]) -> dict[str, str]:
 
 def exit_now(code: int) -> None:
     """Exit immediately: durable work is complete, and Spark's shutdown hooks would only add seconds."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone
+            stream.flush()
     os._exit(code)
 
 
