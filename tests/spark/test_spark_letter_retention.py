@@ -31,6 +31,8 @@ from tidemill.spark.pipeline import runner
 from tidemill.spark.stored_letters import StoredLetters
 
 NAME = "p.dead_letters"
+UNIT = "dead-letters"
+"""Thread of a driver that removes old letters."""
 DAY_MS = 86_400_000
 START_MS = 20_000 * DAY_MS
 ROWS = ShardSchema((Column("id", "int64"),), ("id",))
@@ -255,7 +257,22 @@ def test_a_driver_removes_old_letters(harbour: Any, tmp_path: Path, monkeypatch:
     try:
         eventually(lambda: hasattr(run, "dead_letters") and run.dead_letters.expired == 1)
         assert [row["reason"][:30] for row in harbour.contents(NAME)] == ["1 dead letter of a record unti"]
+        assert UNIT in {thread.name for thread in threading.enumerate()}
         assert run.dead_letters.total == 1 and len(harbour.contents("clicks")) == 1
+    finally:
+        stopping.set()
+        thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_a_run_without_an_age_removes_no_letters(harbour: Any, tmp_path: Path) -> None:
+    """A run in the user's own session does not know the retention of the cluster."""
+    harbour.create_topic("clicks")
+    text = 'def build(p):\n    p.table("clicks", p.topic("clicks", key="click_id", schema="click_id string"))\n'
+    run, stopping, thread = started(harbour, tmp_path, text, dead_letters_ms=0)
+    try:
+        eventually(lambda: any(each.name.startswith("feed-") for each in threading.enumerate()))
+        assert UNIT not in {each.name for each in threading.enumerate()} and run.settings.dead_letters_ms == 0
     finally:
         stopping.set()
         thread.join(30)

@@ -71,11 +71,13 @@ def _machine_host(family: socket.AddressFamily) -> str:
     """Return the name of this machine if other machines may know it and it resolves to an address that a wildcard of
     `family` accepts, else ""."""
     name = socket.gethostname()
+    if name.partition(".")[0] == "localhost":
+        return ""
     try:  # a socket of [::] accepts IPv4, too
         socket.getaddrinfo(name, None, family=family if family == socket.AF_INET else socket.AF_UNSPEC)
     except (OSError, UnicodeError):
         return ""
-    return "" if name.partition(".")[0] == "localhost" else name
+    return name
 
 
 def bracket_ipv6(host: str) -> str:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import contextlib
 import gc
 import json
-import os
 import signal
 import sys
 import traceback
@@ -24,7 +22,7 @@ from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolled
 from tidemill.base.libraries import hide_modules
 from tidemill.base.limits import MIB
 from tidemill.base.runtime import file_descriptors
-from tidemill.base.runtime.daemon_threads import resolve_names_in_daemon_threads
+from tidemill.base.runtime.daemon_threads import exit_now, resolve_names_in_daemon_threads
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
 from tidemill.base.runtime.memory_budget import retain_freed_memory
 from tidemill.base.status.logging import configure_logs
@@ -92,20 +90,11 @@ def main() -> int:
         return 1
 
 
-def _exit_now(code: int) -> None:
-    """Exit without ending the interpreter: a thread of the HTTP server's runtime that calls into it at that moment
-    aborts the process, and the last line is no longer the reason of its end."""
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader is gone
-            stream.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
     try:
         code = main()
     except Exception:
         traceback.print_exc()
         code = 1
-    _exit_now(code)
+    atexit._run_exitfuncs()
+    exit_now(code)  # so that no thread of the HTTP server's runtime aborts the process after its last line

@@ -92,7 +92,7 @@ class AgedValue:
         self._seen: deque[tuple[float, int]] = deque()
 
     def observe(self, value: int, now_s: float) -> int:
-        """Add the present value; return the newest one that was observed at least `age_s` ago, or 0."""
+        """Add the present value; return the newest value observed at least `age_s` ago, or 0."""
         if not self._seen or (value > self._seen[-1][1] and now_s - self._seen[-1][0] >= self._age_s / self.SAMPLES):
             self._seen.append((now_s, value))
         while len(self._seen) > 1 and now_s - self._seen[1][0] >= self._age_s:

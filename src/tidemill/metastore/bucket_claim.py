@@ -36,19 +36,17 @@ from tidemill.base.errors import (
     MissingError,
     TidemillError,
     UnavailableError,
-    UnknownOutcomeError,
 )
 from tidemill.base.limits import CLUSTER_ALIVE_INTERVAL_S
 from tidemill.consensus.api import Consensus
 from tidemill.metastore import cluster_manifest
-from tidemill.metastore.cluster import Cluster
+from tidemill.metastore.cluster import Cluster, write_register
 from tidemill.metastore.cluster_manifest import REPLACED_FIX, encode, read_struct
 from tidemill.objects.store import ObjectStore
 
 CLAIM_PREFIX = "metastore/claim/"
 REGISTER = "metastore/owned-bucket"
 RETRY_PAUSE_S = 1.0
-RECORD_PAUSE_S = 0.02
 CHECK_TIMEOUT_S = 5.0
 """Limit of the time that an acknowledgement waits for the check when the bucket does not answer."""
 
@@ -130,21 +128,12 @@ async def claim_bucket(
     if claim.cluster_uuid != cluster.uuid:
         raise _replaced_error(cluster, claim.cluster_uuid, claim.incarnation)
     await check_claim(objects, cluster)
-    if await _record(consensus, rand, claim.identity) != claim.identity:
+    if recorded is None:
+        stored = await write_register(consensus, rand, REGISTER, claim.identity.encode(), 0)
+    else:
+        stored = recorded.data
+    if stored != claim.identity.encode():
         raise _other_bucket_error(cluster, f"claim={key}, which is not the claim that consensus has recorded")
-
-
-async def _record(consensus: Consensus, rand: Rand, identity: str) -> str:
-    """Record the identity of the cluster's claim, unless one is recorded; return the recorded one."""
-    nonce = rand.nonce()
-    while (found := await consensus.head(REGISTER)) is None:
-        try:
-            await consensus.cas(REGISTER, 0, identity.encode(), nonce)
-        except ConflictError:
-            continue
-        except UnknownOutcomeError:
-            await asyncio.sleep(RECORD_PAUSE_S)
-    return found.data.decode()
 
 
 async def _describes(objects: ObjectStore, cluster: Cluster) -> bool:

@@ -127,19 +127,19 @@ async def read_secret(consensus: Consensus, rand: Rand) -> bytes:
     found = await consensus.head(SECRET_REGISTER)
     if found is not None:
         return found.data
-    return await _write_register(consensus, rand, SECRET_REGISTER, rand.nonce().encode(), 0)
+    return await write_register(consensus, rand, SECRET_REGISTER, rand.nonce().encode(), 0)
 
 
 async def write_cluster(consensus: Consensus, rand: Rand, cluster: Cluster, expected_seq: int) -> Cluster:
     """Write the register's next version; return the stored one: `cluster`, or the version another writer wrote
     first."""
     data = msgspec.msgpack.encode(cluster)
-    stored = await _write_register(consensus, rand, REGISTER, data, expected_seq)
+    stored = await write_register(consensus, rand, REGISTER, data, expected_seq)
     return cluster if stored == data else _decode(stored)
 
 
-async def _write_register(consensus: Consensus, rand: Rand, register: str, data: bytes, expected_seq: int) -> bytes:
-    """Write a register's next version; return the stored one, as `write_cluster` does."""
+async def write_register(consensus: Consensus, rand: Rand, register: str, data: bytes, expected_seq: int) -> bytes:
+    """Write a register's next version; return the stored one: `data`, or the version another writer wrote first."""
     nonce = rand.nonce()
     while True:
         try:

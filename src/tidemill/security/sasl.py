@@ -117,7 +117,7 @@ class TooManyChecksError(UnavailableError):
 
 
 class PasswordChecks:
-    """Password checks: those that run, by address, and those that failed a moment ago, by address and user."""
+    """Running password checks by address, and recently failed ones by address and user."""
 
     def __init__(self) -> None:
         self._running: Counter[str] = Counter()

@@ -84,7 +84,7 @@ def matches_password(found: Credential, password: str) -> bool:
 class CredentialForm(NamedTuple):
     """Properties of a credential that a client sees or measures. The bytes of its salt do not belong to them.
 
-    `is_text`: the salt consists of letters and digits, as those that Java's tools create.
+    `is_text`: the salt consists of letters and digits, like the salts of Java's tools.
     """
 
     mechanism: int

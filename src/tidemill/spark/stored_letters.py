@@ -91,22 +91,25 @@ class StoredLetters:
             rows = letters_at(self._portal, self._shard, places)
             if not rows.num_rows:
                 return 0
-            if self._retract(rows, lower):
+            if append_updates(self._portal, self._shard, retractions(rows, lower), lower, lower + 1, self._rand):
                 return int(rows.num_rows)
         return 0
 
-    def _retract(self, rows: pa.Table, lower: int) -> bool:
-        """Append the retractions at `lower`; False if another process appended first."""
 
-        async def run() -> None:
-            part = await self._shard.write_part(retractions(rows, lower))
-            await self._shard.compare_and_append(lower, lower + 1, (part,), self._rand.nonce())
+def append_updates(
+    portal: BlockingPortal, shard: LogShard, updates: pa.Table, lower: int, upper: int, rand: Rand
+) -> bool:
+    """Append updates of letters; False if another process appended first: read its letters, and try again."""
 
-        try:
-            self._portal.call(run())
-        except ConflictError:
-            return False
-        return True
+    async def run() -> None:
+        part = await shard.write_part(updates)
+        await shard.compare_and_append(lower, upper, (part,), rand.nonce())
+
+    try:
+        portal.call(run())
+    except ConflictError:
+        return False
+    return True
 
 
 def read_updates(

@@ -4,16 +4,20 @@ daemon thread.
 getaddrinfo(3) takes 10 s and more for each name while no DNS server answers. In the loop's executor, which has few
 threads, such calls would delay all other work, also that of a stop, and the ends of the loop and of the interpreter
 would join them. Nothing waits for a daemon thread. Use one only for a call that reads: it may end at any instruction.
+`exit_now` ends a process without waiting for any thread.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
 
@@ -22,6 +26,15 @@ async def call_in_daemon_thread(work: Callable[[], T], name: str) -> T:
     """Return the result of `work`, or raise its exception. A cancelled caller leaves the thread behind until `work`
     returns."""
     return await asyncio.wrap_future(_start(work, name))
+
+
+def exit_now(code: int) -> NoReturn:
+    """Exit without ending the interpreter, whose end waits for threads and runs `atexit`. A thread of a library that
+    calls into it at that moment aborts the process."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone
+            stream.flush()
+    os._exit(code)
 
 
 def _start(work: Callable[[], T], name: str) -> Future[T]:

@@ -356,7 +356,7 @@ class StatusTracker:
             elsewhere = old is None or old.position != position or (was_idle and position < target)
             restarts = 0 if elsewhere else restarts
             moved = elsewhere or old is None or (progress and progress != old.progress and restarts < RESTARTS_MAX)
-            since_ms = now_ms if moved or old is None else min(old.since_ms, now_ms)  # a clock that was set back
+            since_ms = now_ms if moved or old is None else min(old.since_ms, now_ms)  # the clock may have been set back
             if restarts >= RESTARTS_MAX:
                 reason = f"{reason + '; ' if reason else ''}restarted {restarts} times at this position"
             budget_ms = self.budget_ms if budget_ms is None else budget_ms

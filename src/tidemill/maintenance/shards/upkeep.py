@@ -143,15 +143,9 @@ class ShardUpkeep(MaintenanceJob):
 
     def _schedule(self, shard: LogShard) -> _ShardSchedule:
         retention = self._g.retention
-        if (ages := self._ages.get(shard.shard_id)) is None:
-            ages = AgedValue(retention.history_s), AgedValue(retention.collect_after_s)
-            self._ages[shard.shard_id] = ages
-        return _ShardSchedule(
-            shard=shard,
-            uppers=ages[0],
-            versions=ages[1],
-            moved_s=self._g.clock.monotonic_s(),
-        )
+        fresh = AgedValue(retention.history_s), AgedValue(retention.collect_after_s)
+        uppers, versions = self._ages.setdefault(shard.shard_id, fresh)
+        return _ShardSchedule(shard=shard, uppers=uppers, versions=versions, moved_s=self._g.clock.monotonic_s())
 
     async def _close_dropped(self, shard_id: str) -> None:
         tended = self._tended.pop(shard_id)

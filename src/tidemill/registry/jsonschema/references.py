@@ -15,8 +15,8 @@ from tidemill.registry.errors import invalid_schema
 from tidemill.registry.limits import shorten
 
 URI_CHARS = 16 << 20
-"""Characters of the URIs of a schema and of those that it refers to. A relative URI counts with the URI that it is
-relative to, because the two are joined."""
+"""Limit of the characters in the URIs of a schema and of its references. A relative URI counts together with its base
+URI, because the two are joined."""
 
 
 class ReferenceResolver:

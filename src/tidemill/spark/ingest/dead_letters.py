@@ -30,7 +30,7 @@ import pyarrow as pa
 import structlog
 
 from tidemill.base.clock import Clock, Rand, SystemClock
-from tidemill.base.errors import ConflictError, MissingError
+from tidemill.base.errors import MissingError
 from tidemill.base.limits import DEAD_LETTERS_KEEP_MS, MIB
 from tidemill.base.runtime.blocking_portal import BlockingPortal
 from tidemill.shards.api import TIME, Batch, HistoryLostError, SchemaEvolvedError
@@ -57,6 +57,7 @@ from tidemill.spark.stored_letters import (
     KnownLetters,
     NewestOfRows,
     Positions,
+    append_updates,
     changes_of,
     expired_row,
     is_at,
@@ -188,16 +189,8 @@ class DeadLetterWriter:
         return True
 
     def _append(self, shard: LogShard, updates: pa.Table, at: int) -> bool:
-        lower = self._upper
-
-        async def run() -> None:
-            part = await shard.write_part(updates)
-            await shard.compare_and_append(lower, at + 1, (part,), self._rand.nonce())
-
-        try:
-            self._portal.call(run())
-        except ConflictError:
-            return False  # a peer added letters: read them before the next attempt
+        if not append_updates(self._portal, shard, updates, self._upper, at + 1, self._rand):
+            return False
         self._upper = at + 1
         return True
 

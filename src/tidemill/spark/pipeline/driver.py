@@ -16,7 +16,6 @@ invalid, reported in one sentence. Any other code: restart the process.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import signal
@@ -33,6 +32,7 @@ from tidemill.base.errors import ClusterReplacedError, InvalidError, StoreRolled
 from tidemill.base.libraries import require
 from tidemill.base.limits import DEAD_LETTERS_KEEP_MS, FRESHNESS_BUDGET_MS, PIPELINE_FRESHNESS_MS
 from tidemill.base.runtime import file_descriptors
+from tidemill.base.runtime.daemon_threads import exit_now
 from tidemill.base.runtime.gc_tuning import install_gc_tuning
 from tidemill.base.runtime.memory_budget import retain_freed_memory
 from tidemill.base.status.logging import configure_logs
@@ -144,13 +144,5 @@ def _spark_settings(pairs: list[str]) -> dict[str, str]:
     return conf | dict(pair.split("=", 1) for pair in pairs)
 
 
-def exit_now(code: int) -> None:
-    """Exit immediately: durable work is complete, and Spark's shutdown hooks would only add seconds."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader is gone
-            stream.flush()
-    os._exit(code)
-
-
 if __name__ == "__main__":
-    exit_now(main())
+    exit_now(main())  # durable work is complete, and Spark's shutdown hooks would only add seconds

@@ -55,7 +55,7 @@ def archive_options(environ: Mapping[str, str] | None = None) -> list[str]:
 
 
 def ensure_archive() -> Path:
-    """Create the archive if it is missing, and return its path. Raises InvalidError without a Java, or with one that
+    """Create the archive if it is missing, and return its path. Raises InvalidError without a Java, or if Java
     writes no archive; OSError, subprocess.CalledProcessError."""
     path = archive_path()
     if path.is_file():

@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 from tidemill.base.runtime.blocking_portal import BlockingPortal
+from tidemill.base.runtime.daemon_threads import exit_now
 from tidemill.base.status.histogram import StageHistograms
 from tidemill.spark.decode.dead_letter_rows import DEAD_LETTERS
 from tidemill.spark.ingest.dead_letters import DeadLetterWriter
@@ -18,7 +19,6 @@ from tidemill.spark.ingest.feed_sink import FeedSink
 from tidemill.spark.ingest.sources import stream_feed
 from tidemill.spark.ingest.table_schedule import TableSchedule
 from tidemill.spark.ingest.table_writer import TableWriter
-from tidemill.spark.pipeline.driver import exit_now
 from tidemill.spark.settings import StoreUrls
 from tidemill.spark.stores import open_stores
 from tidemill.spark.types import stream_schema

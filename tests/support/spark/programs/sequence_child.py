@@ -17,9 +17,9 @@ from typing import Any
 from support.spark.harbour import Harbour
 from support.spark.sinks import topic_sink
 from support.spark.users_topic import DECLARED, STRICT
+from tidemill.base.runtime.daemon_threads import exit_now
 from tidemill.shards.handle import LogShard
 from tidemill.spark.definition import Pipeline
-from tidemill.spark.pipeline.driver import exit_now
 from tidemill.spark.replay import pipeline_replay
 from tidemill.spark.settings import StoreUrls
 

@@ -76,8 +76,8 @@ def excess_partitions(
 ) -> int:
     """Return how many partitions too many the group would have once `after` replaces a member; at most 0 if it fits.
 
-    `before` is None for a new member. A subscription without new topics is too large only if the partitions that the
-    members hold exceed the room.
+    `before` is None for a new member. A subscription without new topics is too large only if the held partitions
+    exceed the room.
     """
     if before is not None and after.topics <= before.topics and after.pattern in ("", before.pattern):
         return 0
